@@ -57,6 +57,8 @@ BEGINS_FIRST = (
     "tests/unit/workers/engine/test_cost.py",
     "tests/integration/test_distribution.py",
     "tests/integration/test_serve.py",
+    "tests/unit/workers/engine/test_families.py",
+    "tests/unit/workers/engine/test_on_rehearsed_cuda.py",
 )
 
 #: The first kind mostly waits for processes, and the second computes all the time. Run one kind

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cotrain.commands import checkpoints, runs, webhooks
+from cotrain.commands import checkpoints, data, runs, webhooks
 from cotrain.commands.admin.app import app as admin
 from cotrain.commands.runs import models
 from cotrain.commands.sample import sample_text
@@ -90,6 +90,7 @@ def _add_own(app: typer.Typer) -> None:
     app.command(epilog=examples("cotrain models --json"))(models)
     app.add_typer(runs.app, name="runs")
     app.add_typer(checkpoints.app, name="checkpoints")
+    app.add_typer(data.app, name="data")
     app.add_typer(admin, name="admin")
     app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)

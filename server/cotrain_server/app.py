@@ -4,11 +4,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cotrain.version import __version__
 from cotrain_server import errors
 from cotrain_server.http.long_poll import LongPolls
 from cotrain_server.http.middleware import RequestMiddleware
+from cotrain_server.http.other_methods import OtherMethods
 from cotrain_server.http.path_prefix import PathPrefix, path_prefix
 from cotrain_server.routes import (
     anthropic,
@@ -77,6 +79,11 @@ ROUTERS = (
     pages.router,
 )
 
+#: Error formats of other APIs, by the start of their paths.
+FORMATS: dict[str, errors.ErrorFormat] = {
+    "/oai/": openai.OpenAIRoute.error_outside,
+    "/anthropic/": anthropic.AnthropicRoute.error_outside,
+}
 #: Built on the first use, once for all applications of a process.
 ROUTES = APIRouter(responses=errors.ERROR_RESPONSES)
 for router in ROUTERS:
@@ -114,8 +121,17 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     metrics.BUILD_INFO.labels(__version__).set(1)
     # The middleware added last receives a request first.
     app.add_middleware(LongPolls, polls=futures.POLLS)
+    app.add_middleware(OtherMethods)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Request-Id"],
+        )
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     if prefix := path_prefix(settings.public_url):
         app.add_middleware(PathPrefix, prefix=prefix)
-    errors.install(app)
+    errors.install(app, FORMATS)
     return app

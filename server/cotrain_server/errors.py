@@ -3,7 +3,9 @@
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,6 +13,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
 
 from cotrain_store.errors import Reason, Refused, StoreError, StoreUnavailable, TypedRefusal
 from cotrain_store.monitoring import metrics
@@ -27,6 +31,10 @@ class Invalid(TypedRefusal):
     """The body is readable, but not valid for this endpoint."""
 
     reason = Reason.INVALID
+
+
+class PromptTooLong(Invalid):
+    """The prompt is longer than the context of its model."""
 
 
 class BodyTooLarge(TypedRefusal):
@@ -81,8 +89,16 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 CLIENT_CLOSED_REQUEST = 499
 
 
-def install(app: FastAPI) -> None:
-    """Register handlers for all errors of this module. The middleware catches all others."""
+#: Response of a status, message, code and request id.
+ErrorFormat = Callable[[int, str, str, str], Response]
+
+
+def install(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
+    """Register handlers for all errors of this module. The middleware catches all others.
+
+    `formats` are error formats of other APIs, by the start of their paths.
+    """
+    app.state.error_formats = formats
     app.add_exception_handler(StoreError, _answer_known)
     for lost in CONNECTION_LOST:
         app.add_exception_handler(lost, _answer_lost)
@@ -101,7 +117,24 @@ def error_response(
 
 def internal_error(request_id: str) -> JSONResponse:
     """Return the response of an unexpected error, with a reference to the log and without details."""
-    return error_response(500, f"Internal error (ref {request_id}).", "internal_error", request_id)
+    return error_response(500, *_internal(request_id))
+
+
+def error_at(scope: Scope, status: int, message: str, code: str, request_id: str) -> Response:
+    """Return the response of an error outside all routes, in the format of the API of its path."""
+    formats: Mapping[str, ErrorFormat] = scope["app"].state.error_formats
+    path: str = scope["path"]
+    found = (make for start, make in formats.items() if path.startswith(start))
+    return next(found, error_response)(status, message, code, request_id)
+
+
+def internal_error_at(scope: Scope, request_id: str) -> Response:
+    """Return the response of `internal_error` in the format of the API of its path."""
+    return error_at(scope, 500, *_internal(request_id))
+
+
+def _internal(request_id: str) -> tuple[str, str, str]:
+    return f"Internal error (ref {request_id}).", "internal_error", request_id
 
 
 def status_of(error: Exception) -> int:
@@ -155,7 +188,10 @@ async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
     return schema_refusal(error.errors(), request.state.request_id)
 
 
-async def _answer_http(request: Request, error: Exception) -> JSONResponse:
+async def _answer_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    code = "_".join(str(error.detail).lower().split())
-    return error_response(error.status_code, str(error.detail), code, request.state.request_id)
+    message = str(error.detail)
+    code = "_".join(message.lower().split())
+    answer = error_at(request.scope, error.status_code, message, code, request.state.request_id)
+    answer.headers.update(error.headers or {})
+    return answer

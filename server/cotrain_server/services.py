@@ -27,6 +27,7 @@ from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
 from cotrain_store.errors import Reason
+from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
@@ -82,6 +83,7 @@ class Services:
     audit: Audit
     webhooks: Webhooks
     run_labels: RunLabels
+    refusals: Refusals
     failures: FailureCounter = field(default_factory=FailureCounter)
     polls_by_tenant: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_POLLS))
     body_memory: TenantUse = field(default_factory=body_memory)
@@ -176,6 +178,7 @@ async def open_services(
                 usage=Usage(connection),
                 audit=Audit(connection),
                 run_labels=RunLabels(connection),
+                refusals=Refusals(connection),
                 webhooks=Webhooks(
                     connection, f"{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"
                 ),

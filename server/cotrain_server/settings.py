@@ -152,6 +152,8 @@ class ServerSettings(StoreSettings):
     """True to log each request, False to log only refused ones."""
     webhook_networks: Words = ()
     """Private networks or addresses allowed for webhooks, also with `http://`; by default none."""
+    cors_origins: Words = ()
+    """Origins of web pages that may call the API from a browser, or `*`; by default none."""
     jwt_auth: Literal["needed", "always"] = "needed"
     """Clients that exchange their key for a token: those with a key that an SDK accepts in no other
     way (`sk-…`), or all.
@@ -166,7 +168,12 @@ class ServerSettings(StoreSettings):
     """Quotas of each tenant, `NAME=NUMBER` separated by commas or white space."""
 
     @field_validator(
-        "base_models", "api_keys", "trusted_proxies", "webhook_networks", mode="before"
+        "base_models",
+        "api_keys",
+        "trusted_proxies",
+        "webhook_networks",
+        "cors_origins",
+        mode="before",
     )
     @classmethod
     def _split(cls, value: object) -> object:

@@ -8,19 +8,15 @@ import json
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import httpx
 import pytest
 
-from tests.support.ports import free_port
 from tests.support.processes import environment_of
 from tests.support.serving import Serving
-from tests.support.waiting import PATIENCE_S
 from tests.warm.popen import Popen
 from tests.warm.sources import ROOT
 
@@ -209,40 +205,3 @@ def test_the_clock_shows_that_a_naive_loop_takes_one_more_cycle_per_step(
     assert submit_both < naive
     assert pipelined < naive
     assert picture.read_bytes().startswith(PNG)
-
-
-def test_sft_keeps_its_losses_when_all_server_processes_are_killed(
-    base_model: Path, tmp_path: Path
-) -> None:
-    options = [f"--port={free_port()}"]
-    serve = partial(Serving, tmp_path / "data", [str(base_model)], [KEY], options)
-    steps = 8
-    with serve() as first:
-        script = started("sft.py", first.address, f"--steps={steps}")
-        with script:
-            await_cycle(first, steps // 4)
-            first.kill()
-            assert script.poll() is None
-            with serve() as second:
-                disturbed = json.loads(script.communicate()[0])
-                calm_script = started("sft.py", second.address, f"--steps={steps}")
-                calm = json.loads(calm_script.communicate()[0])
-    assert disturbed == calm
-    assert len(calm) == steps + 2
-
-
-def started(example: str, address: str, *options: str) -> Popen:
-    """Start an example as a separate process."""
-    return Popen(
-        [sys.executable, str(EXAMPLES / example), "--json", *options],
-        env=environment_of(client_settings(address)),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def await_cycle(server: Serving, number: int) -> None:
-    """Wait until the server has reached this clock cycle."""
-    with httpx.Client(headers=server.operator, timeout=PATIENCE_S) as http:
-        while http.get(f"{server.address}/status").json()["pools"][0]["last_cycle"] < number:
-            time.sleep(0.05)

@@ -162,6 +162,24 @@ def test_a_checkpoint_is_downloaded_to_a_folder_and_uploaded(
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
 
 
+def test_chat_data_is_shown_with_the_servers_tokenizer(cotrain: Run, tmp_path: Path) -> None:
+    pairs = [("user", "import"), ("assistant", "def"), ("user", "a"), ("assistant", "return x")]
+    row = {"messages": [{"role": role, "content": text} for role, text in pairs]}
+    file = tmp_path / "chat.jsonl"
+    file.write_text(f"{json.dumps(row)}\n" * 2)
+    shown = cotrain("data", "show", str(file), "--train-on", "all_answers", "--first", "1").stdout
+    assert shown.count("---") == 1
+    assert "assistant\n⟦def<|im_end|>⟧\n<|im_start|>user" in shown
+    assert "2 conversations gave 2 datums" in shown
+    answer = read(cotrain("data", "show", str(file), "--json"))
+    assert set(answer) == documented("data show")
+    assert answer["shown"][0].endswith("⟦return x<|im_end|>⟧\n")
+    file.write_text("{}")
+    done = cotrain("data", "show", str(file))
+    assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
+    assert "chat.jsonl:1 has no list `messages`" in done.stderr
+
+
 def test_the_fields_of_json_are_the_documented_ones(cotrain: Run, paths: list[str]) -> None:
     """Compare the documented fields with the printed ones."""
     run_id = paths[0].split("/")[2]

@@ -25,6 +25,8 @@ from tests.support.tiny_models import build_tiny
 
 KEY = "tml-exporter_0123456789abcdef"
 VOCAB = 128
+#: Base models, and whether their embeddings are tied.
+FAMILIES = {"qwen3": True, "llama": False, "gemma2": True, "mixtral": False}
 #: fp32 on both sides; `W + scale * B @ A` is rounded once more.
 EXACT = 1e-5
 
@@ -45,11 +47,11 @@ class Place(NamedTuple):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    """A server of three families, each with an adapter on all modules."""
+    """A server of several families, each with an adapter on all modules."""
     root = tmp_path_factory.mktemp("exports")
     bases = {
         name: build_tiny(name, root / name, tied=tied, vocab=VOCAB)
-        for name, tied in (("qwen3", True), ("llama", False), ("gemma2", True))
+        for name, tied in FAMILIES.items()
     }
     with (
         Serving(root / "data", [str(base) for base in bases.values()], [KEY]) as serving,
@@ -95,7 +97,7 @@ def distance(model: Any, case: Case) -> float:
     return float((found - torch.tensor(case.logprobs)).abs().max())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_merged_export_is_the_servers_model_in_plain_transformers(
     place: Place, cotrain: Any, tmp_path: Path, family: str
 ) -> None:
@@ -108,9 +110,9 @@ def test_a_merged_export_is_the_servers_model_in_plain_transformers(
     model = AutoModelForCausalLM.from_pretrained(output)
     assert distance(model, case) <= EXACT
     assert distance(AutoModelForCausalLM.from_pretrained(case.base), case) > 0.1
-    is_tied = family != "llama"
     assert model.config.tie_word_embeddings is False
-    assert any("tie_word_embeddings" in note for note in facts["notes"]) is is_tied
+    unties = any("tie_word_embeddings" in note for note in facts["notes"])
+    assert unties is FAMILIES[family]
     card = (output / "README.md").read_text()
     assert case.path in card
     assert "library_name: transformers" in card
@@ -129,6 +131,8 @@ def test_an_adapter_for_peft_is_the_downloaded_one_with_a_card(
     assert "merge_and_unload gives another model" in fetched.stderr
     for file in (tmp_path / "plain").iterdir():
         assert (output / file.name).read_bytes() == file.read_bytes()
+    experts = cotrain("export", place.cases["mixtral"].path, "--peft", "-o", str(tmp_path / "moe"))
+    assert experts.exit_code == 0, experts.output
     quiet = cotrain("download", place.cases["llama"].path, "--output", str(tmp_path / "untied"))
     assert quiet.stderr == ""
 

@@ -217,10 +217,10 @@ def test_an_invalid_request_names_its_field_and_the_sampler_continues(
 # ---- Load ----------------------------------------------------------------------------------------
 
 
-def test_four_tenants_reinforce_concurrently_as_alone_bit_for_bit(sampled: SamplingReport) -> None:
+def test_two_tenants_reinforce_concurrently_as_alone_bit_for_bit(sampled: SamplingReport) -> None:
     facts = sampled.facts["reinforced"]
     assert facts["together"] == facts["alone"]
-    assert len({str(each) for each in facts["alone"]}) == 4
+    assert len({str(each) for each in facts["alone"]}) == 2
 
 
 def test_a_reinforced_policy_equals_the_sampled_one(sampled: SamplingReport) -> None:

@@ -18,12 +18,12 @@ ROUNDING = 1e-5
 
 
 def test_rl_loop_learns_from_its_own_samples(bench: Bench) -> None:
-    options = {"batch_size": 8, "group_size": 8, "max_tokens": 8, "max_steps": 8, "lora_rank": 8}
+    options = {"batch_size": 8, "group_size": 8, "max_tokens": 8, "max_steps": 5, "lora_rank": 8}
     ran = bench.run("rl_loop", "rl_loop", **SMALL, **LOSS, **options)
     assert ran.status == 0, ran.output
     rewards = ran.series("reward/total")
-    assert len(rewards) == 8
-    assert mean(rewards[4:]) > rewards[0] + 0.3
+    assert len(rewards) == 5
+    assert mean(rewards[2:]) > rewards[0] + 0.3
     assert [row["name"] for row in ran.checkpoints] == ["000004", "final"]
 
 

@@ -11,13 +11,12 @@ import pytest_asyncio
 
 from tests.faults.conftest import TALLIES, Calm
 from tests.faults.host_clock import SOURCE, Elsewhen, HostClock, jumping
-from tests.faults.orders import Nursery
 from tests.faults.power_disk import compile_shim
 from tests.faults.scenarios import SCENARIOS
 from tests.faults.traffic import programs, with_large_results
-from tests.faults.trial import trial
+from tests.faults.trial import at_once, trial
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 #: Two tenants, whose bodies and results are larger than 16 KB.
 PROGRAMS = with_large_results(programs(1, runs=2, parts=1))
@@ -38,23 +37,15 @@ async def elsewhen(small_model: Path, request: pytest.FixtureRequest) -> AsyncIt
             yield opened
 
 
-async def test_a_time_of_day_that_jumps_by_26_hours_changes_nothing(
+async def test_a_time_of_day_that_jumps_and_files_that_look_old_change_nothing(
     elsewhen: Elsewhen, folder: Path, calm: Calm
 ) -> None:
-    expected = await calm(PROGRAMS)
+    """Jump by 26 hours, and set the times of all files back by two days, in one trial."""
+    old, jumps = SCENARIOS["files look two days old"], jumping(elsewhen.clock, JUMPS_H, every=1)
+    assert old.disturb
     outcome = await trial(
-        elsewhen, folder, PROGRAMS, expected=expected, settings=SETTINGS,
-        disturb=jumping(elsewhen.clock, JUMPS_H, every=1),
+        elsewhen, folder, PROGRAMS, expected=await calm(PROGRAMS), settings=SETTINGS,
+        disturb=at_once(jumps, old.disturb),
     )  # fmt: skip
     assert outcome.violations == []
     assert outcome.reached["worker.after_commit"] > len(JUMPS_H), "a jump came too late"
-
-
-async def test_files_that_look_two_days_old_change_nothing(
-    nursery: Nursery, folder: Path, calm: Calm
-) -> None:
-    outcome = await trial(
-        nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), settings=SETTINGS,
-        disturb=SCENARIOS["files look two days old"].disturb,
-    )  # fmt: skip
-    assert outcome.violations == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,15 @@ from tests.faults.conftest import Calm
 from tests.faults.mutants import MUTANTS
 from tests.faults.orders import Nursery
 from tests.faults.scenarios import SCENARIOS
+from tests.warm.sources import ROOT
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> None:
-    MUTANTS[name].plant(tmp_path)
+    for edit in MUTANTS[name].edits:
+        (tmp_path / edit.file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / edit.file, tmp_path / edit.file)
+        edit.apply(tmp_path)
 
 
 @pytest.mark.mutants

@@ -35,9 +35,10 @@ def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
 
 
-def train(serving: Serving) -> Any:
-    """Train with the official SDK in a separate process. Return its answers."""
-    command = [sys.executable, "-P", "-m", "tests.support.group_training", serving.address, KEY]
+def train(serving: Serving, *only: str) -> Any:
+    """Train with the official SDK in a separate process, or only sample. Return its answers."""
+    program = ["tests.support.group_training", serving.address, KEY, *only]
+    command = [sys.executable, "-P", "-m", *program]
     trained = run(command, timeout=PATIENCE_S)
     assert trained.returncode == 0, trained.stdout + trained.stderr
     return json.loads(trained.stdout.splitlines()[-1])
@@ -103,7 +104,7 @@ def test_a_vllm_server_samples_for_a_group(tmp_path: Path, base_model: str) -> N
         options = ["--group-size=2"]
         with Serving(tmp_path / "group", [base_model], [KEY], options, settings) as serving:
             assert "do not sample" not in serving.log
-            assert train(serving)["sampled"] == "answered"
+            assert train(serving, "sample")["sampled"] == "answered"
 
 
 def test_a_group_that_cannot_load_its_base_model_reports_a_sentence(tmp_path: Path) -> None:

@@ -69,6 +69,29 @@ async def test_a_point_has_the_exact_numbers_of_its_step(log: Log) -> None:
     assert await points(log, run, after_step=1) == [second]
 
 
+async def test_drift_is_averaged_over_the_tokens_of_the_passes_with_a_policy_loss(log: Log) -> None:
+    run = await log.new_run()
+    entries: list[HistoryEntry] = [
+        PassEntry(LOSS, 1.0, False),
+        PassEntry(LOSS, 4.0, False, 4.0, LOSS, 0.25, 2.0, 4.0, 1.0),
+        PassEntry(LOSS, 8.0, False, 12.0, 1.0, 0.125, 10.0),
+        StepEntry(NORM, RATE),
+        PassEntry(LOSS, 1.0, False),
+        StepEntry(NORM, RATE),
+    ]
+    for seq, entry in enumerate(entries, 1):
+        kind = OpKind.OPTIM_STEP if isinstance(entry, StepEntry) else OpKind.FORWARD_BACKWARD
+        await log.submit(run, seq, kind)
+        commit(log, await log.plan(), {(run.id, seq): entry})
+        if seq == 1:  # as an earlier version stored it
+            state = log.redis.get(f"cotrain:run:{run.id}:history")
+            log.redis.set(f"cotrain:run:{run.id}:history", state[: 11 * 8])
+    with_drift, without = await points(log, run)
+    assert (with_drift.rollout_gap, with_drift.rollout_gap_max) == ((LOSS + 1.0) / 16, 0.25)
+    assert (with_drift.effective_sample_size, with_drift.clip_fraction) == (0.75, 0.25)
+    assert (with_drift.passes, without.rollout_gap, without.clip_fraction) == (3, None, None)
+
+
 async def test_passes_of_several_cycles_are_summed_in_their_order(log: Log) -> None:
     run = await log.new_run()
     losses = [1e16, 1.0, -1e16, LOSS]

@@ -70,6 +70,7 @@ REFUSED_TO_MEMBERS = {
     "POST /oai/api/v1/completions": 400,
     "POST /oai/api/v1/chat/completions": 400,
     "POST /anthropic/api/v1/messages": 400,
+    "POST /anthropic/api/v1/messages/count_tokens": 400,
     OF_ONES_OWN: 503,  # queued, without an engine that would run it
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/move": 404,  # no other worker
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/move": 404,
@@ -154,7 +155,7 @@ async def make_things(api: Api) -> Things:
         "tenant_id": tenant.id, "run_id": run, "session_id": session, "sampling_session_id": sampler,
         "kind": "weights", "name": "a", "key_id": (await api.services.tenants.key(mate)).id,
         "pool_id": POOL.id, "worker_id": "w0", "pool": POOL.id, "cycle": "1",
-        "token": link.split("/")[-2], "file": link.split("/")[-1],
+        "token": link.split("/")[-2], "file": link.split("/")[-1], "model": POOL.base_model,
     }  # fmt: skip
     return Things(
         ids, run, session, sampler, f"tinker://{run}/weights/a", (SECRET, URL, tenant.key_id)

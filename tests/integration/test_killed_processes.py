@@ -25,7 +25,6 @@ from tests.support.program import (
     undisturbed,
 )
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.sampling import LONG, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import stack, worker
 
 POISON = {
@@ -73,52 +72,6 @@ async def test_killed_processes_change_no_number(
         spool.close()
         await connection.aclose()
         assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, run.id) == digest
-
-
-async def test_a_killed_worker_loses_no_saved_weights_and_no_sample(
-    tmp_path: Path, engine: Engine, tiny_model: Path
-) -> None:
-    """Killed once the save is answered, durable or not, and once more in the middle of generating."""
-    seeds = range(6)
-    with EmbeddedRedis() as redis_server:
-        url = redis_server.url
-        async with stack(url, tmp_path / "alone") as alone:
-            with worker(url, tmp_path / "alone", engine):
-                run = await alone.create("a", "a", LORA)
-                await submit(alone, run, 1, 4)
-                sampler = await saved_sampler(alone, run, 5)
-                expected = await asyncio.gather(
-                    *(sample(alone, sampler, seed, LONG, seed=seed) for seed in seeds)
-                )
-        redis_server.flush()
-
-        settings = settings_of(url, tmp_path, tiny_model)
-        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
-        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
-        with (
-            Process("cotrain_scheduler", shared, tmp_path / "scheduler.log"),
-            Process(WORKER, settings, tmp_path / "worker.log") as victim,
-        ):
-            async with Futures(connection, spool) as futures:
-                server = stack_of(connection, spool, futures)
-                run = await server.create("a", "a", LORA)
-                await submit(server, run, 1, 4)
-                sampler = await saved_sampler(server, run, 5)
-                await asyncio.to_thread(victim.kill)
-                requests = [
-                    await submit_sample(server, sampler, seed, LONG, seed=seed) for seed in seeds
-                ]
-                victim.start()
-                answers = [await sampled(server, sampler, requests[0])]
-                await asyncio.to_thread(victim.kill)
-                victim.start()
-                answers += [await sampled(server, sampler, request) for request in requests[1:]]
-                # It may have died after the last answer: one more shows that its successor is up.
-                once_more = await sample(server, sampler, len(seeds), LONG, seed=0)
-            assert [*answers, once_more] == [*expected, expected[0]]
-            await asyncio.to_thread(victim.stop)
-        spool.close()
-        await connection.aclose()
 
 
 async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left_out(

@@ -248,12 +248,12 @@ def test_a_streamed_completion_can_echo(client: openai.OpenAI, script: Script) -
     [
         ({"extra_body": {"tools": [{"type": "function"}]}}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"messages": [{"role": "tool", "content": "4", "tool_call_id": "x"}]}, "role: 'tool'"),
+        ({"messages": [{"role": "function", "content": "4", "name": "x"}]}, "role: 'function'"),
         ({"messages": []}, "messages"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"extra_body": {"top_k": 10_000}}, "top_k"),
-        ({"messages": [{"role": "user", "content": "word " * 99}]}, "prompt has"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
+        ({"messages": [{"role": "user", "content": "word " * 99}]}, "maximum context length is"),
         ({"stop": [""]}, "stop"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ],
@@ -264,6 +264,9 @@ def test_an_invalid_request_is_rejected_and_names_its_field(
     with pytest.raises(openai.BadRequestError, match=named) as refused:
         client.chat.completions.create(**{"model": MODEL, "messages": HI, **fields})
     assert refused.value.type == "invalid_request_error"
+    is_long = "context" in named
+    assert refused.value.code == ("context_length_exceeded" if is_long else "invalid")
+    assert refused.value.param
     assert script.seen == []
 
 
@@ -286,7 +289,7 @@ def test_a_wrong_key_is_rejected(served: Talking) -> None:
     with openai.OpenAI(base_url=base_url, api_key="tml-wrong_key", max_retries=0) as stranger:
         with pytest.raises(openai.AuthenticationError) as refused:
             stranger.models.list()
-        assert refused.value.code == "invalid_key"
+        assert refused.value.code == "invalid_api_key"
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -150,14 +150,10 @@ async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_at_most_one(
 
 
 KILLS = [
-    Failpoint(method, call, after=after)
-    for call in (3, SLICES + 4)
-    for method, after in (
-        ("open_steps", False),
-        ("begin", False),
-        ("commit", False),
-        ("commit", True),
-    )
+    Failpoint("open_steps", 3),
+    Failpoint("begin", SLICES + 4),
+    Failpoint("commit", 3),
+    Failpoint("commit", SLICES + 4, after=True),
 ]
 
 

@@ -26,6 +26,7 @@ from tests.support.program import (
     results,
     snapshot_files,
     submit,
+    train_undisturbed,
     undisturbed,
 )
 from tests.support.redis_server import EmbeddedRedis
@@ -102,7 +103,7 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
 ) -> None:
     url = empty_redis.url
-    _, digest = await undisturbed(server, url, tmp_path, engine)
+    _, digest = await train_undisturbed(server, url, tmp_path, engine)
     run = RunId("undisturbed:train:0")
     engine.adapters.drop(run)
     with worker(url, tmp_path, engine) as loop:
@@ -144,7 +145,7 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
 ) -> None:
     """From its predecessor, or from the beginning of the run; then there is a good copy again."""
     url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine, last=8)
+    expected, digest = await train_undisturbed(server, url, tmp_path, engine, last=8)
     run = await server.create("a", "a", LORA)
     answers = []
     for first, last in ((1, 4), (5, 6))[:copies]:

@@ -129,7 +129,7 @@ async def test_sampling_leaves_training_as_it_is(
     with worker(empty_redis.url, tmp_path, engine, sampling_share=share):
         requests = await submit(server, alone, 1, 12)
         await server.result(alone, requests[-1])
-        busy = [await submit_sample(server, sampler, seq, LONG, seed=seq) for seq in range(20)]
+        busy = [await submit_sample(server, sampler, seq, LONG, seed=seq) for seq in range(8)]
         requests = await submit(server, beside, 1, 12)
         await server.result(beside, requests[-1])
         for request in busy:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
+from cotrain_server.supervisor.supervisor import store_exit
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerHeartbeat, WorkerSlot
@@ -22,6 +23,7 @@ from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples
 from tests.support.stack import POOL, pool_record_for_tests
 
@@ -31,6 +33,17 @@ async def test_an_empty_pool_has_a_status(log: Log) -> None:
     assert (status.workers, status.workers_known) == ((), 1)
     assert (status.open_cycles, status.last_cycle, status.queues) == (0, 0, ())
     assert (status.oldest_ready_s, status.oldest_gap_s, status.counters) == (0.0, 0.0, {})
+
+
+async def test_the_last_exit_of_a_worker_is_stored_for_the_pages(
+    log: Log, empty_redis: EmbeddedRedis
+) -> None:
+    model = pool_record_for_tests().base_model
+    await store_exit(empty_redis.url, model, WORKER, 4, "There is no such folder.")
+    await store_exit("redis://127.0.0.1:1/0", model, WORKER, 5, "It crashed.")  # without Redis
+    (worker,) = (await pool_status(log.connection, POOL)).ids
+    assert worker.last_exit
+    assert worker.last_exit.text == "restarted 4 times, last reason: There is no such folder."
 
 
 async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:

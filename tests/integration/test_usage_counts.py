@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from cotrain_store.errors import Fenced
+from cotrain_store.errors import Fenced, Reason, Refused, RunNotFound
 from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import RunUsage, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
+from cotrain_store.tenants.run_list import RunList
 from tests.support.log import WORKER
 from tests.support.samples import RESULT, Samples
 from tests.support.stack import MODEL, POOL
@@ -105,3 +109,34 @@ async def test_an_hour_is_kept_for_a_hundred_days(samples: Samples) -> None:
     commit(samples, await samples.log.plan(), {run.id: RunUsage(1, 0.1)})
     life_s = samples.log.redis.ttl(tenant_keys.usage(TenantId("a"), HOUR_S))
     assert life_s == pytest.approx(100 * 24 * 3600, abs=60)
+
+
+async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) -> None:
+    ours, theirs = await samples.log.new_run("a"), await samples.log.new_run("b")
+    step = await samples.log.plan()
+    results = {
+        (op.run, op.seq): Result.failed("Weights are not finite.", "user")
+        if op.run == ours.id
+        else Result.of_json({})
+        for op in step.ops
+    }
+    for _ in range(2):
+        samples.log.execution.commit(step, results, {}, {})
+    connection = samples.log.connection
+    (each,) = (await recent_failures(connection, time.time())).items()
+    assert (each[0], each[1].failed, each[1].refused) == ("a", 1, 0)
+    assert (each[1].message, each[1].request) == ("Weights are not finite.", f"{ours.id}:0")
+    assert await most_failures(connection, 9) == {POOL: [("a", 1)]}
+    positions = await RunList(connection).positions([ours, theirs], time.time())
+    assert [positions[run.id].failed for run in (ours, theirs)] == [1, 0]
+    refusals = Refusals(connection)
+    for _ in range(3):
+        refusals.note(TenantId("b"), Refused(Reason.QUEUE_FULL))
+    refusals.note(TenantId("b"), RunNotFound())  # the resource is missing
+    await refusals.store()
+    found = await recent_failures(connection, time.time())
+    assert list(found) == ["b", "a"]
+    assert (found[TenantId("b")].refused, found[TenantId("b")].message) == (
+        3,
+        Reason.QUEUE_FULL.message,
+    )

@@ -28,6 +28,7 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import decoder_of, finish, request, trainer_logprobs
+from tests.support.mixtures import EagerOracle
 from tests.support.shared_base import load_plain, shared_base
 from tests.support.training import PeftOracle, Tenant, same_bits
 
@@ -83,11 +84,12 @@ def measure(model: Path, scratch: Path) -> Measured:
                 fresh = alone.adapters.state(MINE.run).weights
             alone.run(ops if cycle else ops[1:])
     states = [each.adapters.state(MINE.run) for each in (together, alone, later)]
-    oracle = PeftOracle(model, MINE.spec, torch.float32)
     layout = together.adapters[MINE.run].layout
+    new_oracle = EagerOracle if layout.gate_by_experts else PeftOracle
+    oracle = new_oracle(model, MINE.spec, torch.float32)
     assert fresh is not None
-    assert len(oracle.parameters()) == 2 * len(layout.targets)
     oracle.load(layout, fresh)
+    assert len(oracle.parameters()) == 2 * len(layout.targets)
     _train(oracle)
     training = _apart(oracle.model, together)
     oracle.load(layout, states[0].weights)

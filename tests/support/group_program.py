@@ -1,5 +1,5 @@
 """Program that runs groups without a worker, for tests: `python -m tests.support.group_program
-FOLDER OUT SIZE RECOMPUTE`.
+FOLDER OUT SIZE RECOMPUTE SCENARIO…`.
 
 Results are written to OUT: digests of runs by scenario, and the parts of the base model in each
 member.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,12 @@ from tests.support.group_scenarios import SCENARIOS
 MICRO_BATCH = 256
 
 
-def main(folder: str, out: str, size: str, recompute: Choice) -> int:
+def main(folder: str, out: str, size: str, recompute: Choice, *names: str) -> int:
     """Run one group to its end."""
-    return launch(int(size), partial(member, folder, Path(out), recompute))
+    return launch(int(size), partial(member, folder, Path(out), recompute, names))
 
 
-def member(folder: str, out: Path, recompute: Choice) -> None:
+def member(folder: str, out: Path, recompute: Choice, names: Sequence[str]) -> None:
     """Run one member."""
     torch.set_num_threads(1)
     links = Links("cpu", timeout_s=60)
@@ -55,8 +56,8 @@ def member(folder: str, out: Path, recompute: Choice) -> None:
     else:
         engine = GroupEngine(own, links, lock_step)
         found["numerics_id"] = engine.facts.numerics_id
-        for name, scenario in SCENARIOS.items():
-            found[name] = scenario(engine)
+        for name in names:
+            found[name] = SCENARIOS[name](engine)
             found[f"{name} members"] = [each.runs for each in engine.processes]
             for run in found[name]:
                 engine.adapters.drop(run)

@@ -1,6 +1,7 @@
 """Training of some runs with the official SDK.
 
-`python -m tests.support.group_training ADDRESS KEY` prints the answers.
+`python -m tests.support.group_training ADDRESS KEY` prints the answers. With `sample` behind them, it
+only samples.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def sample(service: tinker.ServiceClient) -> str:
     return "answered"
 
 
-def main(address: str, key: str) -> None:
+def main(address: str, key: str, *only: str) -> None:
     """Print one line of JSON."""
     service = tinker.ServiceClient(base_url=address, api_key=key)
-    print(json.dumps({"numbers": train(service), "sampled": sample(service)}))
+    numbers = [] if only else train(service)
+    print(json.dumps({"numbers": numbers, "sampled": sample(service)}))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ CHAT = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
 OWN = object()
 BODIES: dict[str, dict[str, Any]] = {
     "/anthropic/api/v1/messages": CHAT,
+    "/anthropic/api/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/oai/api/v1/chat/completions": CHAT,
     "/oai/api/v1/completions": {"max_tokens": 4, "prompt": "a"},
     f"{API}asample": sample_body("", 1),

@@ -6,48 +6,54 @@ PEFT adapts the experts' gate and up as one matrix, and shares no matrix among e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 from torch.func import functional_call
 from typing_extensions import override
 
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Datum, HostWeights, Load, LoadOutput
+from cotrain_workers.engine.ops import HostWeights, Load, LoadOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair
 from tests.support.shared_base import load_plain
 from tests.support.training import PeftOracle
+
+#: Families that differ most: shared experts, transposed and interleaved weights with biases, latent attention.
+SOME = ("qwen2_moe", "gpt_oss", "deepseek_v3")
 
 
 class EagerOracle(PeftOracle):
     """The eager experts of transformers and `torch.optim.AdamW` on one adapter, one sequence at a time."""
 
     def __init__(self, folder: Path, spec: AdapterSpec, dtype: torch.dtype) -> None:
-        self.model = load_plain(folder, dtype)
-        self.model.set_experts_implementation("eager")
+        self.network = load_plain(folder, dtype)
+        self.network.set_experts_implementation("eager")
+        self.model = Effective(self)
         self.dtype, self.device = dtype, "cpu"
         self._scale = spec.scale
-        self._pairs: dict[str, Pair] = {}
+        self.pairs: dict[str, Pair] = {}
 
     @override
     def load(self, layout: Layout, arena: torch.Tensor) -> None:
-        self._pairs = {
+        self.pairs = {
             name: Pair(*(torch.nn.Parameter(each.to(self.dtype, copy=True)) for each in pair))
             for name, pair in layout.views(arena).items()
         }
 
     @override
     def parameters(self) -> list[torch.nn.Parameter]:
-        pairs = self._pairs.values()
+        pairs = self.pairs.values()
         return [each for pair in pairs for each in pair if isinstance(each, torch.nn.Parameter)]
 
     @override
     def arena(self, layout: Layout, *, grads: bool) -> torch.Tensor:
         flat = torch.zeros(layout.size, dtype=self.dtype)
         for name, pair in layout.views(flat).items():
-            for ours, theirs in zip(pair, self._pairs[name], strict=True):
+            for ours, theirs in zip(pair, self.pairs[name], strict=True):
                 found = theirs.grad if grads else theirs.detach()
                 assert found is not None
                 ours.copy_(found)
@@ -55,9 +61,9 @@ class EagerOracle(PeftOracle):
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the effective weights by parameter."""
-        known: dict[str, torch.Tensor] = dict(self.model.named_parameters())
+        known: dict[str, torch.Tensor] = dict(self.network.named_parameters())
         found: dict[str, torch.Tensor] = {}
-        for name, (a, b) in self._pairs.items():
+        for name, (a, b) in self.pairs.items():
             change = self._scale * b @ a  # of experts [experts, out, in]
             module, _, product = name.rpartition(".")
             if not module.endswith(".experts"):
@@ -73,7 +79,7 @@ class EagerOracle(PeftOracle):
         self, name: str, weight: torch.Tensor, change: torch.Tensor, product: str
     ) -> torch.Tensor:
         """Return the fused weight of experts with the change of one product."""
-        experts = self.model.get_submodule(name.rpartition(".")[0])
+        experts = self.network.get_submodule(name.rpartition(".")[0])
         if product != "down_proj":
             zero = torch.zeros_like(change)
             both = [change, zero] if product == "gate_proj" else [zero, change]
@@ -81,29 +87,35 @@ class EagerOracle(PeftOracle):
             change = torch.cat(both, dim=1) if experts.is_concatenated else interleaved
         return weight + (change.mT if experts.is_transposed else change)
 
-    @override
-    def logprobs(self, datum: Datum) -> torch.Tensor:
-        tokens = torch.from_numpy(datum.tokens)[None]
-        logits = functional_call(self.model, self.weights(), kwargs={"input_ids": tokens}).logits[0]
-        targets = torch.from_numpy(datum.inputs["target_tokens"])
-        columns = targets.reshape(len(targets), -1)
-        return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
-    def greedy(self, prompt: np.ndarray, count: int) -> list[int]:
-        """Return the tokens that `generate` of transformers appends to a prompt."""
-        self.model.load_state_dict(
-            {name: weight.detach().clone() for name, weight in self.weights().items()},
-            strict=False,
-            assign=True,
+class Effective:
+    """The model of an oracle with its effective weights, with the methods of a PEFT model that tests call."""
+
+    def __init__(self, oracle: EagerOracle) -> None:
+        self._oracle = oracle
+
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        """Return the model's output."""
+        given = {"input_ids": input_ids}
+        return functional_call(self._oracle.network, self._oracle.weights(), kwargs=given)
+
+    def generate(self, **settings: Any) -> Any:
+        """Return the output of `generate`."""
+        network, own = self._oracle.network, self._oracle.weights()
+        before = {name: each.detach() for name, each in network.named_parameters() if name in own}
+        network.load_state_dict(
+            {name: each.detach() for name, each in own.items()}, strict=False, assign=True
         )
-        tokens = self.model.generate(
-            input_ids=torch.from_numpy(prompt)[None],
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-            do_sample=False,
-            max_new_tokens=count,
-            eos_token_id=None,
-        )
-        return tokens[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+        found = network.generate(**settings)
+        network.load_state_dict(before, strict=False, assign=True)
+        return found
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Compute the base model within the context."""
+        pairs, self._oracle.pairs = self._oracle.pairs, {}
+        yield
+        self._oracle.pairs = pairs
 
 
 def random_weights(engine: Engine, run: str, spec: AdapterSpec) -> HostWeights:

@@ -33,7 +33,10 @@ def value_of(alert: dict[str, Any]) -> str:
 
 
 def queries() -> list[str]:
-    """Return the queries of all panels and the compared expressions of all alerts."""
+    """Return the queries of all panels, for all pools and workers, and the compared expressions of
+    all alerts.
+    """
     panels = [panel for board in boards().values() for panel in board["panels"]]
-    of_panels = [target["expr"] for panel in panels for target in panel["targets"]]
+    written = [target["expr"] for panel in panels for target in panel["targets"]]
+    of_panels = [re.sub(r'"\$(pool|worker)"', '".*"', expr) for expr in written]
     return [*of_panels, *map(value_of, alerts().values())]

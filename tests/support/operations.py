@@ -257,6 +257,9 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
+    "POST /anthropic/api/v1/messages/count_tokens": _json(
+        model=POOL.base_model, messages=CHAT["messages"]
+    ),
     # ---- Operator ------------------------------------------------------------------------------------
     f"POST {ADMIN}tenants": _json(name="new"),
     f"PATCH {ADMIN}tenants/{{tenant_id}}": _json(weight=2.0, limits={"runs": 3}),

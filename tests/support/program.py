@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.rest import HistoryPoint
@@ -66,11 +67,25 @@ def without_cycle(result: Result) -> Any:
 async def undisturbed(
     server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
 ) -> tuple[list[Any], str]:
-    """Run the program in a run of its own. Return its results and the digest of its state."""
+    """Return the results of the program and the digest of its state, computed once by each engine."""
+    known = _UNDISTURBED.setdefault(engine, {})
+    if last not in known:
+        known[last] = await train_undisturbed(server, url, folder, engine, last)
+    return known[last]
+
+
+async def train_undisturbed(
+    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
+) -> tuple[list[Any], str]:
+    """Run the program in the run "undisturbed". Return its results and the digest of its state."""
     with worker(url, folder, engine):
         run = await server.create("undisturbed", "undisturbed", LORA)
         answers = await results(server, run, await submit(server, run, 1, last))
     return answers, engine.adapters.state(run.id).digest()
+
+
+_UNDISTURBED: WeakKeyDictionary[Engine, dict[int, tuple[list[Any], str]]] = WeakKeyDictionary()
+"""Results of the undisturbed program, by engine and number of requests."""
 
 
 def computed(answers: list[Any]) -> list[tuple[str, int, float, float | None]]:

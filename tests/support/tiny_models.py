@@ -97,6 +97,18 @@ MINISTRAL3: Mapping[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+GEMMA4: Mapping[str, Any] = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "sliding_window": 16,
+    "layer_types": WINDOWS,
+    "final_logit_softcapping": 3.0,
+    "use_bidirectional_attention": "vision",
+}
 MULTIPLIED = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.3,
@@ -104,6 +116,10 @@ MULTIPLIED = {
 }
 MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
+    "gemma4": ("Gemma4TextConfig", GEMMA4),
+    "gemma4-wrapped": ("Gemma4Config", GEMMA4),
+    "gemma4-unified": ("Gemma4UnifiedTextConfig", GEMMA4),
+    "gemma4-unified-wrapped": ("Gemma4UnifiedConfig", GEMMA4),
     "phi3": ("Phi3Config", {"sliding_window": 16}),
     "phi4-mini": (
         "Phi3Config",
@@ -160,8 +176,30 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "jais2": ("Jais2Config", {"head_dim": 16}),
 }
-#: All families.
-EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE}
+SIX_EXPERTS: Mapping[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
+#: Shared experts, and a first layer without experts.
+SHARED: Mapping[str, Any] = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+TEXT_OF = {
+    "Gemma3Config": "gemma3_text",
+    "Gemma4Config": "gemma4_text",
+    "Gemma4UnifiedConfig": "gemma4_unified_text",
+    "Mistral3Config": "ministral3",
+}
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -170,7 +208,6 @@ TOWER: Mapping[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
-
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -189,7 +226,49 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "mixtral": ("MixtralConfig", {"num_local_experts": 3, "num_experts_per_tok": 2}),
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 4}),
+    "gpt_oss": (  # biases, sinks, windows, gate and up in turn
+        "GptOssConfig",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+        },
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {**LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**LATENT, **SHARED, "q_lora_rank": 20, "n_group": 2, "num_mtp_layers": 0},
+    ),
+    "glm4_moe": ("Glm4MoeConfig", {**SHARED, "head_dim": 16, "use_qk_norm": True}),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, **SHARED, "q_lora_rank": 20}),
+    "dots1": ("Dots1Config", {**SHARED, "head_dim": 16}),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 24,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        },
+    ),
+    "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, **SIX_EXPERTS}),
+    "flex_olmo": ("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
+    "hunyuan_v1_moe": (
+        "HunYuanMoEV1Config",
+        {"head_dim": 16, "num_experts": 6, "moe_topk": 2},
+    ),
+    "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
+    "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
+    "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
 }
+#: All families.
+EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
 
 
 def build_tiny(
@@ -203,8 +282,8 @@ def build_tiny(
     context: int = 512,
     seed: int = 0,
 ) -> Path:
-    """Write a random model of `EVERY` family or of `MIXTURES` to `folder`; no tokenizer, fp32 safetensors."""
-    config_class, own = {**EVERY, **MIXTURES}[family]
+    """Write a random model of `EVERY` family to `folder`; no tokenizer, fp32 safetensors."""
+    config_class, own = EVERY[family]
     shape = {
         **SHAPE,
         "num_hidden_layers": layers,
@@ -217,7 +296,7 @@ def build_tiny(
     }
     chosen = getattr(transformers, config_class)
     if "text_config" in chosen.sub_configs:
-        kind = "gemma3_text" if config_class == "Gemma3Config" else "ministral3"
+        kind = TEXT_OF[config_class]
         shape = {
             "text_config": {**shape, "model_type": kind},
             "vision_config": dict(TOWER),

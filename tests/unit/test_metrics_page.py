@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cotrain_server.services import Services
 from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, of
 from cotrain_store.monitoring.fleet import (
     Fleet,
@@ -54,7 +54,11 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     async def nothing_wrong(*_: object) -> list[str]:
         return []
 
+    async def failures_found(*_: object) -> dict[PoolId, list[tuple[TenantId, int]]]:
+        return {pool_record_for_tests().id: [(TenantId("t"), 1)]}
+
     monkeypatch.setattr(collector, "read_fleet", fleet_found)
+    monkeypatch.setattr(collector, "most_failures", failures_found)
     monkeypatch.setattr(collector, "largest_run_bytes", bytes_found)
     monkeypatch.setattr(collector, "largest_checkpoint_bytes", bytes_found)
     monkeypatch.setattr(collector, "reasons_not_ready", nothing_wrong)

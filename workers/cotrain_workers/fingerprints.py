@@ -53,7 +53,7 @@ class Fingerprint:
 def fingerprint_of(output: Output) -> Fingerprint:
     """Return the fingerprint of an op's output."""
     match output:
-        case PassOutput(logprobs, loss_sum):
+        case PassOutput(logprobs, loss_sum, _):
             return Fingerprint(
                 "pass", numbers={"log-probs": _joined(logprobs), **_scalars(loss=loss_sum)}
             )

@@ -160,8 +160,9 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
     """
     ran_in = {CYCLE_METRIC: float(cycle)}
     match output:
-        case PassOutput(logprobs, loss_sum):
-            payload = encode_pass_output(logprobs, {"loss:sum": loss_sum} | ran_in)
+        case PassOutput(logprobs, loss_sum, drift):
+            metrics = {"loss:sum": loss_sum, **drift, **ran_in}
+            payload = encode_pass_output(logprobs, metrics)
             return Result(ResultKind.PASS, payload)
         case ReverseKlOutput():
             return Result.of_json(reverse_kl_answer(output.losses, kl_metrics(output) | ran_in))
@@ -279,10 +280,30 @@ def history_by(
 def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
     match request, output:
         case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
-            return PassEntry(output.loss_sum, _weight(request), not request.needs_grad)
+            weight = _weight(request)
+            drift = output.drift if isinstance(output, PassOutput) else {}
+            return PassEntry(
+                output.loss_sum, weight, not request.needs_grad, **drift_entry(drift, weight)
+            )
         case OptimStep(), StepOutput(grad_norm):
             return StepEntry(grad_norm, request.learning_rate)
     return None
+
+
+def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]:
+    """Return the fields of a PassEntry for the drift of a pass with `rewarded` tokens with an advantage."""
+    if not drift:
+        return {}
+    sampled = drift["sampled_tokens:sum"]
+    is_bounded = "clip_fraction:mean" in drift
+    return {
+        "sampled": sampled,
+        "gap": drift["rollout_gap:mean"] * sampled,
+        "gap_max": drift["rollout_gap:max"],
+        "effective": drift["effective_sample_size:mean"] * sampled,
+        "bounded": rewarded if is_bounded else 0.0,
+        "clipped": drift["clip_fraction:mean"] * rewarded if is_bounded else 0.0,
+    }
 
 
 def _weight(request: Pass | ReverseKl) -> float:

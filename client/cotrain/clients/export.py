@@ -119,15 +119,16 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
             raise ExportFailed(refused)
     elif wanted.form == "merged":
         kind = "merged"
-    elif wanted.form == "vllm" and adapter.trains_unembedding:
-        if base.family in ALWAYS_TIED:
+    elif wanted.form == "vllm" and (adapter.trains_unembedding or adapter.trains_experts):
+        if adapter.trains_unembedding and base.family in ALWAYS_TIED:
             raise ExportFailed(
                 f"vLLM always ties the embeddings of {base.family}, so it cannot serve a trained "
                 "unembedding: pass --leave-out-unembed, or train with train_unembed=False"
             )
         kind = "merged"
+        what = "the unembedding (lm_head)" if adapter.trains_unembedding else "experts"
         notes.append(
-            "Merged, because most classes of vLLM refuse a LoRA of the unembedding (lm_head)."
+            f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form."
         )
     if kind == "merged" and unties(base, adapter):
         notes.append(
@@ -155,8 +156,6 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
     base = find_base(wanted.base or base_model)
     limit = wanted.limit if wanted.limit is not None else limit_of(base, wanted.dtype)
     comparison = None
-    if wanted.prove or wanted.check:
-        comparison = _Comparison(service, wanted.path, base_model, base, limit, progress)
     output = wanted.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as made_in:
@@ -166,6 +165,8 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
         )
         adapter = read_adapter(downloaded)
         plan = plan_export(wanted, base, adapter)
+        if wanted.prove or wanted.check:
+            comparison = _Comparison(service, wanted.path, base_model, base, limit, progress)
         if is_made:
             made = output
         else:

@@ -291,7 +291,8 @@ def _copied(prompt: Any) -> ModelInput:
     """Copy a prompt, so that later changes by the caller have no effect."""
     if not isinstance(prompt, ModelInput):
         message = "prompt must be a ModelInput, such as ModelInput.from_ints(tokens)"
-        raise UnsupportedInput(f"{message}, not a {type(prompt).__name__}")
+        several = "; one call per prompt: send all, then wait" if isinstance(prompt, list) else ""
+        raise UnsupportedInput(f"{message}, not a {type(prompt).__name__}{several}")
     return prompt.model_copy(deep=True)
 
 

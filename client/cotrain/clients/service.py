@@ -62,7 +62,7 @@ class ServiceClient:
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
 
-    @hosted("optimizer")
+    @hosted("optimizer", "lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
         self,
         base_model: str,

@@ -152,6 +152,7 @@ class TrainingClient:
 
     forward_backward_async = submitted(forward_backward)
 
+    @hosted("learning_rate", "lr")
     def optim_step(
         self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
     ) -> Future[OptimStepResponse]:
@@ -164,6 +165,10 @@ class TrainingClient:
                 "adam_params and optim_params are one argument: give one of them"
             )
         params = adam_params or optim_params or AdamParams()
+        if not isinstance(params, AdamParams):
+            raise UnsupportedInput(
+                f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}"
+            )
         return self._requests.ask(
             "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
         )

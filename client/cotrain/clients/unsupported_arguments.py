@@ -16,6 +16,10 @@ T = TypeVar("T")
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "default_headers_overrides": ((None,), "this client sends the headers of its own"),
+    "learning_rate": ((), "pass AdamParams(learning_rate=…)"),
+    "lora_alpha": ((), "the argument is alpha"),
+    "lora_rank": ((), "the argument is rank"),
+    "lr": ((), "pass AdamParams(learning_rate=…)"),
     "kind": (
         ("snapshot",),
         "a sampler is a snapshot, always; make another one to see newer weights",
@@ -24,6 +28,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "optimizer": ((None, OptimizerConfig()), "AdamW is the only optimizer"),
     "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
     "record_stability_info": ((False,), "this server records none"),
+    "target_modules": ((), "train_attn, train_mlp and train_unembed choose the modules"),
     "retry_config": ((None,), "ServiceClient(policy=RetryPolicy(…)) says how long is tried"),
 }
 """For each name, the values without effect, and the reason why no others are supported."""
@@ -36,10 +41,22 @@ METHODS = {
 }
 
 
+REMEDIES = {
+    "generate": "make a sampler: run.save_weights_and_get_sampling_client().sample(…)",
+    "sample": "make a sampler: run.save_weights_and_get_sampling_client().sample(…)",
+    "save_pretrained": "save with run.save_state(name), then service.download_checkpoint(path, folder)",
+    "step": "the methods are run.forward_backward(…) and run.optim_step(…), or run.train(…) for both",
+    "zero_grad": "optim_step zeroes the gradient",
+}
+"""Names that programs for other libraries use, with the method to use here."""
+
+
 def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Accept these ARGUMENTS of a method, by keyword. Raises UnsupportedInput for an unsupported value."""
 
     def of(method: Callable[P, T]) -> Callable[P, T]:
+        method.__qualname__ = method.__qualname__.replace("._", ".", 1)  # for errors of arguments
+
         @wraps(method)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in names:
@@ -56,7 +73,7 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def absent(owner: object, name: str) -> AttributeError:
     """Return the error for a missing attribute of `owner`."""
     message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    reason = METHODS.get(name)
+    reason = METHODS.get(name) or REMEDIES.get(name)
     return AttributeError(f"{message}: {reason}" if reason else message, name=name, obj=owner)
 
 

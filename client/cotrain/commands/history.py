@@ -56,6 +56,10 @@ def scalars_of(point: HistoryPoint) -> dict[str, float]:
         "train/grad_norm": point.grad_norm,
         "train/learning_rate": point.learning_rate,
         "train/run_tokens": float(point.run_tokens),
+        "train/rollout_gap": point.rollout_gap,
+        "train/rollout_gap_max": point.rollout_gap_max,
+        "train/effective_sample_size": point.effective_sample_size,
+        "train/clip_fraction": point.clip_fraction,
     }
     return {name: value for name, value in shown.items() if value is not None}
 

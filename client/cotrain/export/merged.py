@@ -18,6 +18,7 @@ from cotrain.export.adapter import UNEMBED, Adapter
 from cotrain.export.base import CONFIG, EMBEDDING, HEAD, BaseFolder
 from cotrain.export.libraries import library
 
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _INDEX = "model.safetensors.index.json"
 
 
@@ -41,6 +42,7 @@ def write_merged(
     safetensors = library("safetensors")
     save = library("safetensors.torch").save_file
     to = getattr(library("torch"), dtype) if dtype else None
+    module_of = {_name_on_disk(base, module): module for module in adapter.matrices}
     left, done, total = set(adapter.matrices), 0, base.size
     at: dict[str, str] = {}  # file by weight
     untie = unties(base, adapter)
@@ -54,7 +56,7 @@ def write_merged(
                 if name == EMBEDDING and untie:
                     tensors[HEAD] = _plus(adapter, UNEMBED, weight, to)
                     left.discard(UNEMBED)
-                module = name.removesuffix(".weight")
+                module = module_of.get(name, "")
                 if module in left:
                     weight = _plus(adapter, module, weight, to)
                     left.discard(module)
@@ -81,6 +83,15 @@ def write_merged(
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     for other in base.other_files():
         shutil.copyfile(other, folder / other.name)
+
+
+def _name_on_disk(base: BaseFolder, module: str) -> str:
+    """Return the name of a module's weight in the model's files, which differs for Mixtral's experts."""
+    if base.family == "mixtral":
+        path, _, last = module.rpartition(".")
+        if last in _MIXTRAL and ".mlp.experts." in path:
+            module = f"{path.replace('.mlp.', '.block_sparse_moe.')}.{_MIXTRAL[last]}"
+    return f"{module}.weight"
 
 
 def _plus(adapter: Adapter, module: str, weight: Any, to: Any) -> Any:

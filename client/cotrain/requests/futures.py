@@ -306,6 +306,7 @@ def both_ways(
     async def awaited(self: Looped, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._loop.run_async(work(self, *args, **kwargs))
 
+    work.__qualname__ = work.__qualname__.replace("._", ".", 1)  # for errors of arguments
     blocking.__name__ = work.__name__.removeprefix("_")
     awaited.__name__ = f"{blocking.__name__}_async"
     for method in (blocking, awaited):

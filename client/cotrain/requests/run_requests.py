@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -18,7 +19,7 @@ from cotrain.requests.connection import Connection, check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import Transport, is_transient, reader
-from cotrain.wire.datums import Datum, total_weight
+from cotrain.wire.datums import Datum, is_unshifted, total_weight
 from cotrain.wire.model import SequencedRequest
 from cotrain.wire.pass_codec import encode_datums, wrap_datums
 from cotrain.wire.proto import wire_pb2 as wire
@@ -28,6 +29,8 @@ POLLS_AT_ONCE = 16
 """Maximum number of a run's futures that are polled at once; each poll holds a connection."""
 
 SMALL_BYTES = 1_000
+
+log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound="BaseModel")
@@ -56,6 +59,7 @@ class RunRequests:
         self._ordering = threading.Lock()
         self._pid = os.getpid()
         self._next_seq_id = 1
+        self._has_warned = False
         self._lost = set[int]()
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
         self._undone = set[object]()
@@ -101,6 +105,12 @@ class RunRequests:
             )
             for chunk in self._cut(data)
         ]
+        if not self._has_warned and any(map(is_unshifted, data)):
+            self._has_warned = True
+            log.warning(
+                "target_tokens equal the input: not shifted? The target of a token is the next one "
+                "(model_input tokens[:-1], target_tokens tokens[1:])"
+            )
         weight_sum = total_weight(data) if loss_fn == "cross_entropy" else 0.0
 
         async def wait(request_ids: list[str]) -> ForwardBackwardOutput:

@@ -87,6 +87,10 @@ class TenantRow(WireModel):
     tokens: int
     samples: int
     """Sample requests that are waiting or running."""
+    failed: int = 0
+    """Failed ops and sample requests in the last 15 minutes."""
+    refused: int = 0
+    """Refused requests in the last 15 minutes."""
 
 
 class TenantList(WireModel):
@@ -139,6 +143,8 @@ class WorkerShown(WireModel):
     """The drain waits and the worker keeps its runs, because no other worker serves this base model."""
     heartbeat: dict[str, Any] | None
     open_steps: int
+    last_exit: dict[str, Any] | None = None
+    """Last crash or refused start (`at`, `count` since its supervisor started, `reason`); None without one."""
 
 
 class WorkerList(WireModel):

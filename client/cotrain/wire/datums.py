@@ -176,6 +176,14 @@ def total_weight(data: Iterable[Datum]) -> float:
     return total
 
 
+def is_unshifted(datum: Datum) -> bool:
+    """Return True if the targets equal the input, so that each token would predict itself."""
+    targets = datum.loss_fn_inputs.get("target_tokens")
+    tokens = datum.model_input.to_ints()
+    # A sequence of one repeated token is equal after a shift, too.
+    return targets is not None and targets.data == tokens and len(set(tokens)) > 1
+
+
 def datums_of(data: Any) -> list[Datum]:
     """Return the caller's datums as a list. Raises UnsupportedInput if an element is not a Datum."""
     if isinstance(data, Datum):  # iterable, like every pydantic model

@@ -153,6 +153,13 @@ class HistoryPoint(WireModel):
     run_tokens: int
     """Tokens of all passes with a gradient since the run was created."""
     passes: int
+    rollout_gap: float | None = None
+    """Mean distance of log-probs from those at sampling, in nats; None without a policy loss, as the next ones."""
+    rollout_gap_max: float | None = None
+    effective_sample_size: float | None = None
+    """Share of the sampled tokens: 1 without drift. Of several passes, their mean by tokens."""
+    clip_fraction: float | None = None
+    """Share of the tokens with an advantage whose ratio is out of bounds; None for losses without bounds."""
 
     @property
     def loss(self) -> float:

@@ -5,9 +5,10 @@ of single futures, and the two extensions of the `mint` SDK with its field names
 """
 
 from math import inf
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Never, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Field,
     PrivateAttr,
@@ -202,13 +203,24 @@ class ForwardRequest(SequencedRequest):
     forward_input: ForwardBackwardInput
 
 
+class Metrics(dict[str, float]):
+    """Metrics by name. A missing name is reported with the existing ones."""
+
+    def __missing__(self, name: str) -> float:
+        """Raise KeyError."""
+        hint = "; the mean loss is the result's attribute .loss" if name == "loss" else ""
+        raise KeyError(f"{name} (there are {', '.join(self)}{hint})")
+
+
 class ForwardBackwardOutput(WireModel):
     """Result of a pass: named arrays per datum in the order sent, and metrics."""
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
     """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
-    metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] = Field(default={})
+    metrics: Annotated[
+        dict[str, Annotated[float, Field(allow_inf_nan=True)]], AfterValidator(Metrics)
+    ] = Field(default={})
     """A name ends in `:` and the reduction over parts of a request: `loss:sum`, `x:mean`."""
 
     _total_weight: float = PrivateAttr(default=0.0)
@@ -222,6 +234,10 @@ class ForwardBackwardOutput(WireModel):
         """
         total = self.metrics["loss:sum"]
         return total / self._total_weight if self._total_weight > 0 else total
+
+    def __getitem__(self, name: str) -> Never:
+        """Raise TypeError, which names the attributes."""
+        raise TypeError(f"a result has no [{name!r}]: use .loss, .metrics or .loss_fn_outputs")
 
     def with_total_weight(self, total_weight: float) -> Self:
         """Return the same result with `loss` per weight. For the client that sent the weights."""

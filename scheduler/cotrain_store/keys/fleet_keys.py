@@ -18,6 +18,8 @@ LEASE_TTL_MS = 3_000
 CYCLES_KEPT = 1_000
 #: Lifetime of the hash of a minute. The pages show one hour.
 MINUTE_TTL_S = 2 * 3600
+#: Lifetime of the exits of workers after the newest one.
+EXITS_TTL_S = 7 * 24 * 3600
 
 #: Schema version; kept permanently.
 schema: Callable[[], str] = "cotrain:schema".format
@@ -63,6 +65,8 @@ scaling: Callable[[PoolId], str] = "cotrain:{{{}}}:scaling".format
 worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:worker:{}".format
 #: Fencing number of the worker; only increases.
 worker_epoch: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:epoch:{}".format
+#: Hash of a base model (worker id → WorkerExit), written by the supervisor of its workers. It expires (EXITS_TTL_S).
+worker_exits: Callable[[str], str] = "cotrain:exits:{}".format
 #: Hash of one worker's open steps (cycle → Step): planned and not yet committed.
 open_steps: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:open:{}".format
 #: Set of runs that a worker must drop from memory; emptied by the worker.
@@ -83,6 +87,13 @@ minute: Callable[[PoolId, int], str] = "cotrain:{{{}}}:minute:{}".format
 #: `moves` counts runs that moved to another worker. `runs_made`, `runs_closed` and `runs_failed` count
 #: runs.
 counters: Callable[[PoolId], str] = "cotrain:{{{}}}:counters".format
+#: Hash of the failed and refused requests of all tenants in the minute that starts at `start_s`
+#: (`failed|<tenant>`, `refused|<tenant>` → count); expires (MINUTE_TTL_S).
+failures: Callable[[int], str] = "cotrain:failures:{}".format
+#: Hash of the newest failure and refusal of each tenant, by the same fields (JSON).
+newest_failures: Callable[[], str] = "cotrain:failures:newest".format
+#: Hash `<pool>|<tenant>` → failed requests, for /metrics; they only increase.
+failure_totals: Callable[[], str] = "cotrain:failures:totals".format
 #: Fields of the whole pool; times in s.
 FIELDS = (
     "cycles", "tokens", "padding_tokens", "ops", "failed", "train_s", "optim_s", "sampled_tokens", "sample_s",

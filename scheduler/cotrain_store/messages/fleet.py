@@ -83,6 +83,24 @@ class WorkerHeartbeat:
 
 
 @dataclass(frozen=True)
+class WorkerExit:
+    """Last exit of a worker's process that its supervisor did not request."""
+
+    at: float
+    """In s since 1970."""
+    count: int
+    """Number of exits since its supervisor started."""
+    reason: str
+    """Exit status, and the sentence of a process that refused to start."""
+
+    @property
+    def text(self) -> str:
+        """Return the number of restarts and the reason."""
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"restarted {times}, last reason: {self.reason}"
+
+
+@dataclass(frozen=True)
 class WorkerSlot:
     """One worker id of a pool. Later processes may use the same id."""
 

@@ -138,8 +138,9 @@ HISTORY_POINTS = 500_000
 PointKind = Literal["optim_step", "forward"]
 
 #: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
-#: norm, learning rate, tokens, tokens of the run, passes. Doubles are stored bit for bit.
-POINT = struct.Struct("<IIQdddddQQI")
+#: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last six
+#: fields of `PassEntry`; points without it are shorter. Doubles are stored bit for bit.
+POINT = struct.Struct("<IIQdddddQQIdddddd")
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,19 @@ class PassEntry:
 
     loss: float  # `loss:sum` of its result
     weight: float
-    is_forward: bool  # True for an evaluation: a pass without a gradient
+    is_forward: bool
+    """True for an evaluation: a pass without a gradient."""
+    sampled: float = 0.0
+    """Number of sampled tokens, of a policy loss; 0 for others. All sums below are over them."""
+    gap: float = 0.0
+    """Sum of the distances from the log-probs at sampling, in nats."""
+    gap_max: float = 0.0
+    effective: float = 0.0
+    """Effective sample size, in tokens."""
+    bounded: float = 0.0
+    """Number of tokens with an advantage and a bounded ratio."""
+    clipped: float = 0.0
+    """Number of those out of bounds."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +179,9 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
     """Return the points of one kind, in order, from the rows that the script packed."""
     points, before = [], 0
     for row in stored:
-        number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = (
-            POINT.unpack(row)
-        )
+        whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
+        number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
+        sampled, gap, gap_max, effective, bounded, clipped = whole[11:]
         is_step = kind == "optim_step"
         points.append(
             HistoryPoint(
@@ -184,6 +197,10 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
                 tokens=tokens,
                 run_tokens=run_tokens,
                 passes=passes,
+                rollout_gap=gap / sampled if sampled else None,
+                rollout_gap_max=gap_max if sampled else None,
+                effective_sample_size=effective / sampled if sampled else None,
+                clip_fraction=clipped / bounded if bounded else None,
             )
         )
         before = number

@@ -71,6 +71,13 @@ _API = (
     Metric(Source.API, "cotrain_requests_rejected_total", _C, "Requests rejected.", ("reason",)),
     Metric(
         Source.API,
+        "cotrain_tenant_requests_refused_total",
+        _C,
+        "Refused requests of a tenant; without missing resources and wrong keys.",
+        ("tenant", "reason"),
+    ),
+    Metric(
+        Source.API,
         "cotrain_webhook_deliveries_total",
         _C,
         "Delivery attempts of events, by outcome: delivered, retried or given_up.",
@@ -101,6 +108,7 @@ _STORE = (
     Metric(Source.FLEET, "cotrain_checkpoint_bytes", _G, "Stored checkpoints of the tenants with the most.", ("tenant",)),
     Metric(Source.FLEET, "cotrain_disk_free_bytes", _G, "Free disk space of the data folder."),
     Metric(Source.FLEET, "cotrain_disk_reserve_bytes", _G, "Free disk space below which new work is rejected."),
+    Metric(Source.FLEET, "cotrain_disk_total_bytes", _G, "Size of the disk of the data folder."),
     Metric(Source.FLEET, "cotrain_oplog_bytes", _G, "Size of the append-only file."),
     Metric(Source.FLEET, "cotrain_ready", _G, "1 if the server can run new requests, as in /readyz."),
     Metric(Source.FLEET, "cotrain_redis_aof_last_write_ok", _G, "1 if the last write of Redis to its log succeeded."),
@@ -122,6 +130,7 @@ _POOL = (
     Metric(Source.FLEET, "cotrain_samples_running", _G, "Running sample requests.", _OF_TENANT),
     Metric(Source.FLEET, "cotrain_samples_waiting", _G, "Pending sample requests.", _OF_TENANT),
     Metric(Source.FLEET, "cotrain_saved_weights", _G, "Saved weights on record.", _OF_POOL),
+    Metric(Source.FLEET, "cotrain_tenant_requests_failed_total", _C, "Failed ops and sample requests, for the tenants with the most.", _OF_TENANT),
     Metric(Source.FLEET, "cotrain_seq_gap_seconds_max", _G, "Age of the oldest sequence gap.", _OF_POOL),
 )  # fmt: skip
 

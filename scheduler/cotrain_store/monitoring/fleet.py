@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.fleet import Scaling, WorkerHeartbeat, parse_scaling
+from cotrain_store.messages.fleet import Scaling, WorkerExit, WorkerHeartbeat, parse_scaling
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode
 from cotrain_store.messages.ops import pool_record
 from cotrain_store.messages.runs import PoolRecord
@@ -48,8 +48,12 @@ class WorkerStatus:
     id: WorkerId
     heartbeat: WorkerHeartbeat | None  # None without a live process
     open_steps: int
-    drain_asked_at: float | None  # time when the operator requested its drain, in s since 1970
-    is_known: bool  # False if it is not in the pool's list of workers and only has a drain request
+    drain_asked_at: float | None
+    """Time when the operator requested its drain, in s since 1970."""
+    is_known: bool
+    """False if it is not in the pool's list of workers and only has a drain request."""
+    last_exit: WorkerExit | None = None
+    """Last crash or refused start; None if there was none, or without a supervisor."""
 
 
 @dataclass(frozen=True)
@@ -229,12 +233,13 @@ async def _read(
     pipeline.zcard(run_keys.ready(pool))
     pipeline.get(fleet_keys.scaling(pool))
     pipeline.hkeys(tenant_keys.paused_tenants())
+    pipeline.hgetall(fleet_keys.worker_exits(record.base_model))
     for name in ids:
         worker = WorkerId(name.decode())
         pipeline.get(fleet_keys.worker(pool, worker))
         pipeline.hlen(fleet_keys.open_steps(pool, worker))
     found = await pipeline.execute()
-    ready, gaps, clock, cycle, counters, weights, ready_runs, scaling, paused, *rows = found
+    ready, gaps, clock, cycle, counters, weights, ready_runs, scaling, paused, exits, *rows = found
     tenants = [tenant] if tenant else await _active_tenants(connection, pool) if with_queues else []
     return PoolStatus(
         record=record,
@@ -245,6 +250,7 @@ async def _read(
                 open_steps=open_steps,
                 drain_asked_at=float(drains[name]) if name in drains else None,
                 is_known=name in members,
+                last_exit=decode(WorkerExit, json.loads(exits[name])) if name in exits else None,
             )
             for name, row, open_steps in zip(ids, rows[::2], rows[1::2], strict=True)
         ),

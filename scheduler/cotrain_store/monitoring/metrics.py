@@ -114,6 +114,7 @@ LONGPOLL_WAITERS = _gauge("cotrain_longpoll_waiters")
 REQUESTS_ACCEPTED = _counter("cotrain_requests_accepted_total")
 REQUESTS_DUPLICATE = _counter("cotrain_requests_duplicate_total")
 REQUESTS_REJECTED = _counter("cotrain_requests_rejected_total")
+TENANT_REQUESTS_REFUSED = _counter("cotrain_tenant_requests_refused_total")
 WEBHOOK_DELIVERIES = _counter("cotrain_webhook_deliveries_total")
 for _limit in ("process", "address", "tenant"):
     CONNECTIONS_REFUSED.labels(_limit)  # shown as 0 before the first
@@ -173,6 +174,14 @@ class TenantLabels:
             return OTHERS
         self._shown.add(tenant)
         return tenant
+
+
+_REFUSED_TENANTS = TenantLabels()
+
+
+def count_refusal(tenant: TenantId, reason: str) -> None:
+    """Count a refused request of a tenant."""
+    TENANT_REQUESTS_REFUSED.labels(_REFUSED_TENANTS.label(tenant), reason).inc()
 
 
 class WorkerMetrics:

@@ -72,6 +72,7 @@ class Commit:
     failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
     """State of a run → result of an op that returns to the run and cannot run any more."""
     failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS
+    failure_kind: str = ResultKind.FAILURE
     cycles_kept: int = fleet_keys.CYCLES_KEPT
     usage_ttl_s: int = tenant_keys.USAGE_TTL_S
     minute_ttl_s: int = fleet_keys.MINUTE_TTL_S

@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
+-- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -106,6 +106,10 @@ for i, op in ipairs(args.ops) do
         note_unread(tenant, request, op.result_bytes, ttl_ms)
       end
       resolved[#resolved + 1] = request
+    end
+    if result and string.sub(result, 1, 1) == args.failure_kind then
+      redis.call('HINCRBY', log, 'failed', 1)
+      add_failure(args.minute, tenant, request, result, args.minute_ttl_s)
     end
     redis.call('HSET', log, 'done', seq, 'numerics', (row[2] or numerics) == numerics and numerics or 'mixed')
     if row[3] then

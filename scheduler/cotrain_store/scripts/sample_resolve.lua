@@ -1,6 +1,6 @@
 -- sample_resolve: store the results of sample requests. The first result of each is kept. Idempotent.
 -- Fenced by the worker's epoch.
--- needs: minute_add, unread, usage_add, sample_finish, swept
+-- needs: minute_add, failure_add, unread, usage_add, sample_finish, swept
 -- The results follow `args`, in the order of `args.requests`.
 local epoch_key, refs, notify, counters = unpack(KEYS)
 -- Decode before any write, because the writes of a failed script are not undone.
@@ -24,6 +24,9 @@ for i, ended in ipairs(args.requests) do
     resolved[#resolved + 1] = request
     note_unread(tenant, request, ended.result_bytes, ttl_ms)
     add_minute(args.minute, ended.counts, args.minute_ttl_s)
+    if ended.failed == 1 then
+      add_failure(args.minute, tenant, request, ARGV[RESULTS + i], args.minute_ttl_s)
+    end
     if ended.counts.sample_s then
       add_minute(args.minute, { ['device_s|' .. tenant] = ended.counts.sample_s }, args.minute_ttl_s)
     end

@@ -32,6 +32,9 @@ class WorkerSettings(StoreSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on the CPU, bfloat16 on CUDA."""
+    quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
+    """Bits of the frozen weights of the base model's linear modules: 8 (`int8`, `fp8`), 4 (`nf4`), or those of
+    `dtype` (`none`). Adapters keep float32."""
     torch_threads: int = Field(default=0, ge=0)
     """CPU threads of torch; 0: chosen by torch. Repeatable results require a fixed number."""
     micro_batch_tokens: Literal["auto"] | Annotated[int, Field(ge=256)] = "auto"
@@ -69,6 +72,18 @@ class WorkerSettings(StoreSettings):
     def _names_its_vllm(self) -> Self:
         if self.sampler == "vllm" and not self.vllm_url:
             raise ValueError("sampler=vllm needs vllm_url.")
+        return self
+
+    @model_validator(mode="after")
+    def _quantizes_where_it_can(self) -> Self:
+        if self.quantization != "none" and self.group_size > 1:
+            raise ValueError(
+                "quantization needs group_size=1: the parts of a group are not quantized."
+            )
+        if self.quantization != "none" and self.sampler == "vllm":
+            raise ValueError(
+                "quantization needs sampler=engine: a vLLM server would sample from other weights."
+            )
         return self
 
     @property

@@ -38,6 +38,8 @@ class RunPosition:
     newest: HistoryPoint | None
     device_s: float  # device time in s in the last USAGE_HOURS
     worker: str
+    failed: int = 0
+    """Number of committed ops that failed."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class RunList:
         tenants = sorted({run.tenant for run in runs})
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hmget(run_keys.log(run.pool, run.id), ["last", "next", "done", "worker"])
+            pipeline.hmget(
+                run_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"]
+            )
             pipeline.zscore(run_keys.ready(run.pool), run.id)
             pipeline.zscore(run_keys.gaps(run.pool), run.id)
             # Decoding the last point requires the one before it.
@@ -121,6 +125,7 @@ class RunList:
                 newest=read_points("optim_step", steps)[-1] if steps else None,
                 device_s=used[run.id],
                 worker=(log[3] or b"").decode(),
+                failed=int(log[4] or 0),
             )
         return found
 

@@ -40,11 +40,14 @@ TENSORS = "adapter_model.safetensors"
 #: Last part of a module's path, and the switch of a run that trains it.
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "attn"),
+    **dict.fromkeys(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp"),
     **dict.fromkeys(("c_fc", "c_proj", "fc1", "fc2"), "mlp"),
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"
+#: Ending of `target_parameters` that name the weight of a linear module.
+WEIGHT = ".weight"
 #: Name in `tinker_cookbook`.
 UNEMBED_OF_COOKBOOK = "model.unembed_tokens"
 
@@ -116,6 +119,12 @@ class _Config:
         """Raise Invalid for a tensor of a module that PEFT would not adapt."""
         if self.targets is None:
             return
+        modules = {each.removesuffix(WEIGHT) for each in self.parameters if each.endswith(WEIGHT)}
+        tensor_by_module = {
+            name: tensor
+            for name, tensor in tensor_by_module.items()
+            if modules.isdisjoint(_endings(name))
+        }
         if isinstance(self.targets, str):
             subject = f"{CONFIG}: target_modules"
             names = list(tensor_by_module)
@@ -193,10 +202,14 @@ def _parameters(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise Invalid(f"{CONFIG}: target_parameters must be a list of names.")
     for each in value:
-        if _leaf(each) not in PARAMETERS:
+        module = each.removesuffix(WEIGHT)
+        if _leaf(each) not in PARAMETERS and (
+            module == each or _leaf(module) not in FAMILY_BY_MODULE
+        ):
             known = " and ".join(PARAMETERS)
             raise Invalid(
-                f"{CONFIG}: target_parameters names {named(each)}; {known} of experts are trained here."
+                f"{CONFIG}: target_parameters names {named(each)}; {known} of experts, and weights of linear "
+                "modules, are trained here."
             )
     return tuple(value)
 

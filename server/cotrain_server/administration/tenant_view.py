@@ -15,6 +15,7 @@ from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.fleet import Pause as StoredPause
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.policies import read_pauses, read_weights
@@ -64,6 +65,7 @@ async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
 async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[TenantRow]:
     weights = await read_weights(services.connection)
     pauses = await read_pauses(services.connection)
+    failures = await recent_failures(services.connection, time.time())
     pools = await services.records.pools()
     pipeline = services.connection.pipeline(transaction=False)
     for tenant in names:
@@ -78,6 +80,7 @@ async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[Tenan
     for at, (tenant, name) in enumerate(names.items()):
         runs, size_bytes, *queued = answers[at * size : (at + 1) * size]
         paused = pauses.tenants.get(tenant)
+        wrong = failures.get(tenant)
         rows.append(
             TenantRow(
                 id=tenant,
@@ -89,6 +92,8 @@ async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[Tenan
                 ops=sum(int(queue[0] or 0) for queue in queued[::2]),
                 tokens=sum(int(queue[1] or 0) for queue in queued[::2]),
                 samples=sum(int(count or 0) for load in queued[1::2] for count in load),
+                failed=wrong.failed if wrong else 0,
+                refused=wrong.refused if wrong else 0,
             )
         )
     return rows

@@ -17,7 +17,7 @@ import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error_at
 from cotrain_server.http.request_trace import begin_request, end_request
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
@@ -85,7 +85,7 @@ class RequestMiddleware:
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
             _log_crash(error)
             if not statuses:
-                await internal_error(request_id)(scope, receive, send_noted)
+                await internal_error_at(scope, request_id)(scope, receive, send_noted)
         # Use the route template, not the path: ids must not become labels, and query strings must
         # not reach the log.
         route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]

@@ -21,6 +21,7 @@ from cotrain_server.http.auth import authenticate, check_operator
 from cotrain_server.http.request_body import FEW, MANY, BodyReader, JsonLimits, is_json
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
+from cotrain_store.errors import Refused
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import Tenant
 
@@ -71,8 +72,12 @@ class TenantRoute(APIRoute):
                 services.body_memory.of(tenant.id) as take,  # released when the route has answered
             ):
                 reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
-                body = await reader.read(request)
-                return await handle(CheckedRequest(request, body))
+                try:
+                    body = await reader.read(request)
+                    return await handle(CheckedRequest(request, body))
+                except Refused as refused:
+                    services.refusals.note(tenant.id, refused)
+                    raise
 
         return guarded
 

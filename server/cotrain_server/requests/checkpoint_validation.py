@@ -40,7 +40,7 @@ def check_name(name: str) -> None:
     """Check the name of a checkpoint. Raises Invalid."""
     if not _NAME.fullmatch(name):
         raise Invalid(
-            "path must be a name of 1 to 128 letters, digits, '.', '_' or '-' that starts with a "
+            "path (the argument `name` of clients) must be a name of 1 to 128 letters, digits, '.', '_' or '-' that starts with a "
             "letter or digit and has no '..'."
         )
 

@@ -49,6 +49,10 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
 )
 
 
+#: Names of all loss inputs.
+_READ = {TARGETS, *(name for needs in NEEDS_BY_LOSS.values() for name in needs.inputs)}
+_IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
+
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
 #: must then run in parts, for other tenants too.
 LARGEST = float(np.finfo(np.float32).max)
@@ -135,7 +139,11 @@ def _check_shapes(
         )
     for name in (TARGETS, *needs.inputs):
         if name not in datum.inputs:
-            raise Invalid(f"data[{number}].loss_fn_inputs.{name} is missing; {loss_fn} needs it.")
+            unread = sorted(set(datum.inputs) - {TARGETS, *needs.inputs})
+            hint = f" No loss reads {unread[0]:.80}." if unread and unread[0] not in _READ else ""
+            raise Invalid(
+                f"data[{number}].loss_fn_inputs.{name} is missing; {loss_fn} needs it.{hint}"
+            )
     shape = datum.inputs[TARGETS].shape
     if shape != (length,) and not (needs.takes_columns and _is_table(shape, length)):
         raise Invalid(_wrong_shape(number, TARGETS, shape, f"the input has {length} tokens"))
@@ -164,7 +172,7 @@ def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
         if len(bad):
             raise Invalid(
                 f"{what} id {array[tuple(bad[0])]} at datum {number}, position {_indices(bad[0])} is "
-                f"outside the vocabulary (0..{vocab_size - 1})."
+                f"outside the vocabulary (0..{vocab_size - 1}).{_IGNORED if array[tuple(bad[0])] == -100 else ''}"
             )
 
 

@@ -14,12 +14,20 @@ from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, b
 from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import (
     AnthropicError,
+    CountRequest,
     MessageRequest,
     anthropic_error,
 )
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation
-from cotrain_server.text_apis.prompts import characters_of, chat_body, find_target, text_weight
+from cotrain_server.text_apis.prompts import (
+    chat_body,
+    chat_prompt,
+    find_model,
+    find_target,
+    find_weights,
+    text_weight,
+)
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
@@ -33,6 +41,8 @@ from cotrain_server.text_apis.route import (
 
 class AnthropicRoute(InferenceRoute):
     """A route with Anthropic's error format."""
+
+    base_url = "/anthropic/api"
 
     @staticmethod
     @override
@@ -58,18 +68,36 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     names = [
         pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)
     ]
-    models = [
-        {
-            "type": "model",
-            "id": name,
-            "display_name": name,
-            "created_at": "1970-01-01T00:00:00Z",  # "if the release date is unknown"
-            "lifecycle": "active",
-        }
-        for name in names
-    ]
     ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
-    return {"data": models, "has_more": False, **ends}
+    return {"data": [_listed(name) for name in names], "has_more": False, **ends}
+
+
+def _listed(name: str) -> dict[str, Any]:
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",  # "if the release date is unknown"
+        "lifecycle": "active",
+    }
+
+
+@router.get("/models/{model:path}", response_model=None)
+async def get_model(model: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """Return a base model, or weights of the tenant by their path."""
+    await find_weights(services, tenant.id, model)
+    return _listed(model)
+
+
+@router.post("/messages/count_tokens", response_model=None, openapi_extra=body_of(CountRequest))
+async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Count the prompt tokens of a chat."""
+    asked = await read_asked(request, services, tenant.id, CountRequest)
+    asked.check()
+    model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
+    make = partial(chat_prompt, model, chat)
+    prompt = await services.parser.run(tenant.id, text_weight(chat.characters), make)
+    return FiniteJSONResponse({"input_tokens": len(prompt)})
 
 
 @router.post(
@@ -81,8 +109,8 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     chat = asked.chat()
-    make = partial(chat_body, target, chat, asked.body, continue_final=asked.is_prefilled)
-    body = await services.parser.run(tenant.id, text_weight(characters_of(chat)), make)
+    make = partial(chat_body, target, chat, asked.body)
+    body, format = await services.parser.run(tenant.id, text_weight(chat.characters), make)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,
@@ -91,6 +119,7 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
         body=body,
         stop=tuple(asked.stop_sequences or ()),
         begins=not asked.is_prefilled,
+        format=format,
     )
     generation = await Generation.start(services, target, [reply.body])
     if asked.stream:

@@ -33,9 +33,9 @@ from cotrain_server.text_apis.openai_responses import (
 )
 from cotrain_server.text_apis.prompts import (
     Target,
-    characters_of,
     chat_body,
     find_target,
+    find_weights,
     prompt_bodies,
     text_weight,
     written_characters,
@@ -55,6 +55,8 @@ from cotrain_store.bodies.sample_body import SampleBody
 class OpenAIRoute(InferenceRoute):
     """A route with OpenAI's error format."""
 
+    base_url = "/oai/api/v1"
+
     @staticmethod
     @override
     def error_body(refusal: Refusal, request_id: str) -> OpenAIError:
@@ -63,7 +65,7 @@ class OpenAIRoute(InferenceRoute):
 
 
 router = APIRouter(
-    prefix="/oai/api/v1",
+    prefix=OpenAIRoute.base_url,
     tags=["openai"],
     route_class=OpenAIRoute,
     dependencies=[api_key],
@@ -77,11 +79,18 @@ async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any
     paths.
     """
     pools = [pool for pool in await services.records.served_pools() if is_sampleable(pool)]
-    models = [
-        {"id": pool.base_model, "object": "model", "created": 0, "owned_by": "cotrain"}
-        for pool in pools
-    ]
-    return {"object": "list", "data": models}
+    return {"object": "list", "data": [_listed(pool.base_model) for pool in pools]}
+
+
+@router.get("/models/{model:path}", response_model=None)
+async def get_model(model: str, services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
+    """Return a base model, or weights of the tenant by their path."""
+    await find_weights(services, tenant.id, model)
+    return _listed(model)
+
+
+def _listed(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "cotrain"}
 
 
 @router.post(
@@ -97,7 +106,14 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
     target = await find_target(services, tenant.id, asked.model)
     prompts = asked.prompts
     weight = body_weight(request) + text_weight(written_characters(prompts))
-    make = partial(prompt_bodies, target, prompts, asked.body, echo=bool(asked.echo))
+    make = partial(
+        prompt_bodies,
+        target,
+        prompts,
+        asked.body,
+        echo=bool(asked.echo),
+        special=asked.add_special_tokens is not False,
+    )
     bodies, echoes = await services.parser.run(tenant.id, weight, make)
     reply = Reply(
         **_reply(asked, target, bodies),
@@ -120,10 +136,11 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     chat = asked.chat()
-    make = partial(chat_body, target, chat, asked.body, asked.chat_template_kwargs)
-    body = await services.parser.run(tenant.id, text_weight(characters_of(chat)), make)
+    make = partial(chat_body, target, chat, asked.body)
+    body, format = await services.parser.run(tenant.id, text_weight(chat.characters), make)
     reply = Reply(
         **_reply(asked, target, [body]),
+        format=format,
         shape=ChatShape(),
         wants_logprobs=bool(asked.logprobs),
     )

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,8 @@ class Program:
     pass_fds: tuple[int, ...] = ()
     good_life_s: float = 20.0
     """A process that ran at least this long started well, so its next start is not delayed."""
+    worker: tuple[str, str] | None = None
+    """Base model and id of a worker; None for other programs."""
     reason_of: Callable[[Sequence[str]], Reason | None] | None = None
     """Finds the reason of an exit in the last lines of the log. None: the format of our own
     processes, for status 2.
@@ -102,7 +104,10 @@ class Child:
     """Called with the name and the problem, or None after recovery."""
     give_up: Callable[[str], bool] = lambda reason: False
     """Called with the reason of a refused start. True ends the restarts."""
+    note_exit: Callable[[int, str], Awaitable[None]] | None = None
+    """Called after each exit that was not requested, with the number of exits and the reason."""
     restarts: RestartHistory = field(default_factory=RestartHistory)
+    _exits: int = 0
     _process: asyncio.subprocess.Process | None = None
     _logged: set[asyncio.Task[int]] = field(default_factory=set)
     """Tasks that end when all output of a start is in its log."""
@@ -130,6 +135,9 @@ class Child:
             again = f"starting it again in {self.restarts.delay_s:g} s"
             why = f": {reason.text}" if reason else ""
             self.say(f"{name} {ended}; {again}; see {self.folder.log_of(name)}{why}")
+            self._exits += 1
+            if self.note_exit:
+                await self.note_exit(self._exits, reason.text if reason else f"It {ended}.")
             if self.restarts.is_crash_loop:
                 times = f"{len(self.restarts.times)} times in the last minute"
                 self.report_problem(name, f"{ended}, {times}{why or '; its log says why.'}")

@@ -125,7 +125,11 @@ class Programs:
             for number, base_model in enumerate(models)
         ]
         return [
-            replace(worker, environment={**worker.environment, **variables_of(number, names, size)})
+            replace(
+                worker,
+                environment={**worker.environment, **variables_of(number, names, size)},
+                worker=(models[number].partition("=")[0], f"{self.plan.worker_names}{number}"),
+            )
             for number, worker in enumerate(made)
         ]
 

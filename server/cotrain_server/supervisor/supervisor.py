@@ -27,7 +27,10 @@ from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.redis_log import mend_log
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
+from cotrain_store.keys import fleet_keys
 from cotrain_store.listening import ANY_ADDRESS, address, listen
+from cotrain_store.messages.fleet import WorkerExit
+from cotrain_store.messages.ids import encode
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
     check_store,
@@ -41,6 +44,8 @@ LOCK_PATIENCE_S = 5.0
 POLL_S = 0.05
 READY_POLL_S = 0.2
 LOGS_EVERY_S = 60.0
+#: Maximum delay of a restart by the store of the last exit, in seconds.
+STORE_TIMEOUT_S = 1.0
 #: Normal duration of a start, without a message to the operator.
 SILENCE_S = 10.0
 
@@ -123,7 +128,7 @@ class Supervisor:
         workers = programs.workers(first_port=0)
         logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
         following = asyncio.create_task(follow(logs, self.say))
-        self._add(folder, workers)
+        self._add(folder, workers, programs.redis_url)
         self.say(f"logs are in {folder.logs}; each worker loads its libraries first")
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -149,7 +154,7 @@ class Supervisor:
             self.say(gpu_notice)
         logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
         following = asyncio.create_task(follow(logs, self.say))
-        self._add(folder, workers)
+        self._add(folder, workers, redis_url)
         self.say("each worker loads its libraries first, which takes some seconds")
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
@@ -160,9 +165,20 @@ class Supervisor:
         self._was_ready = True
         self.announce(Announcement(url, new_key))
 
-    def _add(self, folder: DataFolder, programs: Sequence[Program]) -> None:
+    def _add(self, folder: DataFolder, programs: Sequence[Program], redis_url: str = "") -> None:
+        """Start programs. The exits of workers are stored in the Redis of `redis_url`."""
         note = partial(self._note, folder)
-        stage = [Child(program, folder, self.say, note, self._give_up) for program in programs]
+        stage = [
+            Child(
+                program,
+                folder,
+                self.say,
+                note,
+                self._give_up,
+                partial(store_exit, redis_url, *program.worker) if program.worker else None,
+            )
+            for program in programs
+        ]
         self._stages.append(stage)
         self._kept += [asyncio.create_task(child.keep()) for child in stage]
 
@@ -199,6 +215,20 @@ class Supervisor:
         if trouble is not None:
             self._troubles[process] = trouble
         write_troubles(folder.path, self._troubles)
+
+
+async def store_exit(redis_url: str, base_model: str, worker: str, count: int, reason: str) -> None:
+    """Store the last exit of a worker for the pages. Without Redis it is not stored."""
+    connection = open_connection(redis_url)
+    key, shown = fleet_keys.worker_exits(base_model), WorkerExit(time.time(), count, reason)
+    try:
+        async with asyncio.timeout(STORE_TIMEOUT_S):
+            await connection.hset(key, worker, encode(shown))
+            await connection.expire(key, fleet_keys.EXITS_TTL_S)
+    except (TimeoutError, *CONNECTION_LOST):
+        pass
+    finally:
+        await connection.aclose()
 
 
 async def _keep_logs_short(folder: DataFolder) -> None:

@@ -1,13 +1,24 @@
 """Request and error models of Anthropic's API, and the refusal of unsupported fields."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cotrain.wire.model import Listed
-from cotrain_server.text_apis.chat_template import Message
-from cotrain_server.text_apis.openai_requests import refuse_unsupported, text_of
+from cotrain_server.errors import Invalid
+from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.openai_requests import (
+    refuse_unsupported,
+    text_of,
+    top_k_of,
+    top_p_of,
+)
+from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
+from cotrain_server.text_apis.tool_requests import anthropic_tools, call_messages
 from cotrain_store.bodies.sample_body import SampleBody
 
 HARMLESS = frozenset({
@@ -17,9 +28,6 @@ HARMLESS = frozenset({
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "container": (),
     "output_config": ({},),
-    "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
 }
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -41,19 +49,16 @@ class ChatMessage(_Fields):
     content: str | Listed[dict[str, Any]]
 
 
-class MessageRequest(_Fields):
-    """POST messages: write the next message of a chat, or the rest of its last one."""
+class CountRequest(_Fields):
+    """POST messages/count_tokens: count the tokens of a chat."""
 
     model: Annotated[str, Field(min_length=1, max_length=2048)]
     """A base model, a `tinker://` path, or `<base model>;<path>`."""
-    max_tokens: int
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
     system: str | Listed[dict[str, Any]] | None = None
-    stop_sequences: Listed[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    stream: bool | None = None
+    thinking: dict[str, Any] | None = None
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise Invalid for unsupported fields."""
@@ -66,22 +71,43 @@ class MessageRequest(_Fields):
         """True if the last message is the model's own, to be continued."""
         return self.messages[-1].role == "assistant"
 
-    def chat(self) -> list[Message]:
+    def chat(self) -> Chat:
+        """Return the chat. Raises Invalid for a wrong message, tool or choice."""
+        return Chat(
+            self.template_messages(),
+            anthropic_tools(self.tools, self.tool_choice),
+            thinking=_thinking(self.thinking),
+            continues=self.is_prefilled,
+        )
+
+    def template_messages(self) -> list[Message]:
         """Return the messages for a chat template. Consecutive messages of one role are joined.
 
         Raises:
-            Invalid: a message is not text.
+            Invalid: a message has a block that is neither text nor a tool's.
         """
         chat: list[Message] = []
         if self.system:
             chat.append({"role": "system", "content": text_of(self.system, "system")})
         for number, message in enumerate(self.messages):
-            text = text_of(message.content, f"messages[{number}].content")
-            if chat and chat[-1]["role"] == message.role:
-                chat[-1] = {"role": message.role, "content": f"{chat[-1]['content']}\n{text}"}
-            else:
-                chat.append({"role": message.role, "content": text})
+            for written in _converted(message, f"messages[{number}].content"):
+                last = chat[-1] if chat else None
+                if last and written["role"] == last["role"] != "tool":
+                    chat[-1] = _joined(last, written)
+                else:
+                    chat.append(written)
         return chat
+
+
+class MessageRequest(CountRequest):
+    """POST messages: write the next message of a chat, or the rest of its last one."""
+
+    max_tokens: int
+    stop_sequences: Listed[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    stream: bool | None = None
 
     def body(self, prompt: list[int]) -> SampleBody:
         """Return the sample request."""
@@ -90,8 +116,8 @@ class MessageRequest(_Fields):
             num_samples=1,
             max_tokens=self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=-1 if self.top_k is None else self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=top_k_of(self.top_k),
+            top_p=top_p_of(self.top_p),
             seed=None,
             stop=tuple(self.stop_sequences or ()) or None,
             prompt_logprobs=False,
@@ -101,6 +127,51 @@ class MessageRequest(_Fields):
             target_prompt_logprobs=None,
             stream=bool(self.stream),
         )
+
+
+def _converted(message: ChatMessage, where: str) -> list[Message]:
+    """Return the results of tools in a message, and the rest of it."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results, texts, calls, reasoning = list[Message](), list[dict[str, Any]](), [], list[str]()
+    for number, block in enumerate(message.content):
+        kind, at = block.get("type"), f"{where}[{number}]"
+        if kind == "tool_result" and message.role == "user":
+            text = text_of(block.get("content"), f"{at}.content")
+            id_ = str(block.get("tool_use_id") or "")
+            results.append({"role": "tool", "content": text, "tool_call_id": id_})
+        elif kind == "tool_use" and message.role == "assistant":
+            calls += call_messages([(block.get("id"), block.get("name"), block.get("input"))], at)
+        elif kind == "thinking" and message.role == "assistant":
+            reasoning.append(str(block.get("thinking") or ""))
+        elif kind == "redacted_thinking":
+            continue
+        else:
+            text_of([block], where, number)
+            texts.append(block)
+    if results and not texts:
+        return results
+    written: Message = {"role": message.role, "content": text_of(texts, where)}
+    if reasoning := [text for text in reasoning if text]:
+        written["reasoning_content"] = "\n".join(reasoning)
+    return [*results, written | ({"tool_calls": calls} if calls else {})]
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Return two messages of one role as one."""
+    texts = [text for text in (first["content"], second["content"]) if text]
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    joined = {**first, **second, "content": "\n".join(texts)}
+    return joined | ({"tool_calls": calls} if calls else {})
+
+
+def _thinking(given: Mapping[str, Any] | None) -> Thinking | None:
+    kind = given and given.get("type")
+    if kind in (None, "adaptive"):
+        return None
+    if kind not in ("enabled", "disabled"):
+        raise Invalid("thinking.type must be 'enabled', 'adaptive' or 'disabled'.")
+    return Thinking("thinking", kind == "enabled")
 
 
 class ErrorDetail(BaseModel):
@@ -121,5 +192,7 @@ class AnthropicError(BaseModel):
 def anthropic_error(refusal: Refusal, request_id: str) -> AnthropicError:
     """Return an error in Anthropic's format."""
     kind = _ERROR_TYPES.get(refusal.status, "api_error")
-    detail = ErrorDetail(type=kind, message=refusal.message)
+    # Clients recognize a full context by these words.
+    message = ("prompt is too long: " if refusal.is_too_long else "") + refusal.message
+    detail = ErrorDetail(type=kind, message=message)
     return AnthropicError(error=detail, request_id=request_id)

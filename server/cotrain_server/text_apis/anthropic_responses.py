@@ -1,16 +1,31 @@
 """Conversion of samples to Anthropic's response format, complete or streamed."""
 
-from collections.abc import AsyncIterator, Iterator
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse
 from cotrain_server.text_apis.anthropic_requests import anthropic_error
 from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
+from cotrain_server.text_apis.message_parts import (
+    MessageFormat,
+    MessageParts,
+    Reasoning,
+    Segment,
+    Text,
+    shown_tokens,
+)
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 from cotrain_server.text_apis.token_texts import VisibleText
+from cotrain_server.text_apis.tool_calls import Call
 from cotrain_store.bodies.sample_body import SampleBody
+
+#: Field with the text of a block, by the type of its segments.
+_FIELDS: dict[type[Segment], str] = {Text: "text", Reasoning: "thinking"}
 
 
 @dataclass(frozen=True)
@@ -23,7 +38,9 @@ class MessageReply:
     target: Target
     body: SampleBody
     stop: tuple[str, ...]
-    begins: bool  # True if the text begins the message; False if it continues the prompt's
+    begins: bool
+    """True if the text begins the message; False if it continues the prompt's."""
+    format: MessageFormat
 
     def visible(self) -> VisibleText:
         """Return the empty text of the message."""
@@ -33,6 +50,7 @@ class MessageReply:
             self.target.pool.eos_token_ids,
             before=self.body.prompt,
             begins=self.begins,
+            shown=shown_tokens(self.target.language.tokenizer, self.format),
         )
 
     def message(self, content: list[dict[str, Any]], **rest: Any) -> dict[str, Any]:
@@ -50,49 +68,106 @@ class MessageReply:
 
 
 def answer(reply: MessageReply, response: SampleResponse) -> dict[str, Any]:
-    """Return the complete message. It has one text block, which may be empty."""
+    """Return the complete message. Its only block may be an empty text."""
     visible, (sequence,) = reply.visible(), response.sequences
-    text = visible.push(sequence.tokens) + visible.finish()
+    parts = MessageParts(reply.format)
+    segments = parts.push(visible.push(sequence.tokens) + visible.finish()) + parts.finish()
+    content: list[dict[str, Any]] = []
+    for segment in segments:
+        if isinstance(segment, Call):
+            content.append(_opened(segment) | {"input": segment.arguments})
+            continue
+        name = _FIELDS[type(segment)]
+        if not (content and content[-1]["type"] == name):
+            content.append(_opened(segment))
+        content[-1][name] += segment.text
     return reply.message(
-        [{"type": "text", "text": text}],
-        **_stop(reply, visible, sequence),
+        content or [_opened(Text(""))],
+        **_stop(reply, visible, sequence, has_calls=bool(parts.calls)),
         usage=_usage(reply, response),
     )
 
 
 async def stream(reply: MessageReply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
     """Yield the message as server-sent events. An error is the last event."""
-    visible = reply.visible()
+    visible, blocks = reply.visible(), _Blocks(reply.format)
     nothing_yet = {"input_tokens": len(reply.body.prompt), "output_tokens": 0}
     yield _event("message_start", message=reply.message([], usage=nothing_yet))
-    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
     yield _event("ping")
     try:
         async for happened in events:
             if isinstance(happened, Idle):
                 yield _event("ping")
             elif isinstance(happened, NewTokens):
-                for delta in _deltas(visible.push(happened.tokens)):
-                    yield delta
+                for written in blocks.push(visible.push(happened.tokens)):
+                    yield written
             elif isinstance(happened, Ended):
-                for delta in _end(reply, visible, happened.response):
-                    yield delta
+                for written in _end(reply, visible, blocks, happened.response):
+                    yield written
     except REFUSED as error:
         refused = anthropic_error(refusal_of(error), reply.request_id)
         yield event(refused.model_dump(), "error")
 
 
-def _end(reply: MessageReply, visible: VisibleText, response: SampleResponse) -> Iterator[str]:
-    yield from _deltas(visible.finish())
-    yield _event("content_block_stop", index=0)
-    stop = _stop(reply, visible, response.sequences[0])
+class _Blocks:
+    """Content blocks of a stream, each opened by its first segment and closed by the next block."""
+
+    def __init__(self, format: MessageFormat) -> None:
+        self.parts = MessageParts(format)
+        self._index = -1
+        self._kind: type[Segment] | None = None
+
+    def push(self, text: str) -> Iterator[str]:
+        """Yield the events of further text."""
+        yield from self._write(self.parts.push(text))
+
+    def finish(self, text: str) -> Iterator[str]:
+        """Yield the events of the last text. A message has at least one block."""
+        yield from self._write([*self.parts.push(text), *self.parts.finish()])
+        if self._index < 0:
+            yield from self._write([Text("")])
+        yield from self._close()
+
+    def _write(self, segments: Sequence[Segment]) -> Iterator[str]:
+        for segment in segments:
+            if type(segment) is not self._kind or isinstance(segment, Call):
+                yield from self._close()
+                self._index, self._kind = self._index + 1, type(segment)
+                block = _opened(segment)
+                yield _event("content_block_start", index=self._index, content_block=block)
+            if delta := _delta(segment):
+                yield _event("content_block_delta", index=self._index, delta=delta)
+
+    def _close(self) -> Iterator[str]:
+        if self._kind is not None:
+            yield _event("content_block_stop", index=self._index)
+
+
+def _opened(segment: Segment) -> dict[str, Any]:
+    """Return the empty content block of a segment."""
+    if isinstance(segment, Call):
+        return {"type": "tool_use", "id": segment.id, "name": segment.name, "input": {}}
+    if isinstance(segment, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": ""}
+
+
+def _delta(segment: Segment) -> dict[str, str] | None:
+    if isinstance(segment, Call):
+        return {"type": "input_json_delta", "partial_json": json.dumps(segment.arguments)}
+    if not segment.text:
+        return None
+    name = _FIELDS[type(segment)]
+    return {"type": f"{name}_delta", name: segment.text}
+
+
+def _end(
+    reply: MessageReply, visible: VisibleText, blocks: _Blocks, response: SampleResponse
+) -> Iterator[str]:
+    yield from blocks.finish(visible.finish())
+    stop = _stop(reply, visible, response.sequences[0], has_calls=bool(blocks.parts.calls))
     yield _event("message_delta", delta=stop, usage=_usage(reply, response))
     yield _event("message_stop")
-
-
-def _deltas(text: str) -> Iterator[str]:
-    if text:
-        yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
 
 def _event(name: str, **fields: Any) -> str:
@@ -100,12 +175,12 @@ def _event(name: str, **fields: Any) -> str:
 
 
 def _stop(
-    reply: MessageReply, visible: VisibleText, sequence: SampledSequence
+    reply: MessageReply, visible: VisibleText, sequence: SampledSequence, *, has_calls: bool
 ) -> dict[str, str | None]:
     if visible.stopped_by is not None:
         reason = "stop_sequence"
     elif sequence.stop_reason == "stop":
-        reason = "end_turn"
+        reason = "tool_use" if has_calls else "end_turn"
     else:
         is_cut = len(sequence.tokens) == reply.body.max_tokens
         reason = "max_tokens" if is_cut else "model_context_window_exceeded"

@@ -10,18 +10,20 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
-from jinja2 import TemplateError, nodes
+from jinja2 import TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 from cotrain_server.errors import Invalid
+from cotrain_server.text_apis.tool_calls import OPEN_THINKING, form_of
 
-#: A message: `role` and `content`, both text.
-Message = dict[str, str]
+#: A message in the form of templates: `role`, `content` as text, and where they apply
+#: `reasoning_content`, `tool_calls` with parsed arguments, `tool_call_id` and `name`.
+Message = dict[str, Any]
 
 MAX_RENDERED_CHARACTERS = 32 * 1024**2
 MAX_RENDER_S = 5.0
@@ -32,14 +34,79 @@ _TEMPLATE_FAULTS = (
 #: Marker after the text to be continued while the template runs. It ends in a space to detect a
 #: template that trims its messages.
 _CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+#: Names of a template's context that other fields of a request set.
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+
+
+class Thinking(NamedTuple):
+    """Setting of a model's reasoning."""
+
+    field: str
+    """Name of the request's field, for errors."""
+    is_on: bool
+    effort: str | None = None
+    """Level, for templates that have levels."""
 
 
 class ChatTemplate:
     """Chat template of a model."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        names = meta.find_undeclared_variables(environment.parse(source))
+        self.options = names - environment.globals.keys() - special_tokens.keys() - _RESERVED
+        """Names of the options that the template reads."""
+        self.has_tools = "tools" in names
+        self.tool_form = form_of(source)
+        self.has_thinking = OPEN_THINKING in source
+
+    @property
+    def thinking_option(self) -> str | None:
+        """Option that sets the reasoning of the model, or None."""
+        return next(
+            (name for name in ("enable_thinking", "thinking") if name in self.options), None
+        )
+
+    def check_tools(self) -> None:
+        """Raise Invalid if the model cannot be given tools."""
+        if not self.has_tools:
+            raise Invalid("tools: this model's chat template has no tools.")
+        if self.tool_form is None:
+            raise Invalid(
+                "tools: the form in which this model's chat template writes tool calls is not "
+                "supported here."
+            )
+
+    def thinking_options(self, thinking: Thinking) -> dict[str, Any]:
+        """Return the options that set the reasoning. Raises Invalid if the template has none."""
+        name = self.thinking_option
+        if thinking.effort and "reasoning_effort" in self.options:
+            return {"reasoning_effort": thinking.effort}
+        if name is not None:
+            return {name: thinking.is_on}
+        if thinking.is_on and not self.has_thinking:
+            raise Invalid(f"{thinking.field}: this model's chat template has no reasoning.")
+        if self.has_thinking and not thinking.is_on:
+            raise Invalid(
+                f"{thinking.field}: the reasoning of this model's chat template cannot be turned "
+                "off."
+            )
+        return {}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise Invalid for an option that has no effect. A value of None or False requests none."""
+        for name, value in options.items():
+            if name in self.options or value is None or (value is False and name not in _RESERVED):
+                continue
+            if name == "add_generation_prompt" and value is True:
+                continue
+            known = ", ".join(sorted(self.options)) or "none"
+            raise Invalid(
+                f"chat_template_kwargs.{name} is not supported here. Options of this model's chat "
+                f"template: {known}."
+            )
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
@@ -59,12 +126,14 @@ class ChatTemplate:
         messages: Sequence[Message],
         options: Mapping[str, Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
         continue_final: bool = False,
     ) -> str:
         """Return a chat as text up to the model's continuation, in a new message or within the last
         one.
 
-        `options` are the template's own (such as `enable_thinking`).
+        `options` are the template's own (such as `enable_thinking`). `tools` are functions in
+        OpenAI's format.
 
         Raises:
             Invalid: the template refuses the messages, or its output exceeds the limits.
@@ -76,7 +145,7 @@ class ChatTemplate:
             **self._special_tokens,
             **(options or {}),
             "messages": messages,
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": not continue_final,
         }

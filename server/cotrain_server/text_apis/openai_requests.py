@@ -1,14 +1,17 @@
 """Request and error models of OpenAI's API, and the refusal of unsupported fields."""
 
+import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt
 
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
-from cotrain_server.text_apis.chat_template import Message
+from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
+from cotrain_server.text_apis.tool_requests import call_messages, openai_tools
 from cotrain_store.bodies.sample_body import SampleBody
 
 
@@ -35,11 +38,15 @@ def refuse_unsupported(
         raise Invalid(f"{where}{name} is not supported here.")
 
 
-def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
-    """Join the text parts of a message by newlines. Raises Invalid for a part that is not text."""
+def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int = 0) -> str:
+    """Join the text parts of a message by newlines. `first` is the index of the first part.
+
+    Raises:
+        Invalid: a part is not text.
+    """
     if isinstance(content, str) or content is None:
         return content or ""
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, first):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type")
             raise Invalid(
@@ -48,6 +55,19 @@ def text_of(content: str | list[dict[str, Any]] | None, where: str) -> str:
     return "\n".join(part["text"] for part in content)
 
 
+def top_k_of(given: int | None) -> int:
+    """Return `top_k` of a sample request: -1 for no limit, which clients also write as 0."""
+    return given or -1
+
+
+def top_p_of(given: float | None) -> float:
+    """Return `top_p` of a sample request. Clients write 0 for the most likely token alone."""
+    return 1.0 if given is None else given or SMALLEST_TOP_P
+
+
+SMALLEST_TOP_P = 1e-9
+#: Seed by which clients request another answer each time.
+RANDOM_SEED = -1
 MAX_CHOICES = 128
 MAX_LIKELIEST = 20
 MAX_PROMPTS = 256
@@ -55,29 +75,54 @@ MAX_PROMPTS = 256
 COMPLETION_TOKENS = 16
 
 HARMLESS = frozenset({
-    "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "metadata", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user",
 })  # fmt: skip
 NEUTRAL: dict[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "bad_words": ([],),
     "best_of": (1,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "echo": (False,),
     "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logit_bias": ({},),
+    "logits_processors": ([],),
     "min_p": (0,),
+    "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
+    "priority": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop_token_ids": ([],),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
 }
 #: Fields of a message besides its text, because clients send back the answers they received.
-MESSAGE_HARMLESS = frozenset({"annotations", "name"})
-MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",), "tool_calls": ([],)}
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MESSAGE_HARMLESS = frozenset({"annotations"})
+MESSAGE_NEUTRAL: dict[str, tuple[object, ...]] = {"refusal": ("",)}
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool",
+}  # fmt: skip
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
+#: Codes of OpenAI's API in place of our own.
+_CODES = {"invalid_key": "invalid_api_key", "expired_key": "invalid_api_key"}
+#: Field that a message of `Invalid` names first.
+_FIELD = re.compile(r"[a-z][a-z_]*(?:\[\d+\]|\.[A-Za-z_]+)*(?=:| must | has | is | needs )")
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
 Tokens = Listed[StrictInt]
@@ -133,9 +178,9 @@ class GenerationRequest(_Fields):
             num_samples=self.n or 1,
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=-1 if self.top_k is None else self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            seed=self.seed,
+            top_k=top_k_of(self.top_k),
+            top_p=top_p_of(self.top_p),
+            seed=None if self.seed == RANDOM_SEED else self.seed,
             stop=self.stop_strings or None,
             prompt_logprobs=score_prompt,
             topk_prompt_logprobs=likeliest if score_prompt else 0,
@@ -151,9 +196,15 @@ class CompletionRequest(GenerationRequest):
     """POST completions: continue a text."""
 
     prompt: str | Tokens | Listed[str | Tokens]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    logprobs: Annotated[
+        Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None,
+        BeforeValidator(lambda given: None if given is False else given),
+    ] = None
     """Number of alternatives to return per token; 0 for the log-probs alone."""
-    echo: bool | None = None  # True if the answer begins with the prompt
+    add_special_tokens: bool | None = None
+    """Extension of OpenAI's API: False if the text already has the control tokens of its start."""
+    echo: bool | None = None
+    """True if the answer begins with the prompt."""
 
     @property
     def prompts(self) -> list[str | Tokens]:
@@ -184,6 +235,10 @@ class ChatMessage(_Fields):
 
     role: str
     content: str | Listed[dict[str, Any]] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Listed[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -196,6 +251,10 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension of OpenAI's API: options of the model's chat template, such as `enable_thinking`.
     """
+    reasoning_effort: Effort | None = None
+    tools: Listed[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
 
     def body(self, prompt: list[int]) -> SampleBody:
         """Return the sample request."""
@@ -209,7 +268,17 @@ class ChatCompletionRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs.")
 
-    def chat(self) -> list[Message]:
+    def chat(self) -> Chat:
+        """Return the chat. Raises Invalid for a wrong message, tool or choice."""
+        effort = self.reasoning_effort
+        return Chat(
+            self.template_messages(),
+            openai_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls),
+            self.chat_template_kwargs or {},
+            effort and Thinking("reasoning_effort", effort != "none", effort),
+        )
+
+    def template_messages(self) -> list[Message]:
         """Return the messages for a chat template. Raises Invalid if one is not text."""
         return [
             _message(message, f"messages[{number}]") for number, message in enumerate(self.messages)
@@ -234,11 +303,18 @@ class OpenAIError(BaseModel):
 def openai_error(refusal: Refusal) -> OpenAIError:
     """Return an error in OpenAI's format."""
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    code, named = refusal.code, _FIELD.match(refusal.message)
+    param = named[0] if named and code == "invalid" else None
+    if refusal.is_too_long:
+        code = "context_length_exceeded"
+    elif refusal.is_of_model:
+        code, param = "model_not_found", "model"
     return OpenAIError(
         error=ErrorDetail(
             message=refusal.message,
             type=_ERROR_TYPES.get(refusal.status, kind),
-            code=refusal.code,
+            param=param,
+            code=_CODES.get(code, code),
         )
     )
 
@@ -248,4 +324,17 @@ def _message(message: ChatMessage, where: str) -> Message:
         raise Invalid(f"{where}.role: {message.role!r} is not supported here.")
     refuse_unsupported(message.model_extra or {}, MESSAGE_HARMLESS, MESSAGE_NEUTRAL, f"{where}.")
     text = text_of(message.content, f"{where}.content")
-    return {"role": ROLES[message.role], "content": text}
+    written: Message = {"role": ROLES[message.role], "content": text}
+    if message.reasoning_content:
+        written["reasoning_content"] = message.reasoning_content
+    if message.tool_calls:
+        calls = []
+        for each in message.tool_calls:
+            function = each.get("function")
+            given = function if isinstance(function, dict) else {}
+            calls.append((each.get("id"), given.get("name"), given.get("arguments")))
+        written["tool_calls"] = call_messages(calls, f"{where}.tool_calls")
+    if message.role == "tool":
+        named = {"tool_call_id": message.tool_call_id, "name": message.name}
+        written |= {key: text for key, text in named.items() if text}
+    return written

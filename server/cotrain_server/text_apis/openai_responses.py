@@ -1,5 +1,6 @@
 """Conversion of samples to OpenAI's response format, complete or streamed."""
 
+import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -7,11 +8,21 @@ from typing import Any, Protocol
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
+from cotrain_server.text_apis.message_parts import (
+    MessageFormat,
+    MessageParts,
+    Reasoning,
+    Segment,
+    Text,
+    shown_tokens,
+    text_in,
+)
 from cotrain_server.text_apis.openai_requests import openai_error
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 from cotrain_server.text_apis.token_texts import Part, TokenTexts, VisibleText
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
+from cotrain_server.text_apis.tool_calls import Call
 from cotrain_store.bodies.sample_body import SampleBody
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
@@ -38,10 +49,10 @@ class Shape(Protocol):
     def opening(self) -> dict[str, Any] | None:
         """Return the start of a streamed choice."""
 
-    def chunk(self, text: str) -> dict[str, Any]:
+    def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the next part of a streamed choice."""
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return a complete choice."""
 
     def logprobs(
@@ -51,7 +62,7 @@ class Shape(Protocol):
 
 
 class ChatShape:
-    """Format of chat/completions: a message."""
+    """Format of chat/completions: a message. Each call in a stream is one part, with its index."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -62,13 +73,19 @@ class ChatShape:
         """Return the role of the message."""
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def chunk(self, text: str) -> dict[str, Any]:
+    def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the next part of the message."""
-        return {"delta": {"content": text} if text else {}}
+        written = _message(segments)
+        return {"delta": {name: each for name, each in written.items() if each}}
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """Return the message."""
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
+        """Return the message. With calls alone, its text is null."""
+        written = _message(segments)
+        for call in written.get("tool_calls", ()):
+            del call["index"]
+        if "tool_calls" in written:
+            written["content"] = written["content"] or None
+        return {"message": {"role": "assistant", "refusal": None, **written}}
 
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
@@ -98,13 +115,13 @@ class CompletionShape:
     def opening(self) -> None:
         """Return None, because a completion has no opening."""
 
-    def chunk(self, text: str) -> dict[str, Any]:
+    def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the next part of the text."""
-        return {"text": text}
+        return {"text": text_in(segments)}
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Return the text."""
-        return {"text": text}
+        return {"text": text_in(segments)}
 
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
@@ -132,6 +149,27 @@ def scored(
     """Combine the data of each token."""
     filled = chain(likeliest or (), repeat(None))
     return [Scored(*each) for each in zip(tokens, logprobs, filled, strict=False)]
+
+
+def _message(segments: Sequence[Segment]) -> dict[str, Any]:
+    """Return the fields of a message that some segments make."""
+    written: dict[str, Any] = {"content": text_in(segments)}
+    if reasoning := "".join(each.text for each in segments if isinstance(each, Reasoning)):
+        written["reasoning_content"] = reasoning
+    if calls := [each for each in segments if isinstance(each, Call)]:
+        written["tool_calls"] = [
+            {
+                "index": call.index,
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                },
+            }
+            for call in calls
+        ]
+    return written
 
 
 def _named(tokenizer: Tokenizer, each: Scored, *, begins: bool) -> dict[str, float | None]:
@@ -174,8 +212,12 @@ class Reply:
     bodies: Sequence[SampleBody]  # one body per prompt
     stop: tuple[str, ...]
     wants_logprobs: bool
-    wants_usage: bool  # True if a stream must end with its token usage
-    echoes: Sequence[str] = ()  # text before the choices of each prompt, if `echo` was requested
+    wants_usage: bool
+    """True if a stream must end with its token usage."""
+    format: MessageFormat = MessageFormat()  # noqa: RUF009  # it is frozen
+    """Parts of a message in a chat."""
+    echoes: Sequence[str] = ()
+    """Text before the choices of each prompt, if `echo` was requested."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -203,8 +245,14 @@ class Choice:
         self._echo = reply.echoes[prompt] if reply.echoes else ""
         final, before = reply.target.pool.eos_token_ids, reply.bodies[prompt].prompt
         begins = reply.shape.begins or not reply.tokenizer.last_with_text(before)
+        self._parts = MessageParts(reply.format)
         self._visible = VisibleText(
-            reply.tokenizer, reply.stop, final, before=before, begins=begins
+            reply.tokenizer,
+            reply.stop,
+            final,
+            before=before,
+            begins=begins,
+            shown=shown_tokens(reply.tokenizer, reply.format),
         )
         self._texts = (
             TokenTexts(reply.tokenizer, final, begins=True)
@@ -214,10 +262,13 @@ class Choice:
 
     def whole(self, response: SampleResponse, sequence: SampledSequence) -> dict[str, Any]:
         """Return the complete choice."""
-        text = self._echo + self._visible.push(sequence.tokens) + self._visible.finish()
-        content = self._reply.shape.whole(text)
+        segments = [
+            *self._parts.push(self._echo + self._visible.push(sequence.tokens)),
+            *self._rest(),
+        ]
+        content, reason = self._reply.shape.whole(segments), self._reason(sequence)
         if not self._reply.wants_logprobs:
-            return self._written(content, finish_reason=sequence.stop_reason)
+            return self._written(content, finish_reason=reason)
         own = scored(sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs)
         parts: list[Part] = []
         if self._echo:
@@ -225,26 +276,34 @@ class Choice:
             parts = self._texts.of_prompt(self._reply.bodies[self._prompt].prompt, self._echo)
         parts += self._texts.of_answer(sequence.tokens)
         logprobs = self._logprobs(own, self._texts.with_rest(parts))
-        return self._written(content, logprobs, sequence.stop_reason)
+        return self._written(content, logprobs, reason)
 
     def opening(self) -> dict[str, Any] | None:
         """Return the part before all tokens, or None."""
         shape = self._reply.shape
-        content = shape.chunk(self._echo) if self._echo else shape.opening()
+        content = shape.chunk([Text(self._echo)]) if self._echo else shape.opening()
         return None if content is None else self._written(content)
 
     def chunk(self, new: NewTokens) -> dict[str, Any] | None:
         """Return the new part, or None while no text is final."""
-        content = self._reply.shape.chunk(text := self._visible.push(new.tokens))
+        segments = self._parts.push(self._visible.push(new.tokens))
+        content = self._reply.shape.chunk(segments)
         if not self._reply.wants_logprobs:
-            return self._written(content) if text else None
+            return self._written(content) if segments else None
         own = scored(new.tokens, new.logprobs, new.likeliest)
         return self._written(content, self._logprobs(own, self._texts.of_answer(new.tokens)))
 
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
         """Return the withheld text and the stop reason."""
-        rest = self._reply.shape.chunk(self._visible.finish())
-        return self._written(rest, finish_reason=sequence.stop_reason)
+        rest = self._reply.shape.chunk(self._rest())
+        return self._written(rest, finish_reason=self._reason(sequence))
+
+    def _rest(self) -> list[Segment]:
+        return [*self._parts.push(self._visible.finish()), *self._parts.finish()]
+
+    def _reason(self, sequence: SampledSequence) -> str:
+        is_call = self._parts.calls and sequence.stop_reason == "stop"
+        return "tool_calls" if is_call else sequence.stop_reason
 
     def _scored_prompt(self, response: SampleResponse) -> list[Scored]:
         prompt = self._reply.bodies[self._prompt].prompt

@@ -3,16 +3,19 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cotrain_server.errors import Invalid
+from cotrain_server.errors import Invalid, PromptTooLong
 from cotrain_server.parsing.parser import THREAD_ABOVE
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
 from cotrain_server.services import Services
-from cotrain_server.text_apis.chat_template import Message
+from cotrain_server.text_apis.chat_template import Message, Thinking
+from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Language, TextGrowth, Tokenizer, language_of
+from cotrain_server.text_apis.tool_calls import OPEN_THINKING
+from cotrain_server.text_apis.tool_requests import ToolUse
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import SamplerId, SessionId, TenantId
@@ -24,24 +27,57 @@ SCHEME = "tinker://"
 
 
 @dataclass(frozen=True)
-class Target:
-    """Sampler with its pool, tokenizer and chat template."""
+class Weights:
+    """Weights of a model name."""
+
+    path: str
+    """Path of the weights; empty for the base model."""
+    checkpoint: CheckpointRecord | None
+    pool: PoolRecord
+
+
+@dataclass(frozen=True)
+class Model(Weights):
+    """Weights with tokenizer and chat template."""
+
+    language: Language
+
+
+@dataclass(frozen=True)
+class Target(Model):
+    """A model with its sampler."""
 
     sampler: SamplerRecord
-    pool: PoolRecord
-    language: Language
 
 
 async def find_target(services: Services, tenant: TenantId, model: str) -> Target:
     """Return the target of a model name. Its sampler is created at the first request and reused
-    afterwards.
+    afterwards. Raises the errors of `find_model`.
+    """
+    found = await find_model(services, tenant, model)
+    made = _sampler(tenant, found.pool, found.checkpoint, found.path)
+    sampler = await services.records.create_sampler(made)
+    return Target(found.path, found.checkpoint, found.pool, found.language, sampler)
+
+
+async def find_model(services: Services, tenant: TenantId, model: str) -> Model:
+    """Return the model of a name. Raises Invalid without a tokenizer, and the errors of
+    `find_weights`.
+    """
+    found = await find_weights(services, tenant, model)
+    language = await language_of(found.pool, services.settings)
+    return Model(found.path, found.checkpoint, found.pool, language)
+
+
+async def find_weights(services: Services, tenant: TenantId, model: str) -> Weights:
+    """Return the weights of a model name.
 
     Valid forms are `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as
     `<base model>;<path>`.
 
     Raises:
         BaseModelNotServed, CheckpointNotFound, MalformedPath: the tenant has no such model.
-        Invalid: the two halves do not fit, or the model cannot be sampled as text.
+        Invalid: the two halves do not fit, or the model cannot be sampled.
     """
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
@@ -51,9 +87,7 @@ async def find_target(services: Services, tenant: TenantId, model: str) -> Targe
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)
     check_sampleable(pool)
-    language = await language_of(pool, services.settings)
-    sampler = _sampler(tenant, pool, checkpoint, path)
-    return Target(await services.records.create_sampler(sampler), pool, language)
+    return Weights(path, checkpoint, pool)
 
 
 def _halves(model: str) -> tuple[str, str]:
@@ -94,6 +128,8 @@ CHARACTERS_PER_TOKEN = 16
 ALWAYS_READ = 64 * 1024
 #: Limit over all prompts of a request, unless the limit of a single prompt is higher.
 MAX_CHARACTERS = 4 * 1024**2
+#: Number of last tokens of a prompt in which the start of the reasoning is searched.
+_END_TOKENS = 8
 #: Weight of a character during tokenizing.
 _CHARACTER_WEIGHT = 200
 
@@ -108,28 +144,75 @@ def longest_text(pool: PoolRecord) -> int:
     return max(CHARACTERS_PER_TOKEN * pool.max_sequence_tokens, ALWAYS_READ)
 
 
-def chat_body(
-    target: Target,
-    messages: Sequence[Message],
-    body_of: Callable[[list[int]], SampleBody],
-    options: Mapping[str, Any] | None = None,
-    *,
-    continue_final: bool = False,
-) -> SampleBody:
-    """Return the sample request of a chat's next message, or of the rest of its last one.
+@dataclass(frozen=True)
+class Chat:
+    """A chat whose next message the model writes."""
+
+    messages: Sequence[Message]
+    tools: ToolUse = ToolUse()  # noqa: RUF009  # it is frozen
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the model's template."""
+    thinking: Thinking | None = None
+    """Setting of the reasoning; None for the model's own."""
+    continues: bool = False
+    """True to continue the last message."""
+
+    @property
+    def characters(self) -> int:
+        """Number of characters, including those of tools."""
+        values = [
+            each for message in self.messages for name, each in message.items() if name != "role"
+        ]
+        return characters_of(values) + characters_of(self.tools.functions)
+
+
+def chat_prompt(model: Model, chat: Chat) -> list[int]:
+    """Return the tokens of a chat, up to the model's continuation.
 
     Raises:
-        Invalid: it is too long, or the model has no template, or the template refuses it.
+        Invalid: it is too long, the model has no template, or the template refuses it.
     """
-    template, pool = target.language.template, target.pool
+    template, pool = model.language.template, model.pool
     if template is None:
         raise Invalid("messages: this model has no chat template; send a text to completions.")
-    _check_length("messages", characters_of(messages), pool)
-    text = template.render(messages, options, continue_final=continue_final)
+    _check_length("messages", chat.characters, pool)
+    template.check_options(chat.options)
+    if chat.tools.functions:
+        template.check_tools()
+    if chat.tools.choice == "required":
+        raise Invalid("tool_choice: a call cannot be required here; use 'auto'.")
+    options = {
+        **chat.options,
+        **(template.thinking_options(chat.thinking) if chat.thinking else {}),
+    }
+    text = template.render(
+        chat.messages, options, tools=chat.tools.functions, continue_final=chat.continues
+    )
     _check_length("messages", len(text), pool)
-    body = body_of(target.language.tokenizer.encode(text, special=False))
-    check_sample(body, pool)
-    return body
+    prompt = model.language.tokenizer.encode(text, special=False)
+    _check_tokens("messages", len(prompt), pool)
+    return prompt
+
+
+def chat_body(
+    model: Model, chat: Chat, body_of: Callable[[list[int]], SampleBody]
+) -> tuple[SampleBody, MessageFormat]:
+    """Return the sample request of a chat's next message, and the format of the answer.
+
+    Raises:
+        Invalid: the errors of `chat_prompt`, or a wrong field.
+    """
+    body = _checked(body_of(chat_prompt(model, chat)), model.pool)
+    template = model.language.template
+    assert template is not None
+    end = model.language.tokenizer.decode(body.prompt[-_END_TOKENS:], special=True)
+    return body, MessageFormat(
+        form=template.tool_form if chat.tools.functions else None,
+        tools=chat.tools.schemas,
+        is_single=chat.tools.is_single,
+        has_thinking=template.has_thinking,
+        begins_thinking=template.has_thinking and end.rstrip().endswith(OPEN_THINKING),
+    )
 
 
 def prompt_bodies(
@@ -138,8 +221,10 @@ def prompt_bodies(
     body_of: Callable[[list[int]], SampleBody],
     *,
     echo: bool,
+    special: bool = True,
 ) -> tuple[list[SampleBody], list[str]]:
-    """Return the sample request of each prompt, and with `echo` its text.
+    """Return the sample request of each prompt, and with `echo` its text. With `special`, texts get
+    the control tokens that the model expects around them.
 
     Raises:
         Invalid: one prompt is too long, or all together are.
@@ -148,26 +233,29 @@ def prompt_bodies(
     for prompt in prompts:
         if isinstance(prompt, str):
             _check_length("prompt", len(prompt), pool)
-        elif len(prompt) > pool.max_sequence_tokens:
-            raise Invalid(
-                f"prompt has {len(prompt)} tokens; {pool.base_model} samples from prompts of 1 to "
-                f"{pool.max_sequence_tokens}."
-            )
+        else:
+            _check_tokens("prompt", len(prompt), pool)
     characters, most = written_characters(prompts), max(MAX_CHARACTERS, longest_text(pool))
     if characters > most:
         raise Invalid(
             f"prompt: the texts of one request have at most {most} characters together, not "
             f"{characters}. Send them in several requests."
         )
-    bodies = [body_of(_tokens(tokenizer, prompt)) for prompt in prompts]
-    for body in bodies:
-        check_sample(body, pool)
+    bodies = []
+    for prompt in prompts:
+        tokens = _tokens(tokenizer, prompt, special=special)
+        _check_tokens("prompt", len(tokens), pool)
+        bodies.append(_checked(body_of(tokens), pool))
     return bodies, [_text(tokenizer, prompt) for prompt in prompts] if echo else []
 
 
-def characters_of(messages: Sequence[Message]) -> int:
-    """Return the number of characters of a chat."""
-    return sum(len(message["content"]) for message in messages)
+def characters_of(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(len(key) + characters_of(each) for key, each in value.items())
+    return sum(map(characters_of, value)) if isinstance(value, Sequence) else 1
 
 
 def written_characters(prompts: Sequence[str | list[int]]) -> int:
@@ -178,14 +266,38 @@ def written_characters(prompts: Sequence[str | list[int]]) -> int:
 def _check_length(field: str, characters: int, pool: PoolRecord) -> None:
     most = longest_text(pool)
     if characters > most:
-        raise Invalid(
+        raise PromptTooLong(
             f"{field} has {characters} characters. {pool.base_model} samples from prompts of up to "
             f"{pool.max_sequence_tokens} tokens, for which at most {most} characters are accepted."
         )
 
 
-def _tokens(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    return tokenizer.encode(prompt, special=True) if isinstance(prompt, str) else prompt
+def _check_tokens(field: str, tokens: int, pool: PoolRecord) -> None:
+    most = pool.max_sequence_tokens
+    if tokens > most:
+        # Clients recognize a full context by this sentence.
+        raise PromptTooLong(
+            f"{field} has {tokens} tokens. This model's maximum context length is {most} tokens."
+        )
+
+
+def _checked(body: SampleBody, pool: PoolRecord) -> SampleBody:
+    """Return a checked body. A `top_k` above the size of the vocabulary is no limit."""
+    if body.top_k > pool.vocab_size:
+        body = replace(body, top_k=-1)
+    check_sample(body, pool)
+    return body
+
+
+def _tokens(tokenizer: Tokenizer, prompt: str | list[int], *, special: bool) -> list[int]:
+    """Return the tokens of a prompt. Control tokens that its text begins with are not added again."""
+    if not isinstance(prompt, str):
+        return prompt
+    tokens = tokenizer.encode(prompt, special=special)
+    may_be_double = special and tokens[:1] and tokens[0] in tokens[1:]
+    added = tokenizer.count_added_before(tokens) if may_be_double else 0
+    is_double = added and tokens[added : 2 * added] == tokens[:added]
+    return tokens[added:] if is_double else tokens
 
 
 def _text(tokenizer: Tokenizer, prompt: str | list[int]) -> str:

@@ -13,14 +13,14 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, PromptTooLong, sentence
 from cotrain_server.http.finite_json import FiniteJSONResponse, finite_json
 from cotrain_server.http.long_poll import while_connected
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute, Handler
 from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation, GenerationFailed
-from cotrain_store.errors import BaseModelNotServed, Refused, StoreError, StoreUnavailable
+from cotrain_store.errors import BaseModelNotServed, Reason, Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -38,12 +38,33 @@ class Refusal(NamedTuple):
     message: str
     code: str
     retry_after_s: float | None = None
+    is_too_long: bool = False
+    """True if the prompt is longer than the context of the model."""
+
+    @property
+    def is_of_model(self) -> bool:
+        """True if the tenant has no model of the requested name."""
+        return self.code in _MODEL_CODES
+
+
+#: Codes of a model name that leads to no model.
+_MODEL_CODES = frozenset(
+    reason.code
+    for reason in (
+        Reason.BASE_MODEL_NOT_SERVED,
+        Reason.CHECKPOINT_NOT_FOUND,
+        Reason.MALFORMED_PATH,
+        Reason.WEIGHTS_DELETED,
+    )
+)
 
 
 class InferenceRoute(DataRoute):
     """A tenant's route with its own error format (`error_body`)."""
 
     json_limits: ClassVar[JsonLimits] = CHATS
+    base_url: ClassVar[str]
+    """Path of the API, for clients."""
 
     @override
     def get_route_handler(self) -> Handler:
@@ -60,6 +81,14 @@ class InferenceRoute(DataRoute):
                 return FiniteJSONResponse(body.model_dump(), refusal.status, _headers(refusal))
 
         return answer
+
+    @classmethod
+    def error_outside(cls, status: int, message: str, code: str, request_id: str) -> Response:
+        """Return an error outside all routes, such as an unknown path. It names the base URL."""
+        if status == 404:
+            message = f"There is no such endpoint. The base_url of a client ends in {cls.base_url}."
+        body = cls.error_body(Refusal(status, message, code), request_id)
+        return FiniteJSONResponse(body.model_dump(), status)
 
     @staticmethod
     def error_body(refusal: Refusal, request_id: str) -> BaseModel:
@@ -141,7 +170,8 @@ def refusal_of(error: Exception) -> Refusal:
     reason = error.reason
     # These APIs answer 404 for an unknown model; the Tinker API answers 400.
     status = 404 if isinstance(error, BaseModelNotServed) else reason.status
-    return Refusal(status, str(error), reason.code, reason.retry_after_s)
+    is_too_long = isinstance(error, PromptTooLong)
+    return Refusal(status, str(error), reason.code, reason.retry_after_s, is_too_long)
 
 
 def _headers(refusal: Refusal) -> dict[str, str]:

@@ -1,9 +1,18 @@
 """Text of an answer: the visible text so far, and the part of each token for log-probs."""
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer
+
+
+def possible_start(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest suffix of a text that could start one of the markers."""
+    longest = min(len(text), max(map(len, markers), default=0))
+    counts = range(longest, 0, -1)
+    return next((n for n in counts if any(m.startswith(text[-n:]) for m in markers)), 0)
 
 
 class VisibleText:
@@ -17,12 +26,14 @@ class VisibleText:
         *,
         before: Sequence[int] = (),
         begins: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         """Create an empty text after the tokens `before`.
 
-        With `begins`, it loses a first space as if nothing preceded it.
+        With `begins`, it loses a first space as if nothing preceded it. `shown` are control tokens
+        whose names are part of the text.
         """
-        self._growth = TextGrowth(tokenizer, before)
+        self._growth = TextGrowth(tokenizer, before, shown=shown)
         self._tokenizer = tokenizer
         self._begins = begins
         self._stop = tuple(stop)
@@ -51,7 +62,7 @@ class VisibleText:
         if found is not None:
             self.stopped_by, self._pending = found, ""
             return self._without_first_space(text[:at])
-        end = len(text) if at_end else len(text) - self._possible_start(text)
+        end = len(text) if at_end else len(text) - possible_start(text, self._stop)
         self._pending = text[end:]
         return self._without_first_space(text[:end])
 
@@ -60,12 +71,6 @@ class VisibleText:
             return text
         self._begins = False
         return self._tokenizer.without_first_space(text)
-
-    def _possible_start(self, text: str) -> int:
-        """Return the length of the longest suffix that could start a stop string."""
-        longest = min(len(text), max(map(len, self._stop), default=0))
-        counts = range(longest, 0, -1)
-        return next((n for n in counts if any(s.startswith(text[-n:]) for s in self._stop)), 0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ tokenizer and chat template. No model library is needed: the `tokenizers` wheel 
 
 import asyncio
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
@@ -100,6 +100,10 @@ class Tokenizer:
         """Return True if a token is a control token."""
         return token in self._special
 
+    def control_tokens(self, names: Collection[str]) -> frozenset[int]:
+        """Return the control tokens with some names."""
+        return frozenset(token for token, name in self._special.items() if name in names)
+
     def has_text(self, token: int, *, special: bool = False) -> bool:
         """Return True if a token adds to a text. Control tokens do so only with `special`."""
         return special if self.is_special(token) else self.raw_bytes(token) != b""
@@ -179,13 +183,20 @@ class TextGrowth:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, before: Sequence[int] = (), *, begins: bool = False
+        self,
+        tokenizer: Tokenizer,
+        before: Sequence[int] = (),
+        *,
+        begins: bool = False,
+        shown: Collection[int] = (),
     ) -> None:
         """Create an empty text after the tokens `before`, which are not part of it.
 
-        With `begins`, its first token loses a first space as if nothing preceded it.
+        With `begins`, its first token loses a first space as if nothing preceded it. `shown` are
+        control tokens that are always included.
         """
         self._tokenizer = tokenizer
+        self._shown = shown
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._last = tokenizer.text_start
         self.begins = False
@@ -195,7 +206,8 @@ class TextGrowth:
 
     def push(self, tokens: Iterable[int], *, special: bool = False) -> str:
         """Add tokens, and return the text that has become final. `special` includes control tokens."""
-        visible = (token for token in tokens if self._tokenizer.has_text(token, special=special))
+        has_text = self._tokenizer.has_text
+        visible = (t for t in tokens if has_text(t, special=special) or t in self._shown)
         return "".join(self._grow(kind, list(run)) for kind, run in groupby(visible, self._kind))
 
     def finish(self) -> str:

@@ -20,6 +20,7 @@ from cotrain_server.views.readiness import FLEET_TIMEOUT_S, reasons_not_ready
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source
+from cotrain_store.monitoring.failures import most_failures
 from cotrain_store.monitoring.fleet import (
     PoolStatus,
     QueueStatus,
@@ -57,13 +58,16 @@ async def fleet_metrics(services: Services) -> bytes:
     """
     found = _Families()
     settings = services.settings
-    found.add("cotrain_disk_free_bytes", shutil.disk_usage(settings.data_dir).free)
+    disk = shutil.disk_usage(settings.data_dir)
+    found.add("cotrain_disk_free_bytes", disk.free)
+    found.add("cotrain_disk_total_bytes", disk.total)
     found.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
     found.add("cotrain_ready", not await reasons_not_ready(services))
     try:
         async with asyncio.timeout(FLEET_TIMEOUT_S):
             fleet = await read_fleet(services.connection)
             run_bytes = await largest_run_bytes(services.connection, TENANTS_SHOWN)
+            failures = await most_failures(services.connection, TENANTS_SHOWN)
             checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)
     except (TimeoutError, *CONNECTION_LOST):
         found.add("cotrain_redis_up", 0)
@@ -75,6 +79,9 @@ async def fleet_metrics(services: Services) -> bytes:
             found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
         for pool in fleet.pools:
             _add_pool(found, pool)
+            of = {"pool": pool.record.base_model}
+            for tenant, count in failures.get(pool.record.id, ()):
+                found.add("cotrain_tenant_requests_failed_total", count, tenant=tenant, **of)
         for base_model in fleet.unserved(
             settings.base_models
         ):  # its first worker measures the limits for validating requests

@@ -60,6 +60,7 @@ async def whole_status(services: Services) -> dict[str, Any]:
 
 async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
     reasons, now = await reasons_not_ready(services), time.time()
+    disk = shutil.disk_usage(services.settings.data_dir)
     return {
         "version": __version__,
         "uptime_s": round(now - _STARTED_AT, 1),
@@ -67,7 +68,7 @@ async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
         "reasons": reasons,
         "pools": [_pool(pool, now) for pool in fleet.pools],
         "redis": asdict(fleet.redis),
-        "disk": {"free_bytes": shutil.disk_usage(services.settings.data_dir).free},
+        "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
     }
 
 
@@ -78,6 +79,11 @@ def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
         "workers": [asdict(worker) for worker in found.workers],
         "workers_known": found.workers_known,
         "workers_unavailable": list(found.workers_missing(now)),
+        "worker_exits": {
+            each.id: {**asdict(each.last_exit), "text": each.last_exit.text}
+            for each in found.ids
+            if each.last_exit
+        },
         "open_cycles": found.open_cycles,
         "last_cycle": found.last_cycle,
         "queue": {
@@ -154,6 +160,7 @@ def _shown(pool: PoolStatus, worker: WorkerStatus) -> WorkerShown:
         ),
         heartbeat=asdict(heartbeat) if heartbeat else None,
         open_steps=worker.open_steps,
+        last_exit=asdict(worker.last_exit) if worker.last_exit else None,
     )
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from cotrain import AdamParams, ModelInput, SamplingClient, ServiceClient, UnsupportedInput, types
+from cotrain import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    ServiceClient,
+    UnsupportedInput,
+    types,
+)
 from tests.support.fake_sampling import FakeSampling
 
 PROMPT = ModelInput.from_ints([7, 8, 9])
@@ -120,6 +129,57 @@ def test_a_handle_identifies_a_sampler_and_contains_no_key(
 def test_an_invalid_handle_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no handle of a sampler"):
         SamplingClient.from_sampler_handle(text, api_key="tml-key")
+
+
+#: Usual mistakes, and a part of the answer with the remedy.
+MISTAKES: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
+    (lambda service, run, sampler: run.optim_step(1e-4), r"must be AdamParams\(learning_rate"),
+    (lambda service, run, sampler: run.optim_step(lr=1e-4), r"pass AdamParams\(learning_rate"),
+    (lambda service, run, sampler: run.sample(PROMPT), "save_weights_and_get_sampling_client"),
+    (lambda service, run, sampler: sampler.sample([PROMPT, PROMPT]), "one call per prompt"),
+    (
+        lambda service, run, sampler: service.create_lora_training_client("m", lora_alpha=8),
+        "the argument is alpha",
+    ),
+    (
+        lambda service, run, sampler: service.create_lora_training_client("m", target_modules=[]),
+        "train_attn, train_mlp and train_unembed",
+    ),
+    (
+        lambda service, run, sampler: service.create_lora_training_client("m", bias="none"),
+        r"ServiceClient\.create_lora_training_client\(\) got an unexpected",
+    ),
+    (lambda service, run, sampler: RESULT["loss"], r"use \.loss, \.metrics"),
+    (lambda service, run, sampler: RESULT.metrics["loss"], r"loss:sum; the mean loss is"),
+]
+RESULT: Any = types.ForwardBackwardOutput(
+    loss_fn_output_type="x", loss_fn_outputs=[], metrics={"loss:sum": 2.0}
+)
+
+
+@pytest.mark.parametrize(("mistake", "remedy"), MISTAKES)
+def test_a_usual_mistake_is_answered_with_its_remedy(
+    service: ServiceClient, mistake: Callable[[Any, Any, Any], Any], remedy: str
+) -> None:
+    run, sampler = service.create_lora_training_client("m"), service.create_sampling_client("m")
+    with pytest.raises((UnsupportedInput, AttributeError, TypeError, KeyError), match=remedy):
+        mistake(service, run, sampler)
+
+
+def test_targets_that_equal_the_input_are_reported_once(
+    service: ServiceClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = service.create_lora_training_client("m")
+    for tokens, targets in (
+        ([1, 2, 3], [2, 3, 4]),
+        ([7, 7], [7, 7]),
+        ([1, 2], [1, 2]),
+        ([3, 4], [3, 4]),
+    ):
+        inputs = {"target_tokens": targets, "weights": [1.0] * len(targets)}
+        run.forward_backward([Datum(ModelInput.from_ints(tokens), inputs)], "cross_entropy")
+        assert ("not shifted?" in caplog.text) is (tokens == targets and tokens != [7, 7])
+    assert caplog.text.count("not shifted?") == 1
 
 
 async def _awaited(value: Any) -> None:

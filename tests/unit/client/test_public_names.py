@@ -13,8 +13,10 @@ ROOT = Path(__file__).parents[3]
 MODULES = {
     "cotrain",
     "cotrain.cli",
+    "cotrain.data",
     "cotrain.errors",
     "cotrain.exceptions",
+    "cotrain.learning_rates",
     "cotrain.mint",
     "cotrain.settings",
     "cotrain.types",
@@ -24,8 +26,8 @@ NAMES = """
 __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture
 APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
 BillingError BiosAPIError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
-CotrainError Datum DmelChunk EncodedTextChunk exceptions ExportFailed ForeignAnswer ForwardBackwardOutput Future
-InternalServerError LibraryMissing LoraConfig MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
+CotrainError data Datum DmelChunk EncodedTextChunk exceptions ExportFailed ForeignAnswer ForwardBackwardOutput Future
+InternalServerError learning_rates LibraryMissing LoraConfig MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
 SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient

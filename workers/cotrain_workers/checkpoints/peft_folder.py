@@ -148,7 +148,12 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
     """Return the content of `adapter_config.json`. The stored matrices are not scaled by `alpha / r`."""
     experts = layout.gate_by_experts
     whole = [f"{module}.{each}" for module in experts for each in (GATE_UP, DOWN)]
-    parameters = sorted({".".join(each.rsplit(".", 2)[1:]) for each in whole})
+    parameters = {".".join(each.rsplit(".", 2)[1:]) for each in whole}
+    modules = {each.name.rsplit(".", 1)[-1]: each.family for each in _plain(layout)}
+    if experts:
+        # PEFT takes the name of a shared expert's module for that of the experts, so its weight is named instead.
+        parameters |= {f"{name}.weight" for name, family in modules.items() if family == "mlp"}
+        modules = {name: family for name, family in modules.items() if family != "mlp"}
     alpha = int(spec.alpha) if spec.alpha.is_integer() else spec.alpha
     inside = any(target.name.startswith(_TEXT) for target in layout.targets)
     config: dict[str, object] = {
@@ -157,9 +162,9 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "base_model_name_or_path": base_model,
         "r": spec.rank,
         "lora_alpha": alpha,
-        "target_modules": sorted({each.name.rsplit(".", 1)[-1] for each in _plain(layout)}),
-        "rank_pattern": {each: 2 * spec.rank for each in parameters if GATE_UP in each},
-        "alpha_pattern": {each: 2 * alpha for each in parameters if GATE_UP in each},
+        "target_modules": sorted(modules),
+        "rank_pattern": {each: 2 * spec.rank for each in sorted(parameters) if GATE_UP in each},
+        "alpha_pattern": {each: 2 * alpha for each in sorted(parameters) if GATE_UP in each},
         "modules_to_save": None,
         "lora_dropout": 0.0,
         "bias": "none",
@@ -171,7 +176,7 @@ def adapter_config(spec: AdapterSpec, layout: Layout, base_model: str) -> dict[s
         "auto_mapping": None,
         **({"exclude_modules": _TOWERS} if inside else {}),
     }
-    return config | ({"target_parameters": parameters} if experts else {})
+    return config | ({"target_parameters": sorted(parameters)} if experts else {})
 
 
 def tensor_names(module: str) -> tuple[str, str]:

@@ -28,6 +28,7 @@ from cotrain_workers.engine.device import (
     resident_bytes,
 )
 from cotrain_workers.engine.lora.backend import Choice, find_backend
+from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
@@ -86,6 +87,7 @@ class Engine:
         host_bytes: int | None = None,
         local_files_only: bool = True,
         load_base: LoadBase = load_base_model,
+        quantization: Quantization = "none",
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` is given.
 
@@ -94,7 +96,8 @@ class Engine:
         `runs_to_evict`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
         of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
         otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels.
-        The function `load_base` loads the base model, whole or in part.
+        The function `load_base` loads the base model, whole or in part. With `quantization`, the
+        frozen linear weights have fewer bits.
 
         Set the number of threads before, because it is part of `facts.numerics_id`. For the whole
         process this turns on deterministic algorithms (CUDA), or keeps freed memory (CPU, a whole
@@ -108,7 +111,10 @@ class Engine:
         if where.type == "cuda":
             make_cuda_deterministic()
             use_flash_3(where)
-        base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only)
+        given = {} if quantization == "none" else {"quantization": quantization}
+        base = load_base(
+            model, device=where, dtype=dtype, local_files_only=local_files_only, **given
+        )
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
@@ -145,7 +151,7 @@ class Engine:
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding,
+            base.lock_step.sharding, quantization,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason)
         return cls(facts, base, forward_backward, adapters)

@@ -44,6 +44,7 @@ class Numerics:
     # Processes that hold the base model: "fsdp2/4" for four. It is reported but not compared:
     # gathered weights have the same bits, and no sum crosses processes.
     sharding: str = ""
+    quantization: str = "none"  # of the frozen weights
 
     @property
     def id(self) -> str:
@@ -54,15 +55,17 @@ class Numerics:
         """Return the differences to `other`, one phrase each."""
         ours, theirs = _compared(self), _compared(other)
         return [
-            f"{name} {ours[name]}, now {theirs[name]}"
-            for name in ours
-            if ours[name] != theirs[name]
+            f"{name} {ours.get(name, 'none')}, now {theirs.get(name, 'none')}"
+            for name in {**ours, **theirs}
+            if ours.get(name) != theirs.get(name)
         ]
 
 
 def _compared(numerics: Numerics) -> dict[str, object]:
     named = asdict(numerics)
     del named["sharding"]
+    if numerics.quantization == "none":  # as in older records
+        del named["quantization"]
     return named
 
 
@@ -74,6 +77,7 @@ def numerics_of(
     adapter_bytes: int | None,
     fused: Sequence[str] = (),
     sharding: str = "",
+    quantization: str = "none",
 ) -> Numerics:
     """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
     chunk.
@@ -95,6 +99,7 @@ def numerics_of(
         adapter_bytes=(adapter_bytes or 0) if is_cuda else 0,
         fused=" ".join(fused),
         sharding=sharding,
+        quantization=quantization,
     )
 
 

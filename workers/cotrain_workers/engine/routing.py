@@ -87,6 +87,13 @@ class AttentionRule:
     scaling: float
     window: int | None
     softcap: float | None
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """Score of each head `[heads]` for attending to nothing (gpt-oss), or None."""
+
+    @property
+    def is_plain(self) -> bool:
+        """True if scores are neither capped nor compared with a sink."""
+        return self.softcap is None and self.sinks is None
 
 
 class Part(NamedTuple):

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import (
     Failure,
@@ -88,6 +89,7 @@ def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) ->
         lora_backend=numerics.lora,
         fusion=bool(numerics.fused),
         local_files_only=False,
+        quantization=cast(Quantization, numerics.quantization),
     )
 
 

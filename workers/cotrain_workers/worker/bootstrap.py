@@ -195,6 +195,7 @@ def load_engine(settings: WorkerSettings, device: str) -> Engine:
         adapter_bytes=settings.adapter_bytes or None,
         host_bytes=_host_bytes(settings),
         local_files_only=settings.offline,
+        quantization=settings.quantization,
     )
     if asked == "auto" and device == "cuda":
         known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
@@ -209,6 +210,7 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
         for each in (
             settings.model_source, hardware, settings.dtype, torch.__version__,
             settings.adapter_bytes, _SIZING,
+            *({settings.quantization} - {"none"}),
         )
     )  # fmt: skip
 

@@ -2,7 +2,10 @@
 -- Of n points a list keeps those numbered 1, 1 + s, 1 + 2s, … and n, for the smallest power of two `s` that
 -- keeps at most 1,024. The kept points therefore depend on n alone, and a kept point never changes.
 -- Numbers are packed (`messages/history.py`): as text, Lua would write 14 digits of them.
-local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<ddddddddddd', 1024
+local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<' .. ('d'):rep(23), 1024
+local STATE_BYTES = 23 * 8 -- states of earlier versions end before the drift
+-- Drift of policy losses: sums over tokens, except for the maximum.
+local DRIFT = { 'sampled', 'gap', 'gap_max', 'effective', 'bounded', 'clipped' }
 local MAX_STRUCK_OFF = 100 -- maximum number of histories deleted by one commit
 
 local function stride_of(number)
@@ -52,7 +55,11 @@ local function points_of(run)
 end
 
 local function no_passes()
-  return { loss = 0, weight = 0, tokens = 0, passes = 0 }
+  local none = { loss = 0, weight = 0, tokens = 0, passes = 0 }
+  for _, name in ipairs(DRIFT) do
+    none[name] = 0
+  end
+  return none
 end
 
 -- Unpack the number of points, the tokens of passes with a gradient, and the sums since the last optimizer step: of
@@ -61,19 +68,28 @@ local function parse_history(packed)
   if not packed then
     return { steps = 0, evaluations = 0, run_tokens = 0, trained = no_passes(), evaluated = no_passes() }
   end
-  local n = { struct.unpack(STATE, packed) }
-  return {
+  local n = { struct.unpack(STATE, packed .. ('\0'):rep(STATE_BYTES - #packed)) }
+  local history = {
     steps = n[1], evaluations = n[2], run_tokens = n[3],
     trained = { loss = n[4], weight = n[5], tokens = n[6], passes = n[7] },
     evaluated = { loss = n[8], weight = n[9], tokens = n[10], passes = n[11] },
   }
+  for at, name in ipairs(DRIFT) do
+    history.trained[name], history.evaluated[name] = n[11 + at], n[17 + at]
+  end
+  return history
+end
+
+local function packed_drift(sum)
+  return struct.pack('<dddddd', sum.sampled, sum.gap, sum.gap_max, sum.effective, sum.bounded, sum.clipped)
 end
 
 local function pack_history(history)
   local trained, evaluated = history.trained, history.evaluated
-  return struct.pack(STATE, history.steps, history.evaluations, history.run_tokens,
+  return struct.pack('<ddddddddddd', history.steps, history.evaluations, history.run_tokens,
     trained.loss, trained.weight, trained.tokens, trained.passes,
-    evaluated.loss, evaluated.weight, evaluated.tokens, evaluated.passes)
+    evaluated.loss, evaluated.weight, evaluated.tokens, evaluated.passes) ..
+    packed_drift(trained) .. packed_drift(evaluated)
 end
 
 local function forget_passes(history)
@@ -83,11 +99,16 @@ end
 local function add_pass(sum, entry, tokens)
   sum.loss, sum.weight = sum.loss + entry.loss, sum.weight + entry.weight
   sum.tokens, sum.passes = sum.tokens + tokens, sum.passes + 1
+  for _, name in ipairs(DRIFT) do
+    local value = entry[name] or 0
+    sum[name] = name == 'gap_max' and math.max(sum[name], value) or sum[name] + value
+  end
 end
 
 local function pack_point(number, history, seq, time_s, sum, entry)
   return struct.pack(POINT, number, history.steps, seq, time_s, sum.loss, sum.weight,
-    entry.norm or 0, entry.rate or 0, sum.tokens, history.run_tokens, sum.passes)
+    entry.norm or 0, entry.rate or 0, sum.tokens, history.run_tokens, sum.passes) ..
+    (sum.sampled > 0 and packed_drift(sum) or '')
 end
 
 -- Record the metrics of a finished op. Returns the change of the number of points.

@@ -97,6 +97,9 @@ MEASURES: Sequence[Measure] = (
     ("loss", "Loss", "per weight"),
     ("grad_norm", "Gradient norm", ""),
     ("learning_rate", "Learning rate", ""),
+    ("rollout_gap", "Rollout gap", "nats per token"),
+    ("effective_sample_size", "Effective sample size", "share of tokens"),
+    ("clip_fraction", "Clipped", "share of tokens"),
     ("tokens_per_s", "Tokens per second", "tokens/s"),
 )
 
@@ -171,5 +174,8 @@ _VALUES: Mapping[str, Callable[[Sequence[HistoryPoint]], list[float | None]]] = 
     "loss": lambda points: [mean_loss(point) for point in points],
     "grad_norm": lambda points: [point.grad_norm for point in points],
     "learning_rate": lambda points: [point.learning_rate for point in points],
+    "rollout_gap": lambda points: [point.rollout_gap for point in points],
+    "effective_sample_size": lambda points: [point.effective_sample_size for point in points],
+    "clip_fraction": lambda points: [point.clip_fraction for point in points],
     "tokens_per_s": _speeds,
 }

@@ -12,7 +12,7 @@ from cotrain.wire.admin import WorkerShown
 from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
 from cotrain_store.messages.fleet import Pauses
-from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
@@ -24,6 +24,8 @@ STATES: Mapping[str, RunState] = {
     "ended": RunState.CLOSED,
     "failed": RunState.FAILED,
 }
+#: State of a run with requests, whose worker is unavailable.
+NO_WORKER = "no worker"
 _WORDS: Mapping[RunState, tuple[str, str]] = {
     RunState.LIVE: ("idle", ""),
     RunState.CLOSED: ("ended", ""),
@@ -37,9 +39,14 @@ def run_row(
     pauses: Pauses,
     names: Mapping[TenantId, str],
     now: float,
+    away: Mapping[tuple[PoolId, str], float | None],
 ) -> dict[str, Any]:
-    """Return the row of one run."""
-    state, kind = state_of(run, position, pauses)
+    """Return the row of one run. `away` has the unavailable workers, with the time of their exit."""
+    is_away = (run.pool, position.worker) in away
+    state, kind = state_of(run, position, pauses, is_away=is_away)
+    waits = waits_for(run, position, pauses, now)
+    if state == NO_WORKER:
+        waits = without_worker(position, away[run.pool, position.worker], now)
     return {
         "run": run.id,
         "tenant": run.tenant,
@@ -50,8 +57,10 @@ def run_row(
         "tags": run.tags,
         "state": state,
         "state_kind": kind,
-        "waits": waits_for(run, position, pauses, now),
+        "waits": waits,
+        "short_id": short_id(run.id),
         "requests_waiting": max(0, position.accepted - position.done),
+        "failed": position.failed,
         "steps": position.newest.step if position.newest else 0,
         "last_loss": mean_loss(position.newest),
         "device_s": position.device_s,
@@ -60,13 +69,25 @@ def run_row(
     }
 
 
-def state_of(run: RunRecord, position: RunPosition, pauses: Pauses) -> tuple[str, str]:
-    """Return the state of a run in one word, and its colour."""
+def state_of(
+    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_away: bool = False
+) -> tuple[str, str]:
+    """Return the state of a run in a word or two, and its colour."""
     if run.state is RunState.LIVE and position.accepted > position.done:
+        if is_away:
+            return NO_WORKER, "bad"
         if pauses.notice(run.tenant, run.id):
             return "paused", "warn"
         return ("running", "ok") if position.planned > position.done else ("waiting", "info")
     return _WORDS[run.state]
+
+
+def without_worker(position: RunPosition, since: float | None, now: float) -> str:
+    """Return the sentence for a run whose worker is unavailable, `since` the time of its exit."""
+    left = plural(position.accepted - position.done, "request")
+    return (
+        f"Its worker is unavailable{f' since {age(now - since)}' if since else ''}. {left} waiting."
+    )
 
 
 def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:
@@ -74,22 +95,28 @@ def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float)
     if run.state is RunState.CLOSED:
         return "Its client ended it."
     if run.state is RunState.FAILED:
-        return "Stopped: a replay after a crash did not give the same numbers."
+        return "Stopped: a replay after a crash gave other numbers."
     left = position.accepted - position.done
     if left <= 0:
-        return "All it asked for is done; it waits for its client."
+        return "Idle: all its requests are done."
     if pause := pauses.notice(run.tenant, run.id):
         return f"{pause[0].upper()}{pause[1:]}."
     in_cycle = position.planned - position.done
     if in_cycle > 0:
-        rest = f"; {left - in_cycle:,} more wait" if left > in_cycle else ""
-        return f"{plural(in_cycle, 'request')} in a cycle now{rest}."
+        rest = f", {left - in_cycle:,} waiting" if left > in_cycle else ""
+        return f"{plural(in_cycle, 'request')} in the current cycle{rest}."
     if position.gap_since_ms is not None and position.ready_since_ms is None:
         return (
-            f"Request {position.planned + 1} never came; what follows it waits, "
+            f"Request {position.planned + 1} is missing; later ones wait for it, "
             f"since {age(now - position.gap_since_ms / 1000)}."
         )
-    return f"{plural(left, 'request')} for the next cycle with room."
+    return f"{plural(left, 'request')} waiting for a cycle."
+
+
+def short_id(run: RunId) -> str:
+    """Return a short form of a run's id: the start of its session's id, and its number."""
+    session, _, number = run.partition(":train:")
+    return f"{session[:6]}…:{number}"
 
 
 def label_of(run: RunRecord) -> str:

@@ -7,6 +7,7 @@ settings without secrets. Both are for the operator.
 """
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.views.server_status import brief_status, list_workers, own_status
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.messages.runs import Tenant
+from cotrain_store.monitoring.failures import TenantFailures, recent_failures
 from cotrain_store.monitoring.status import (
     READ_AT_ONCE,
     Minute,
@@ -49,14 +51,36 @@ async def read_overview(look: PageRequest) -> dict[str, Any]:
     connection = services.connection
     names = [pool.id for pool in await services.records.pools()]
     # Concurrently, so that the reads share the connection's batches.
-    status, busiest, *minutes = await asyncio.gather(
+    status, failures, busiest, *minutes = await asyncio.gather(
         brief_status(services),
+        recent_failures(connection, now),
         busiest_tenants(connection, names, now, TENANTS_SHOWN),
         *(last_minutes(connection, name, now) for name in names),
     )
     hours = dict(zip(names, minutes, strict=True))
-    people = await tenant_names(connection, {tenant for tenant, _ in busiest})
-    return overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
+    shown = dict(itertools.islice(failures.items(), TENANTS_SHOWN))
+    people = await tenant_names(connection, {tenant for tenant, _ in busiest} | shown.keys())
+    page = overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
+    return {
+        **page,
+        "went_wrong": went_wrong(shown, people),
+        "went_wrong_tenants": len(failures),
+    }
+
+
+def went_wrong(
+    failures: Mapping[TenantId, TenantFailures], people: Mapping[TenantId, str]
+) -> list[dict[str, Any]]:
+    """Return the rows of tenants with failed or refused requests."""
+    return [
+        {
+            **asdict(each),
+            "tenant": tenant,
+            "tenant_name": people.get(tenant, ""),
+            "run": each.request.rpartition(":")[0] if ":train:" in each.request else "",
+        }
+        for tenant, each in failures.items()
+    ]
 
 
 def overview_of(
@@ -118,6 +142,8 @@ async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
     count, size = await services.checkpoints.stored_bytes(tenant.id)
     quotas = await services.quotas.of(tenant.id)
     pause = (await read_pauses(services.connection)).notice(tenant.id)
+    failures = await recent_failures(services.connection, look.now)
+    own = {tenant.id: failures[tenant.id]} if tenant.id in failures else {}
     return {
         "is_operator": False,
         "version": status["version"],
@@ -126,6 +152,8 @@ async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
             for pool, minutes in zip(status["pools"], hours, strict=True)
         ],
         "paused": pause,
+        "went_wrong": went_wrong(own, {tenant.id: "you"}),
+        "went_wrong_tenants": len(own),
         "used": [
             _part(
                 "Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"

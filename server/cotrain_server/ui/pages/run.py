@@ -17,9 +17,10 @@ from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
 from cotrain_server.views.server_status import list_workers
 from cotrain_store.errors import RunNotFound
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.oplog.reader import read_history
 from cotrain_store.tenants.catalog import tenant_names
@@ -44,7 +45,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     evaluation = evaluation_of(points)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
-        "run": run_row(run, position, pauses, names, look.now),
+        "run": run_row(run, position, pauses, names, look.now, await _away(services)),
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -108,6 +109,17 @@ async def csv(request: Request, run_id: str, services: ServicesDep) -> Response:
     return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
 
 
+async def _away(services: Services) -> dict[tuple[PoolId, str], float | None]:
+    """Return the known workers without a heartbeat, with the time of their exit if known."""
+    pools = await read_pools(services.connection, with_queues=False)
+    return {
+        (pool.record.id, worker.id): worker.last_exit.at if worker.last_exit else None
+        for pool in pools
+        for worker in pool.ids
+        if worker.heartbeat is None
+    }
+
+
 async def _targets(services: Services, run: RunRecord, at: str | None) -> list[str]:
     """Return the workers to which a run can move; none before it has a worker."""
     found = await list_workers(services) if at else []
@@ -145,8 +157,11 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
     positions = await services.run_list.positions(page.runs, look.now)
     names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
+    away = await _away(services)
     return {
-        "runs": [run_row(run, positions[run.id], pauses, names, look.now) for run in page.runs],
+        "runs": [
+            run_row(run, positions[run.id], pauses, names, look.now, away) for run in page.runs
+        ],
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,

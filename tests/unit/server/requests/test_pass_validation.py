@@ -85,7 +85,14 @@ def test_targets_must_be_in_the_vocabulary_too(token: int) -> None:
     bad = datum(target_tokens=np.array([0, 1, token]))
     assert refusal(request(bad)) == (
         f"Target token id {token} at datum 0, position 2 is outside the vocabulary (0..511)."
+        + (" Targets of -100 are not ignored here: give them weight 0 and any token id.")
+        * (token == -100)
     )
+
+
+def test_an_input_under_a_foreign_name_is_named() -> None:
+    misnamed = DatumArrays(datum().tokens, {"labels": np.arange(3)})
+    assert refusal(request(misnamed)).endswith("needs it. No loss reads labels.")
 
 
 def test_a_target_in_columns_is_named_by_row_and_column() -> None:

@@ -43,7 +43,7 @@ def test_successive_messages_of_one_role_are_joined() -> None:
             {"role": "assistant", "content": "A"},
         ],
     )
-    assert asked.chat() == [
+    assert asked.template_messages() == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "Hi\nthere"},
         {"role": "assistant", "content": "A"},
@@ -55,9 +55,6 @@ def test_successive_messages_of_one_role_are_joined() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"name": "f"}]},
-        {"tool_choice": {"type": "any"}},
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
         {"output_config": {"effort": "low"}},
         {"container": "c"},
         {"nobody_knows_this": 1},
@@ -78,4 +75,4 @@ def test_a_field_without_effect_is_ignored() -> None:
 def test_an_image_is_refused_by_its_index() -> None:
     asked = message(messages=[{"role": "user", "content": [{"type": "image"}]}])
     with pytest.raises(Invalid, match=r"messages\[0\].content\[0\]: .*'image'"):
-        asked.chat()
+        asked.template_messages()

@@ -23,7 +23,7 @@ def completion(**fields: Any) -> CompletionRequest:
 
 def test_null_and_omitted_fields_have_the_same_meaning() -> None:
     fields = set(ChatCompletionRequest.model_fields) - {"model", "messages"}
-    given = chat(**dict.fromkeys(fields), tools=None)
+    given = chat(**dict.fromkeys(fields))
     given.check()
     assert given.body([1]) == chat().body([1])
 
@@ -83,14 +83,11 @@ def test_no_prompt_and_too_many_prompts_are_refused(prompt: list[str]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
         {"response_format": {"type": "json_object"}},
         {"logit_bias": {"1": 5}},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -1},
         {"modalities": ["text", "audio"]},
-        {"reasoning_effort": "low"},
         {"best_of": 2},
         {"nobody_knows_this": 1},
     ],
@@ -103,14 +100,22 @@ def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[st
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [], "tool_choice": "auto"},
         {"response_format": {"type": "text"}},
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}},
+        {"skip_special_tokens": True, "ignore_eos": False, "min_tokens": 0, "stop_token_ids": []},
+        {"use_beam_search": False, "length_penalty": 1.0, "add_generation_prompt": True},
         {"user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto"},
     ],
 )
 def test_a_field_without_effect_is_ignored(fields: dict[str, Any]) -> None:
     chat(**fields).check()
+
+
+def test_values_of_other_servers_have_their_meaning() -> None:
+    body = chat(top_p=0, top_k=0, seed=-1).body([1])
+    assert (body.top_k, body.seed) == (-1, None)
+    assert 0 < body.top_p < 1e-6
+    assert completion(logprobs=False).logprobs is None
 
 
 def test_top_logprobs_without_logprobs_are_refused() -> None:
@@ -147,7 +152,7 @@ def test_text_parts_are_joined_and_developer_messages_are_system_ones() -> None:
             seen_before,
         ]
     )
-    assert asked.chat() == [
+    assert asked.template_messages() == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": ""},
@@ -157,7 +162,7 @@ def test_text_parts_are_joined_and_developer_messages_are_system_ones() -> None:
 @pytest.mark.parametrize(
     ("message", "named"),
     [
-        ({"role": "tool", "content": "4"}, r"messages\[0\].role: 'tool'"),
+        ({"role": "function", "content": "4"}, r"messages\[0\].role: 'function'"),
         (
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
             r"messages\[0\].content\[0\]: .*'image_url'",
@@ -170,4 +175,4 @@ def test_a_message_that_is_not_text_is_refused_by_its_index(
     message: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(Invalid, match=named):
-        chat(messages=[message]).chat()
+        chat(messages=[message]).template_messages()

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from cotrain_server.errors import Invalid
 from cotrain_server.parsing.parser import THREAD_ABOVE
@@ -20,23 +22,21 @@ from cotrain_server.text_apis.prompts import (
     prompt_bodies,
     text_weight,
 )
-from cotrain_server.text_apis.tokenizer_cache import Tokenizer, language_of
+from cotrain_server.text_apis.tokenizer_cache import Language, Tokenizer, language_of
 from cotrain_store.bodies.sample_body import SampleBody
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
+from tests.support.tiny_models import SPECIAL_TOKENS, trained_tokenizer
 
+SAMPLER: Any = None
 LARGE = replace(POOL, max_sequence_tokens=32_768)
 
 
 @pytest.fixture
 async def target(tmp_path: Path) -> Target:
     write_language(tmp_path)
-    sampler: Any = None
-    return Target(
-        sampler,
-        POOL,
-        await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)),
-    )
+    settings = ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
+    return Target("", None, POOL, await language_of(POOL, settings), SAMPLER)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def bodies(target: Target, *given: str | list[int], echo: bool = False) -> list[
 def chat(target: Target, *texts: str) -> SampleBody:
     messages = [{"role": "user", "content": text} for text in texts]
     asked = ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
-    return chat_body(target, asked.chat(), asked.body)
+    return chat_body(target, asked.chat(), asked.body)[0]
 
 
 def test_the_maximum_text_length_grows_with_the_context() -> None:
@@ -130,3 +130,20 @@ def test_a_model_without_a_chat_template_is_reported(target: Target) -> None:
     mute = replace(target, language=replace(target.language, template=None))
     with pytest.raises(Invalid, match="no chat template"):
         chat(mute, "Hi")
+
+
+def test_the_first_token_of_a_prompt_is_not_doubled() -> None:
+    vocabulary = tokenizers.Tokenizer.from_str(trained_tokenizer(POOL.vocab_size))
+    first = SPECIAL_TOKENS[1]
+    vocabulary.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, vocabulary.token_to_id(first))]
+    )
+    target = Target("", None, POOL, Language(Tokenizer(vocabulary), None), SAMPLER)
+    plain, written = (bodies(target, text)[0].prompt for text in ("Hi", f"{first}Hi"))
+    assert plain == written
+    assert plain[0] == vocabulary.token_to_id(first) != plain[1]
+
+
+def test_a_top_k_above_the_vocabulary_is_no_limit(target: Target) -> None:
+    asked = CompletionRequest(model="m", prompt="Hi", top_k=POOL.vocab_size + 1)
+    assert prompt_bodies(target, asked.prompts, asked.body, echo=False)[0][0].top_k == -1

@@ -6,7 +6,7 @@ import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures
 from cotrain_server.text_apis.generation import GenerationFailed
-from cotrain_server.text_apis.route import event, refusal_of
+from cotrain_server.text_apis.route import Refusal, event, refusal_of
 from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
@@ -41,7 +41,7 @@ def test_errors_have_the_status_that_clients_expect(error: Exception, status: in
 
 def test_an_internal_error_is_not_shown_to_a_tenant() -> None:
     refusal = refusal_of(SpoolCorrupt("/data/spool/w0 cannot be read"))
-    assert refusal == (500, "Internal error.", "internal_error", None)
+    assert refusal == Refusal(500, "Internal error.", "internal_error")
 
 
 @pytest.mark.parametrize(("category", "status"), [("user", 400), ("server", 500)])

@@ -16,6 +16,7 @@ from cotrain_server.ui.data.runs import (
     RUNS_SHOWN,
     busiest,
     keeps,
+    run_row,
     state_of,
     tokens_of_runs,
     waits_for,
@@ -96,11 +97,11 @@ def test_a_timeline_without_cycles_is_empty() -> None:
 @pytest.mark.parametrize(
     ("changes", "pause", "state", "words"),
     [
-        ({}, False, "idle", "waits for its client"),
-        ({"accepted": 12}, False, "waiting", "3 requests for the next cycle"),
-        ({"accepted": 12, "planned": 11}, False, "running", "2 requests in a cycle now; 1 more wait"),
+        ({}, False, "idle", "all its requests are done"),
+        ({"accepted": 12}, False, "waiting", "3 requests waiting for a cycle"),
+        ({"accepted": 12, "planned": 11}, False, "running", "2 requests in the current cycle, 1 waiting"),
         ({"accepted": 12}, True, "paused", "The operator has paused this tenant: maintenance."),
-        ({"accepted": 12, "gap_since_ms": (NOW - 90) * 1000}, False, "waiting", "Request 10 never came"),
+        ({"accepted": 12, "gap_since_ms": (NOW - 90) * 1000}, False, "waiting", "Request 10 is missing"),
     ],
 )  # fmt: skip
 def test_a_run_shows_the_reason_of_its_wait(
@@ -110,6 +111,17 @@ def test_a_run_shows_the_reason_of_its_wait(
     position = position_of(**changes)
     assert state_of(run_of(), position, pauses)[0] == state
     assert words in waits_for(run_of(), position, pauses, NOW)
+
+
+def test_a_run_whose_worker_is_unavailable_has_that_state() -> None:
+    behind = position_of(accepted=12)
+    given: tuple[Any, ...] = (Pauses(), {}, NOW)
+    row = run_row(run_of(), behind, *given, {(PoolId("p"), "w0"): NOW - 60})
+    assert (row["state"], row["state_kind"]) == ("no worker", "bad")
+    assert row["waits"] == "Its worker is unavailable since 1 min ago. 3 requests waiting."
+    assert run_row(run_of(), behind, *given, {})["state"] == "waiting"
+    idle = run_row(run_of(), position_of(), *given, {(PoolId("p"), "w0"): None})
+    assert idle["state"] == "idle"
 
 
 def test_a_list_is_filtered_by_state_model_and_text() -> None:
@@ -173,6 +185,10 @@ def test_runs_of_different_length_share_an_axis() -> None:
     assert by_name["loss"]["x"] == [1, 2]
     assert [each["values"] for each in by_name["loss"]["series"]] == [[2.0, 1.0], [None, 3.0]]
     assert by_name["tokens_per_s"]["series"][0]["values"] == [None, 2.0]
+    assert "rollout_gap" not in by_name
+    drifted = [point(1, 4.0, 0.0).model_copy(update={"rollout_gap": 0.1})]
+    (chart,) = [each for each in curves_of({RunId("s"): drifted}) if each["name"] == "rollout_gap"]
+    assert chart["series"] == [{"label": "Rollout gap", "values": [0.1]}]
 
 
 def status_of(**changes: Any) -> dict[str, Any]:
@@ -181,7 +197,8 @@ def status_of(**changes: Any) -> dict[str, Any]:
         "queue": {"oldest_s": 0.0, "oldest_gap_s": 0.0},
     }  # fmt: skip
     return {
-        "reasons": [], "pools": [{**pool, **changes}], "disk": {"free_bytes": 10**12},
+        "reasons": [], "pools": [{**pool, **changes}],
+        "disk": {"free_bytes": 10**12, "total_bytes": 10**12},
         "redis": {"memory_bytes": 1, "memory_limit_bytes": 0},
     }  # fmt: skip
 
@@ -191,6 +208,9 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     assert problem.level == "bad"
     assert "w0" in problem.text
     assert "log" in problem.todo
+    exits = {"w0": {"text": "restarted 4 times, last reason: No such folder."}}
+    (problem,) = problems_of(status_of(worker_exits=exits), 10**9)
+    assert problem.todo == "w0: restarted 4 times, last reason: No such folder."
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
 
 
@@ -198,10 +218,19 @@ def test_the_worst_problem_comes_first() -> None:
     slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
     slow["reasons"] = ["No scheduler is running."]
     slow["redis"] = {"memory_bytes": 8, "memory_limit_bytes": 10}
-    slow["disk"] = {"free_bytes": 15 * 10**8}
+    slow["disk"] = {"free_bytes": 15 * 10**8, "total_bytes": 10**10}
     found = problems_of(slow, 10**9)
     assert [problem.level for problem in found] == ["bad", *["warn"] * 4]
     assert all(problem.todo for problem in found)
+
+
+def test_a_disk_below_five_percent_is_a_problem() -> None:
+    low = status_of(workers_unavailable=[])
+    low["disk"] = {"free_bytes": 49 * 10**8, "total_bytes": 10**11}
+    (problem,) = problems_of(low, 10**9)
+    assert problem.text.startswith("The disk has 4.")
+    low["disk"]["free_bytes"] = 50 * 10**8
+    assert problems_of(low, 10**9) == []
 
 
 def test_numbers_have_units() -> None:

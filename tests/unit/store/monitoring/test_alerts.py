@@ -44,6 +44,10 @@ ACCEPTED, REJECTED = (
     "cotrain_requests_accepted_total",
     'cotrain_requests_rejected_total{reason="x"}',
 )
+FAILED, RESOLVED = (
+    'cotrain_requests_failed_total{pool="m"}',
+    'cotrain_requests_resolved_total{pool="m"}',
+)
 AGE, DUE = f"cotrain_snapshot_age_seconds_max{OF}", f"cotrain_snapshot_due_seconds{OF}"
 CASES = {
     "CotrainNotReady": one("cotrain_ready", "1x3 0x30", "1x3 0x11 1x30", "3m"),
@@ -63,6 +67,19 @@ CASES = {
         {"cotrain_disk_free_bytes": "199x12", "cotrain_disk_reserve_bytes": "100x12"},
         {"cotrain_disk_free_bytes": "200x12", "cotrain_disk_reserve_bytes": "100x12"},
         "2m",
+    ),
+    "CotrainDiskFull": Case(
+        {"cotrain_disk_free_bytes": "4x12", "cotrain_disk_total_bytes": "100x12"},
+        {"cotrain_disk_free_bytes": "5x12", "cotrain_disk_total_bytes": "100x12"},
+        "2m",
+    ),
+    "CotrainFailures": Case(
+        {FAILED: "0+30x180", RESOLVED: "0+100x180"},
+        {FAILED: "0+15x180", RESOLVED: "0+100x180"},
+        "25m",
+    ),
+    "CotrainWorkerRestarts": one(
+        f"cotrain_worker_epoch{OF}", "1x6 2x6 3x6 4x6 5x6", "1x6 2x6 3x6 4x12", "5m"
     ),
     "CotrainRedisMemory": one("cotrain_redis_memory_ratio", "0.71x40", "0.7x40", "6m"),
     "CotrainRefusals": Case(

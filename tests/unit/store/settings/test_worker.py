@@ -58,6 +58,7 @@ def test_a_worker_may_have_the_name_of_a_host(worker_id: str) -> None:
         {"max_rank": 0},
         {"replay_backlog_s": 0},
         {"torch_threads": -1},
+        {"quantization": "int4"},
         {"sampler": "sglang"},
         {"sampling_share": 1.0},
         {"kv_cache_tokens": -1},
@@ -82,6 +83,15 @@ def test_a_vllm_sampler_needs_a_url() -> None:
     with pytest.raises(ValidationError, match="vllm_url"):
         settings(sampler="vllm")
     assert settings(sampler="vllm", vllm_url="http://gpu:8000").vllm_url == "http://gpu:8000"
+
+
+@pytest.mark.parametrize(
+    "other", [{"group_size": 2}, {"sampler": "vllm", "vllm_url": "http://gpu:8000"}]
+)
+def test_a_quantized_base_is_whole_and_samples_itself(other: dict[str, object]) -> None:
+    assert settings(quantization="nf4").quantization == "nf4"
+    with pytest.raises(ValidationError, match="quantization needs"):
+        settings(quantization="nf4", **other)
 
 
 def test_a_password_is_not_shown() -> None:

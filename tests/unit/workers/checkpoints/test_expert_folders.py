@@ -31,9 +31,8 @@ from cotrain_workers.engine.adapters.peft_experts import (
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.mixtures import random_weights
+from tests.support.mixtures import SOME, random_weights
 from tests.support.shared_base import load_plain
-from tests.support.tiny_models import MIXTURES
 from tests.support.training import random_datum, relative_error
 
 NewEngine = Callable[..., Engine]
@@ -47,7 +46,7 @@ SPECS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_plain_peft_has_the_values_and_gradients_of_a_folder(
     new_engine: NewEngine, model_folder: ModelFolder, tmp_path: Path, family: str, kind: str
 ) -> None:

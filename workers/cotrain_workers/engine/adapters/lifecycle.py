@@ -162,16 +162,16 @@ def _fill_experts(
     layout: Layout,
     spec: AdapterSpec,
 ) -> bool:
-    """Write matrices of experts to their places; return False for another module. Raises ImportRefused."""
+    """Write matrices of experts over those of a fresh adapter; return False for another module. Raises ImportRefused."""
     try:
         found = uploaded(module.name, a, b, layout, in_halves=module.in_halves)
         for (name, expert), own in (found or {}).items():
-            place = pair_by_name[name]
+            pair = pair_by_name[name]
             if expert is not None:
-                _fill(Pair(place.a[expert], place.b[expert]), own.a, own.b, module, spec.scale)
+                _fill(Pair(pair.a[expert], pair.b[expert]), own.a, own.b, module, spec.scale)
                 continue
-            a, b = shared(own.a, len(place.a)), shared(own.b, len(place.b))
-            _fill(place, a, b, module, spec.scale)
+            a, b = shared(own.a, len(pair.a)), shared(own.b, len(pair.b))
+            _fill(pair, a, b, module, spec.scale)
     except NotShared as different:
         raise ImportRefused(
             f"{module.a} cannot be imported: the file says that experts share a matrix, but {different}."

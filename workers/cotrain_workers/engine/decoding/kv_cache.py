@@ -24,11 +24,10 @@ class KvCache:
         self.pages = pages
         self.page_tokens = page_tokens
         self.dump = pages
-        size = ((pages + 1) * page_tokens, shape.heads, shape.head_dim)
+        sizes = [((pages + 1) * page_tokens, *shape.of(layer)) for layer in range(shape.layers)]
         # [positions, kv heads, head dim]; a page is `page_tokens` adjacent positions
         self._keys, self._values = (
-            [torch.empty(size, device=device, dtype=dtype) for _ in range(shape.layers)]
-            for _ in range(2)
+            [torch.empty(size, device=device, dtype=dtype) for size in sizes] for _ in range(2)
         )
         for memory in (*self._keys, *self._values):  # other pages are zeroed before their first use
             memory[pages * page_tokens :] = 0
@@ -98,7 +97,7 @@ def affordable_tokens(
     shape: KvShape, context_length: int, dtype: torch.dtype, free_bytes: int | None
 ) -> int:
     """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU."""
-    token_bytes = 2 * shape.layers * shape.heads * shape.head_dim * dtype.itemsize
+    token_bytes = shape.values * dtype.itemsize
     if free_bytes is not None:
         return free_bytes // token_bytes
     wanted = max(CPU_TOKENS, context_length + PAGE_TOKENS["cpu"])

@@ -60,10 +60,13 @@ class ModelRunner:
         weight = base.head_weight
         heads = base.query_heads
         self._group = heads // base.kv.heads
-        self._has_kernel = kernel_takes(
-            weight, base.kv.head_dim, cache.page_tokens
-        ) and kernel_is_right(
-            base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
+        self._has_kernel = (
+            not base.has_sinks
+            and not base.kv.others
+            and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
+            and kernel_is_right(
+                base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
+            )
         )
         # The rows of each expert are counted on the host, which a graph cannot record.
         self._has_experts = has_experts(base.targets)

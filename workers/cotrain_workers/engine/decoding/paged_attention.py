@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.device import unordered_writes
-from cotrain_workers.engine.model.attention import softcapped_attention
+from cotrain_workers.engine.model.attention import adjusted_attention
 from cotrain_workers.engine.routing import AttentionRule
 
 
@@ -96,7 +96,7 @@ class PagedAttention:
         rule: AttentionRule,
     ) -> torch.Tensor:
         queries = batched(q, group)
-        if group.is_first and rule.softcap is None and rule.window is None:
+        if group.is_first and rule.is_plain and rule.window is None:
             return functional.scaled_dot_product_attention(
                 queries,
                 batched(k, group),
@@ -106,8 +106,8 @@ class PagedAttention:
                 enable_gqa=True,
             )
         keys, values = self._cache.gather(layer, group.table)
-        if rule.softcap is not None:
-            return softcapped(queries, keys, values, group.mask(rule.window, 1), rule)
+        if not rule.is_plain:
+            return adjusted(queries, keys, values, group.mask(rule.window, 1), rule)
         return grouped_attention(queries, keys, values, group, rule)
 
 
@@ -131,14 +131,14 @@ def grouped_attention(
     return out.reshape(m, heads, n, d)
 
 
-def softcapped(
+def adjusted(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Attend with capped scores; a single item is computed twice, because a batch of one has other bits."""
+    """Attend with a cap or sinks; a single item is computed twice, because a batch of one has other bits."""
     if len(q) > 1:
-        return softcapped_attention(q, k, v, mask, rule)
+        return adjusted_attention(q, k, v, mask, rule)
     q, k, v, mask = (x.expand(2, -1, -1, -1) for x in (q, k, v, mask))
-    return softcapped_attention(q, k, v, mask, rule)[:1]
+    return adjusted_attention(q, k, v, mask, rule)[:1]
 
 
 def positions(span: Span) -> range:

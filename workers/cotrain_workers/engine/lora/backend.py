@@ -15,6 +15,7 @@ from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.fused.tables import ModuleGroup, plan_groups
 from cotrain_workers.engine.lora.grouped import MIN_RANK, ROWS, GroupedLora, stack_class
+from cotrain_workers.engine.lora.quantized import QuantizedWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
 from cotrain_workers.engine.lora.speed import faster_than_fused, layer_seconds
@@ -115,14 +116,14 @@ def find_backend(
         log.warning("LoRA is a loop over adapters, slow with many of them: %s.", EXPERTS)
         return LoraBackend("seg", weight.dtype, fallback_reason=EXPERTS)
     if choice == "fused":
-        if reason := unfused(weight):
+        if reason := is_quantized(linears) or unfused(weight):
             raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")
         return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
     if choice == "grouped":
         if reason := ungrouped(targets, weight):
             raise BackendUnfit(f"LoRA backend 'grouped' cannot be used: {reason}.")
         return LoraBackend("grouped", weight.dtype)
-    not_fused, not_grouped = unfused(weight), slow(weight)
+    not_fused, not_grouped = is_quantized(linears) or unfused(weight), slow(weight)
     if not_fused or (times and not not_grouped):
         not_grouped = not_grouped or ungrouped(targets, weight)
     if times and not not_fused and not not_grouped:
@@ -135,6 +136,12 @@ def find_backend(
         both = f"not fused: {not_fused}; not grouped: {not_grouped}"
         return LoraBackend("seg", weight.dtype, fallback_reason=both)
     return LoraBackend("auto", weight.dtype, fallback_reason=f"not fused: {not_fused}")
+
+
+def is_quantized(linears: Mapping[str, LinearWeights]) -> str:
+    """Return why kernels with plain weights cannot be used, or an empty string."""
+    quantized = any(isinstance(each.weight, QuantizedWeight) for each in linears.values())
+    return "the base model is quantized" if quantized else ""
 
 
 def ungrouped(targets: Sequence[Target], weight: torch.Tensor) -> str | None:

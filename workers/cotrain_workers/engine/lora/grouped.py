@@ -17,6 +17,13 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.quantized import (
+    FrozenWeight,
+    dense,
+    frozen_linear,
+    keep_weight,
+    kept_weight,
+)
 from cotrain_workers.engine.lora.segmented import anchor
 from cotrain_workers.engine.routing import Part, Segment, Source
 from cotrain_workers.engine.spec import Layout, Pair, Target, aligned
@@ -262,12 +269,12 @@ class GroupedLora:
         self._kept_lows: dict[str, tuple[torch.Tensor, ...]] = {}
 
     def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         groups = self._groups_of(module)
         if not groups:
-            return functional.linear(x, weight, bias)
+            return frozen_linear(x, weight, bias)
         lows = self._take_lows(module, x, groups)
         out: torch.Tensor = GroupedLinear.apply(x, weight, bias, module, groups, *lows)  # type: ignore[no-untyped-call]  # torch gives it none
         return out
@@ -355,16 +362,16 @@ class GroupedLinear(torch.autograd.Function):
     def forward(  # type: ignore[explicit-override]
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: FrozenWeight,
         bias: torch.Tensor | None,
         module: str,
         groups: Sequence[Groups],
         *lows: torch.Tensor,
     ) -> torch.Tensor:
         """Return `y` `[1, T, out]`."""
-        ctx.save_for_backward(weight, *lows)
+        keep_weight(ctx, weight, *lows)
         ctx.module, ctx.groups = module, groups
-        y = functional.linear(x, weight, bias)
+        y = functional.linear(x, dense(weight), bias)
         for each, low in zip(groups, lows, strict=True):
             stack = each.stacked.b(module)
             each.take(y[0]).add_(functional.grouped_mm(low, stack, offs=each.adapter_ends))
@@ -373,7 +380,7 @@ class GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradients of `x` and of each `low`; add the gradients of the B matrices to their arenas."""
-        weight, *lows = ctx.saved_tensors
+        weight, lows = kept_weight(ctx)
         gy = grads[0][0].contiguous()  # grouped products reject expanded tensors
         gx = torch.mm(gy, weight)[None] if ctx.needs_input_grad[0] else None
         low_grads = []

@@ -10,16 +10,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from cotrain_workers.engine.lora.quantized import (
+    FrozenWeight,
+    QuantizedLinear,
+    dense,
+    frozen_linear,
+    keep_weight,
+    kept_weight,
+)
 from cotrain_workers.engine.routing import Part, Router, Segment
 from cotrain_workers.engine.spec import kept_share
 
 
 class MultiLoraLinear(nn.Module):
-    """A frozen `nn.Linear` that adds to each row the LoRA path of the row's adapter."""
+    """A frozen linear module that adds to each row the LoRA path of the row's adapter."""
 
-    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear, name: str, router: Router) -> None:
         super().__init__()
-        self.weight = base.weight
+        self.weight: Any = (
+            base.weight
+        )  # a tensor, or a QuantizedWeight, which only some backends take
         self.bias = base.bias
         self.name = name
         self.router = router
@@ -32,7 +42,7 @@ class MultiLoraLinear(nn.Module):
             row = self(x.reshape(1, -1, x.shape[-1]))
             return row.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
         if self.router.step is not None:
-            return self.router.step.linear(self.name, x, self.weight, self.bias)
+            return self.router.step.linear(self.name, x, dense(self.weight), self.bias)
         return self.router.route.lora.linear(self.name, x, self.weight, self.bias)
 
 
@@ -44,12 +54,12 @@ class SegmentLora:
         self._parts_by_module: dict[str, list[Part]] = {}
 
     def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         parts = self.parts(module)
         if not parts:
-            return functional.linear(x, weight, bias)
+            return frozen_linear(x, weight, bias)
         out: torch.Tensor = SegmentedLora.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
             x, anchor(any(part.grads for part in parts)), weight, bias, parts
         )
@@ -93,12 +103,12 @@ class SegmentedLora(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         anchor: torch.Tensor,
-        weight: torch.Tensor,
+        weight: FrozenWeight,
         bias: torch.Tensor | None,
         parts: Sequence[Part],
     ) -> torch.Tensor:
         """Return `y` `[1, T, out]`."""
-        y = functional.linear(x, weight, bias)
+        y = functional.linear(x, dense(weight), bias)
         cuts = Cuts.of(parts, x.shape[1])
         # Columns of transposes, the layout of the products: one call less per part than transposing each.
         each = zip(parts, cuts.columns(x[0].t()), cuts.columns(y[0].t()), strict=True)
@@ -108,14 +118,14 @@ class SegmentedLora(torch.autograd.Function):
             low = torch.mm(weights.a, columns)
             out.addmm_(weights.b, low, alpha=scale)
             lows.append(low)
-        ctx.save_for_backward(x, weight, *lows)
+        keep_weight(ctx, weight, x, *lows)
         ctx.parts, ctx.cuts = parts, cuts
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
         """Return the gradient of `x`; add the gradients of the LoRA matrices to their arenas."""
-        x, weight, *lows = ctx.saved_tensors
+        weight, (x, *lows) = kept_weight(ctx)
         gy, cuts = grads[0][0], ctx.cuts
         gx = torch.mm(gy, weight) if ctx.needs_input_grad[0] else None
         outs = repeat(None) if gx is None else cuts.columns(gx.t())

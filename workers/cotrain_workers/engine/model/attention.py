@@ -72,7 +72,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
 
 PER_SEQUENCE = "cotrain_per_sequence"
 NARROW = (torch.bfloat16, torch.float16)
-UNSUPPORTED_ARGUMENTS = ("s_aux", "sinks", "head_mask", "attention_bias")
+UNSUPPORTED_ARGUMENTS = ("sinks", "head_mask", "attention_bias")
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ def attention_per_sequence(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return causal attention within each sequence.
@@ -108,27 +109,43 @@ def attention_per_sequence(
     Raises NotImplementedError for unsupported arguments, so that no model is silently wrong.
     """
     refuse_unsupported(dropout, kwargs)
-    router: Router = module.cotrain_router  # type: ignore[assignment]
-    rule = AttentionRule(scaling, sliding_window or None, softcap)
+    rule = AttentionRule(scaling, sliding_window or None, softcap, s_aux)
     # squeeze, because backward of `x[0]` writes zeros and copies
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [T, heads, d]
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # latent attention (DeepSeek): kernels and the cache take one size
+        v = functional.pad(v, (0, q.shape[-1] - width))
+        return _attention(module, q, k, v, attention_mask, rule)[..., :width], None
+    return _attention(module, q, k, v, attention_mask, rule), None
+
+
+def _attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    rule: AttentionRule,
+) -> torch.Tensor:
+    """Return attention of the current route `[1, T, heads, d]`; `q`, `k` and `v` are `[T, heads, d]`."""
+    router: Router = module.cotrain_router  # type: ignore[assignment]
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
-        return router.step.attend(layer, q, k, v, rule)[None], None
+        return router.step.attend(layer, q, k, v, rule)[None]
     if (
         attention_mask is not None and attention_mask.numel() > 1
     ):  # a single value is our placeholder
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if varlen_takes(q, k, rule):
-        return varlen_attention(q, k, v, table, rule)[None], None
+        return varlen_attention(q, k, v, table, rule)[None]
     sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [
         attend(group, q, k, v, table, rule)
         for group, (q, k, v) in zip(table.equal_lengths, rows, strict=True)
     ]
-    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None], None
+    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
 
 
 def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -154,8 +171,8 @@ def attend(
     shape = (group.sequences, group.length, -1, q.shape[-1])
     q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
     is_windowed = rule.window is not None and group.length > rule.window
-    if rule.softcap is not None:
-        out = softcapped_attention(q, k, v, table.mask(group.length, rule.window), rule)
+    if not rule.is_plain:
+        out = adjusted_attention(q, k, v, table.mask(group.length, rule.window), rule)
     else:
         out = functional.scaled_dot_product_attention(
             q,
@@ -169,21 +186,34 @@ def attend(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def softcapped_attention(
+def adjusted_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, rule: AttentionRule
 ) -> torch.Tensor:
-    """Return attention with scores `cap * tanh(score / cap)` (Gemma 2); allocates `[n, heads, l, l]`."""
-    assert rule.softcap is not None
+    """Return attention with scores `cap * tanh(score / cap)` (Gemma 2), or with sinks; allocates `[n, heads, l, l]`.
+
+    A sink is one more score of each query, without a value.
+    """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = torch.tanh(q @ k.transpose(-1, -2) * (rule.scaling / rule.softcap)) * rule.softcap
+    products = q @ k.transpose(-1, -2)
+    if rule.softcap is None:
+        scores = products * rule.scaling
+    else:
+        scores = torch.tanh(products * (rule.scaling / rule.softcap)) * rule.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
+    if rule.sinks is not None:
+        column = rule.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype) @ v
+    shares = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    return shares[..., : k.shape[-2]] @ v
 
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without a cap."""
+    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without cap or sinks."""
+    if q.is_cuda and rule.sinks is not None:
+        warn_slow("there is no kernel for sinks")
+        return False
     return q.is_cuda and varlen_is_right(
         q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule
     )

@@ -1,7 +1,7 @@
 """Loading of a frozen base model, and rejection of models that the engine would compute wrongly."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -10,12 +10,19 @@ from torch import nn
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.lock_step import Alone, LockStep
+from cotrain_workers.engine.lora.quantized import (
+    Quantization,
+    QuantizedLinear,
+    number_of_parameters,
+    quantize,
+)
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
+    SHAPED_LAYERS,
     UNEMBED,
     auto_class,
     decoder_of,
@@ -40,12 +47,14 @@ from cotrain_workers.engine.model.rotary import (
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.spec import Target, has_experts
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
 )  # fmt: skip
+#: Value of `use_bidirectional_attention` that lets no text attend to later tokens.
+IMAGES_ONLY = "vision"
 #: Minimum value of each key of the configuration, if the key is present.
 LEAST: Mapping[str, int] = {
     "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
@@ -67,6 +76,17 @@ class KvShape:
     layers: int
     heads: int
     head_dim: int
+    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Heads and head size of the layers whose shape differs, by layer."""
+
+    def of(self, layer: int) -> tuple[int, int]:
+        """Return the heads and the head size of a layer."""
+        return self.others.get(layer, (self.heads, self.head_dim))
+
+    @property
+    def values(self) -> int:
+        """Number of values that one token has in all layers."""
+        return sum(2 * heads * size for heads, size in map(self.of, range(self.layers)))
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,7 @@ class BaseModel:
     query_heads: int
     final_softcap: float | None
     score_softcap: float | None
+    has_sinks: bool  # its heads may attend to nothing (gpt-oss)
     targets: tuple[Target, ...]
     router: Router
     recompute: Recompute
@@ -95,9 +116,14 @@ class BaseModel:
 
 
 def load_base_model(
-    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
+    model: str,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    local_files_only: bool,
+    quantization: Quantization = "none",
 ) -> BaseModel:
-    """Load a base model by hub id or folder.
+    """Load a base model by hub id or folder, and quantize the weights of its linear modules if requested.
 
     Raises:
         UnsupportedModel: its type is not supported.
@@ -105,25 +131,37 @@ def load_base_model(
         ModelTooLarge: it does not fit into free memory.
     """
     try:
-        return _load(model, device, dtype, local_files_only=local_files_only)
+        return _load(model, device, dtype, quantization, local_files_only=local_files_only)
     except UnusableModel as unusable:
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
 
 
 def _load(
-    model: str, device: torch.device, dtype: torch.dtype, *, local_files_only: bool
+    model: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    *,
+    local_files_only: bool,
 ) -> BaseModel:
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    needed_bytes = drop_towers(make_skeleton(config)).num_parameters() * dtype.itemsize
-    refuse_too_large(needed_bytes)
+    skeleton = drop_towers(make_skeleton(config))
+    needed_bytes = skeleton.num_parameters() * dtype.itemsize
+    refuse_too_large(needed_bytes)  # quantized after they are read
+    names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
+    if quantization != "none" and has_experts(find_targets(skeleton)):
+        raise UnsupportedModel("weights of experts are not quantized: set quantization to none.")
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
     network = drop_towers(
         read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
     )
+    if quantization != "none":
+        refuse_not_finite(network.named_parameters())  # NaN would become an integer
+        quantize(network, names, quantization)
     try:
         network.to(device).eval().requires_grad_(requires_grad=False)
     except RuntimeError as error:
@@ -160,7 +198,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     text, backbone = config.get_text_config(), decoder_of(network)
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
-    num_parameters = network.num_parameters()
+    num_parameters = number_of_parameters(network)
     path = decoder_path(network)
     adapt(network, targets, router)
     fix_frequencies(backbone)
@@ -175,6 +213,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         query_heads=text.num_attention_heads,
         final_softcap=getattr(text, "final_logit_softcapping", None),
         score_softcap=getattr(text, "attn_logit_softcapping", None),
+        has_sinks=any(name.endswith(".sinks") for name, _ in network.named_parameters()),
         targets=targets,
         router=router,
         recompute=recompute,
@@ -219,12 +258,32 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
 
 def kv_shape(config: Any) -> KvShape:
     """Return the size of a token's keys and values."""
-    head_dim = getattr(config, "head_dim", None)
-    return KvShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        head_dim=head_dim or config.hidden_size // config.num_attention_heads,
-    )
+    shapes = [
+        (
+            each.num_key_value_heads,
+            _head_dim(each),
+        )
+        for each in layer_configs(config)
+    ]
+    others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
+    return KvShape(config.num_hidden_layers, *shapes[0], others)
+
+
+def _head_dim(config: Any) -> int:
+    # Latent attention names its whole size apart from that of the rotated part.
+    named = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    return int(named or config.hidden_size // config.num_attention_heads)
+
+
+def layer_configs(config: Any) -> list[Any]:
+    """Return the configuration of each layer, or the one of all layers if they do not differ in shape."""
+    if config.model_type not in SHAPED_LAYERS:
+        return [config]
+    if not hasattr(config, "per_layer_config"):
+        raise UnsupportedModel(
+            "its layers differ in shape, which this release of transformers does not tell: update it."
+        )
+    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
 
 
 def eos_token_ids(network: Any) -> tuple[int, ...]:
@@ -266,7 +325,11 @@ def refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel(
             "it clips queries, keys and values (clip_qkv), which no kernel does."
         )
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
+    if getattr(config, "enable_moe_block", None):
+        raise UnsupportedModel("it has experts (enable_moe_block).")
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):
         raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):
         if rope_type not in ROPES:
@@ -277,8 +340,13 @@ def refuse_unsupported(config: Any) -> None:
     _refuse_numbers(config)
 
 
-def _refuse_numbers(config: Any) -> None:
+def _refuse_numbers(whole: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
+    for config in layer_configs(whole):
+        _refuse_numbers_of_layer(config)
+
+
+def _refuse_numbers_of_layer(config: Any) -> None:
     for key, least in LEAST.items():
         value = getattr(config, key, None)
         if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
@@ -309,20 +377,21 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     Raises:
         UnsupportedModel: a module is not a plain linear, or a name is missing.
     """
-    modules = MODEL_TYPES[network.config.get_text_config().model_type].modules  # type: ignore[union-attr, operator]
+    kind = MODEL_TYPES[network.config.get_text_config().model_type]  # type: ignore[union-attr, operator]
     inside = f"{decoder_path(network)}."
-    targets = []
+    targets: list[Target] = []
     for name, module in network.named_modules():
-        if experts.is_experts(module):
+        if experts.is_experts(module) and name.startswith(inside):
             targets += experts.expert_targets(name, module)
             continue
-        family = modules.get(name.rpartition(".")[-1])
+        family = kind.modules.get(name.rpartition(".")[-1])
         if family is None or not (name == UNEMBED or name.startswith(inside)):
             continue
-        if type(module) is not nn.Linear:
+        if type(module) not in (nn.Linear, QuantizedLinear):
             raise UnsupportedModel(f"{name} is a {type(module).__name__}, not a plain linear.")
         targets.append(Target(name, family, module.in_features, module.out_features))
-    missing = set(modules) - {target.name.rpartition(".")[-1] for target in targets}
+    found = {target.name.rpartition(".")[-1] for target in targets}
+    missing = kind.modules.keys() - kind.optional - found
     if missing:
         raise UnsupportedModel(f"it has no modules named {', '.join(sorted(missing))}.")
     return tuple(targets)

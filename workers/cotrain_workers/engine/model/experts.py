@@ -247,5 +247,6 @@ def attach(network: Any, router: Router) -> None:
         return
     ALL_EXPERTS_FUNCTIONS.register(BY_ADAPTER, experts_by_adapter)
     network.set_experts_implementation(BY_ADAPTER)
+    network.config.output_router_logits = False  # for a loss of the router, which is frozen
     for name, module in found:
         module.cotrain_router, module.cotrain_name = router, name

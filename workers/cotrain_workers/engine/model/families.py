@@ -25,6 +25,11 @@ UNGATED = _modules(APART, "up_proj down_proj")
 # A fused linear is one module, as in PEFT: A is common to its parts.
 FUSED_GATE = _modules(APART, "gate_up_proj down_proj")
 FUSED = _modules("qkv_proj o_proj", "gate_up_proj down_proj")
+# Latent attention. Queries are one product, or two with a narrow one between.
+QUERIES = frozenset({"q_proj", "q_a_proj", "q_b_proj"})
+LATENT = _modules(
+    "q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
+)
 
 
 def _one(_config: Any) -> float:
@@ -54,6 +59,8 @@ class ModelType:
     """Factor on the logits before a softcap, by the configuration."""
     is_wrapper: bool = False
     """True if its text model is another model of this table (`text_config`), next to a vision tower."""
+    optional: frozenset[str] = frozenset()
+    """Modules that some models of this type lack."""
     is_plain: bool = False
     """True if its layers compute as Llama's: results are added to the input unscaled, and norms of heads, if any,
     come right before the rotation. Kernels may then replace rotations and residual additions."""
@@ -68,6 +75,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "gemma2": ModelType("Gemma 2", is_plain=True),
     "gemma3_text": ModelType("Gemma 3 (text)", is_plain=True),
     "gemma3": ModelType("Gemma 3", is_wrapper=True),
+    "gemma4_text": ModelType("Gemma 4 (text)"),
+    "gemma4": ModelType("Gemma 4", is_wrapper=True),
+    "gemma4_unified_text": ModelType("Gemma 4 unified (text)"),
+    "gemma4_unified": ModelType("Gemma 4 unified", is_wrapper=True),
     "phi3": ModelType("Phi-3 and Phi-4", FUSED),
     "olmo": ModelType("OLMo"),
     "olmo2": ModelType("OLMo 2"),
@@ -96,11 +107,28 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "nanochat": ModelType("nanochat", _modules(APART, "fc1 fc2")),
     "vaultgemma": ModelType("VaultGemma"),
     "jais2": ModelType("Jais 2", UNGATED),
-    "qwen3_moe": ModelType("Qwen3 MoE", is_plain=True),
-    "qwen2_moe": ModelType("Qwen2 MoE", is_plain=True),
-    "mixtral": ModelType("Mixtral", is_plain=True),
+    # Mixtures of experts: gate, up and down of the experts are one target each (`experts.py`).
+    "qwen3_moe": ModelType("Qwen3 MoE"),
+    "qwen2_moe": ModelType("Qwen2 MoE"),
+    "mixtral": ModelType("Mixtral"),
     "olmoe": ModelType("OLMoE"),
+    "gpt_oss": ModelType("gpt-oss"),
+    "deepseek_v2": ModelType("DeepSeek V2", LATENT, optional=QUERIES),
+    "deepseek_v3": ModelType("DeepSeek V3 and Kimi K2", LATENT, optional=QUERIES),
+    "glm4_moe": ModelType("GLM-4.5"),
+    "glm4_moe_lite": ModelType("GLM-4.7 Flash", LATENT, optional=QUERIES),
+    "dots1": ModelType("dots.llm1"),
+    "ernie4_5_moe": ModelType("ERNIE 4.5 MoE"),
+    "minimax_m2": ModelType("MiniMax M2"),
+    "flex_olmo": ModelType("FlexOlmo"),
+    "hunyuan_v1_moe": ModelType("Hunyuan (MoE)"),
+    "phimoe": ModelType("Phi-3.5-MoE"),
+    "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
+    "solar_open": ModelType("Solar Open"),
 }  # fmt: skip
+
+#: Types whose layers differ in the shape of keys and values (`per_layer_config`).
+SHAPED_LAYERS = ("gemma4_text", "gemma4_unified_text")
 
 #: Last part of a module's path in any of the models, and its family.
 FAMILY_BY_MODULE: Mapping[str, Family] = {

@@ -141,7 +141,7 @@ def untied() -> NoModel:
 def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Raise NoModel for a tensor with NaN or infinity, which makes each result of the model NaN."""
     for name, tensor in tensors:
-        if not tensor.numel() or not tensor.is_floating_point():
+        if not tensor.numel() or not tensor.is_floating_point() or tensor.itemsize == 1:
             continue
         low, high = tensor.aminmax()  # NaN propagates to both; `isfinite` would need a copy
         if bool(torch.isfinite(low) & torch.isfinite(high)):

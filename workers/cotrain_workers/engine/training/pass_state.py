@@ -12,6 +12,7 @@ import torch
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import LOSSES, steepest_target
@@ -201,7 +202,7 @@ def output_of(
     datum.
     """
     if not isinstance(op, ReverseKl):
-        return PassOutput(found, loss_sum)
+        return PassOutput(found, loss_sum, drift(op, found))
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],

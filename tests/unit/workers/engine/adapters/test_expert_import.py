@@ -24,9 +24,8 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Import, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
-from tests.support.mixtures import random_weights
+from tests.support.mixtures import SOME, random_weights
 from tests.support.shared_base import load_plain
-from tests.support.tiny_models import MIXTURES
 from tests.support.training import random_datum
 
 NewEngine = Callable[..., Engine]
@@ -42,7 +41,7 @@ def imported(engine: Engine, config: bytes, tensors: bytes) -> HostWeights:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 @pytest.mark.parametrize("parameters", [("gate_up_proj", "down_proj"), ("down_proj",)])
 def test_an_adapter_of_peft_gives_its_values(
     new_engine: NewEngine,

@@ -1,13 +1,11 @@
-"""Decoder of mixtures of experts compared with the trainer, with transformers, and with itself alone."""
+"""Decoder of mixtures of experts compared with the trainer, and with itself alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
@@ -21,11 +19,9 @@ from tests.support.decoding import (
     request,
     trainer_logprobs,
 )
-from tests.support.mixtures import EagerOracle, random_weights
-from tests.support.tiny_models import MIXTURES
+from tests.support.mixtures import SOME, random_weights
 
 NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
 
 SPECS = {
     "all-8": AdapterSpec(8, 1),
@@ -35,8 +31,8 @@ SPECS = {
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize("family", MIXTURES)
-def test_samples_of_experts(new_engine: NewEngine, model_folder: ModelFolder, family: str) -> None:
+@pytest.mark.parametrize("family", SOME)
+def test_samples_of_experts(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     weights = {run: random_weights(engine, run, spec) for run, spec in SPECS.items()}
     requests = [
@@ -66,11 +62,3 @@ def test_samples_of_experts(new_engine: NewEngine, model_folder: ModelFolder, fa
                 assert result.prompt_logprobs is not None
                 ours = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
-
-    greedy = requests[2]
-    oracle = EagerOracle(model_folder(family), SPECS["all-8"], torch.float32)
-    oracle.load(engine.adapters["all-8"].layout, weights["all-8"].flat)
-    mine = found[greedy.id]
-    assert greedy.max_tokens is not None
-    assert isinstance(mine, SampleOutput)
-    assert mine.sequences[0].tokens.tolist() == oracle.greedy(greedy.prompt, 12)

@@ -366,7 +366,7 @@ def test_an_incorrect_flash_attention_3_is_replaced_by_2(
 
 
 @pytest.mark.parametrize(
-    "asked", [{"s_aux": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
+    "asked", [{"sinks": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
 )
 def test_attention_that_is_not_implemented_is_refused(asked: dict[str, object]) -> None:
     module, x = torch.nn.Identity(), torch.zeros(1, 2, 4, 8)

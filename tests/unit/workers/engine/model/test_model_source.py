@@ -56,10 +56,10 @@ def change_config(model: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_a_mixture_of_experts_and_an_encoder_are_refused_by_type(tmp_path: Path) -> None:
+def test_a_state_space_model_and_an_encoder_are_refused_by_type(tmp_path: Path) -> None:
     small: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     configs = {
-        "qwen3_moe": transformers.Qwen3MoeConfig(**small, num_experts=2, moe_intermediate_size=8),
+        "mamba": transformers.MambaConfig(hidden_size=32, num_hidden_layers=1),
         "bert": transformers.BertConfig(**small, intermediate_size=8),
         "clip": transformers.CLIPConfig(),
     }

@@ -14,8 +14,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.mixtures import EagerOracle, random_weights
-from tests.support.tiny_models import MIXTURES
+from tests.support.mixtures import SOME, EagerOracle, random_weights
 from tests.support.training import Tenant, relative_error, same_bits
 
 NewEngine = Callable[..., Engine]
@@ -31,7 +30,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", SOME)
 def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
 ) -> None:
@@ -69,14 +68,16 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     for tenant in MIXED:
         adapter = engine.adapters[tenant.run]
         expected = oracles[tenant.run][0].arena(adapter.layout, grads=False)
-        assert relative_error(adapter.weights, expected) < 1e-9, tenant.run
+        # DeepSeek's router rounds to fp32 on any base.
+        tolerance = 1e-5 if family == "deepseek_v3" else 1e-9
+        assert relative_error(adapter.weights, expected) < tolerance, tenant.run
 
 
 @pytest.mark.numerics
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, {}) for family in MIXTURES),
+        *((family, {}) for family in SOME),
         ("qwen2_moe", {"micro_batch_tokens": 64, "recompute": "always"}),
     ],
 )

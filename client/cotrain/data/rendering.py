@@ -1,0 +1,267 @@
+"""Datums of conversations: tokens by the tokenizer's own template, and a weight for each target.
+
+An answer begins after the tokens that the template gives for the messages before it, with the prompt for
+generation. So its first trained token is the first one that a sampler would generate. It ends with the
+template's end of the message. Both are found by comparing tokens, never by searching for texts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from cotrain.data.conversations import ASSISTANT, Conversation, conversation_of
+from cotrain.errors import TokenizerMissing, UnsupportedInput
+from cotrain.wire.datums import Datum, ModelInput, token_ids
+
+TrainOn = Literal["last_answer", "all_answers", "each_answer"]
+TooLong = Literal["refuse", "cut", "drop"]
+OnRefused = Literal["raise", "skip"]
+
+log = logging.getLogger("cotrain")
+
+
+@dataclass
+class Report:
+    """Counts of a rendering."""
+
+    conversations: int = 0
+    datums: int = 0
+    tokens: int = 0
+    """Of all model inputs."""
+    trained_tokens: int = 0
+    """Targets with a weight other than 0."""
+    longest: int = 0
+    cut: int = 0
+    """Datums without their end."""
+    cut_tokens: int = 0
+    dropped: int = 0
+    """Datums that were too long, or had nothing to train on after a cut."""
+    refused: list[str] = field(default_factory=list)
+    """Reasons, one for each conversation left out."""
+
+    def sentence(self) -> str:
+        """Return the counts as one sentence."""
+        share = self.trained_tokens / self.tokens if self.tokens else 0.0
+        text = (
+            f"{self.conversations} conversations gave {self.datums} datums of {self.tokens:,} tokens "
+            f"({self.trained_tokens:,} trained on, {share:.0%}; the longest has {self.longest:,})"
+        )
+        if self.cut:
+            text += f"; {self.cut} lost their end ({self.cut_tokens:,} tokens)"
+        if self.dropped:
+            text += f"; {self.dropped} were dropped as too long"
+        if self.refused:
+            text += f"; {len(self.refused)} were refused, first: {self.refused[0]}"
+        return text
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Datums for `forward_backward(…, "cross_entropy")`, and their counts."""
+
+    datums: list[Datum]
+    report: Report
+
+
+def render(
+    rows: Iterable[Conversation | Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    train_on: TrainOn = "last_answer",
+    prompt_weight: float = 0.0,
+    max_tokens: int | None = None,
+    too_long: TooLong = "refuse",
+    on_refused: OnRefused = "raise",
+    template_options: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Render conversations with the tokenizer's chat template.
+
+    Args:
+        rows: Conversations, or objects with `messages` and `tools`.
+        tokenizer: One of transformers, with a chat template.
+        train_on: `last_answer`, `all_answers` in one datum, or `each_answer` in a datum of its own.
+        prompt_weight: Weight of all other tokens; answers have weight 1.
+        max_tokens: Longest model input. None: no limit here, but the server has one.
+        too_long: `refuse`, `cut` the end, or `drop` the datum. The report counts both.
+        on_refused: `raise`, or `skip` the conversation and list the reason in the report.
+        template_options: Variables of the template, such as `{"enable_thinking": False}`.
+
+    Raises UnsupportedInput, which names the conversation, or TokenizerMissing.
+    """
+    for name, value, known in (
+        ("train_on", train_on, TrainOn),
+        ("too_long", too_long, TooLong),
+        ("on_refused", on_refused, OnRefused),
+    ):
+        if value not in get_args(known):
+            raise UnsupportedInput(f"{name} is one of {', '.join(get_args(known))}, not {value!r}")
+    if max_tokens is not None and max_tokens < 1:
+        raise UnsupportedInput(f"max_tokens must be at least 1, not {max_tokens}")
+    template = _Template(tokenizer, dict(template_options or {}))
+    report, datums = Report(), []
+    for number, row in enumerate(rows):
+        report.conversations += 1
+        try:
+            conversation = conversation_of(row, f"rows[{number}]")
+            for tokens, weights in _weighted(template, conversation, train_on, prompt_weight):
+                datum = _datum(tokens, weights, conversation, max_tokens, too_long, report)
+                datums += [datum] if datum else []
+        except UnsupportedInput as refused:
+            if on_refused == "raise":
+                raise
+            report.refused.append(str(refused))
+    if report.cut or report.dropped or report.refused:
+        log.warning("%s", report.sentence())
+    return Rendered(datums, report)
+
+
+class _Template:
+    """Chat template of a tokenizer."""
+
+    def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise UnsupportedInput(
+                "the tokenizer has no chat template: use that of the instruct model, or a renderer of "
+                "tinker_cookbook"
+            )
+        self.tokenizer = tokenizer
+        self._options = options
+
+    def tokens(self, conversation: Conversation, count: int, *, prompt: bool = False) -> list[int]:
+        """Return the tokens of the first `count` messages, with the prompt for generation if `prompt`."""
+        messages = [
+            {name: value for name, value in message.items() if name != "weight"}
+            for message in conversation.messages[:count]
+        ]
+        try:
+            return token_ids(
+                self.tokenizer.apply_chat_template(
+                    messages,
+                    tools=[dict(tool) for tool in conversation.tools] or None,
+                    add_generation_prompt=prompt,
+                    tokenize=True,
+                    return_dict=True,
+                    **self._options,
+                )
+            )
+        except ImportError as error:
+            raise TokenizerMissing(
+                "chat templates need jinja2: pip install -c constraints.txt '.[tokenizer]'"
+            ) from error
+        except (
+            Exception
+        ) as error:  # templates raise TemplateError, TypeError and others for a message
+            raise UnsupportedInput(
+                f"{conversation.source}: the chat template refuses these messages: {error}"
+            ) from error
+
+
+def _weighted(
+    template: _Template, conversation: Conversation, train_on: TrainOn, prompt_weight: float
+) -> list[tuple[list[int], list[float]]]:
+    """Return tokens and their weights, for each datum of a conversation."""
+    messages, answers = conversation.messages, conversation.answers
+    if train_on == "last_answer" and messages[-1]["role"] != ASSISTANT:
+        raise UnsupportedInput(
+            f"{conversation.source} ends with a message of {messages[-1]['role']!r}: last_answer needs an answer "
+            "at the end"
+        )
+    if not answers:
+        raise UnsupportedInput(f"{conversation.source}: every answer has weight 0")
+    if train_on == "each_answer":
+        return [
+            _one(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers
+        ]
+    chosen = answers if train_on == "all_answers" else [len(messages) - 1]
+    return [_one(template, conversation, len(messages), chosen, prompt_weight)]
+
+
+def _one(
+    template: _Template,
+    conversation: Conversation,
+    count: int,
+    answers: Sequence[int],
+    prompt_weight: float,
+) -> tuple[list[int], list[float]]:
+    whole = template.tokens(conversation, count)
+    weights = [float(prompt_weight)] * len(whole)
+    for answer in answers:
+        where = f"{conversation.source}: messages[{answer}]"
+        before = template.tokens(conversation, answer, prompt=True)
+        after = whole
+        if answer + 1 < count:
+            after = template.tokens(conversation, answer + 1)
+            if (at := _difference(after, whole)) is not None:
+                raise UnsupportedInput(
+                    f"{where}: the template writes this message otherwise once others follow "
+                    f"({_around(template, after, whole, at)}). all_answers would train on texts that a sampler "
+                    "never reads: use train_on='each_answer', or 'last_answer'"
+                )
+        if (at := _difference(before, after)) is not None:
+            raise UnsupportedInput(
+                f"{where}: the answer does not continue the prompt for generation "
+                f"({_around(template, before, after, at)}). Check template_options and the whitespace at the "
+                "answer's beginning, or use a renderer of tinker_cookbook"
+            )
+        end = _end_of(template, after, len(before))
+        weights[len(before) : end] = [1.0] * (end - len(before))
+    return whole, weights
+
+
+def _difference(beginning: Sequence[int], whole: Sequence[int]) -> int | None:
+    """Return the first position where `whole` does not begin with `beginning`, or None."""
+    if whole[: len(beginning)] == beginning:
+        return None
+    pairs = zip(beginning, whole, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), len(whole))
+
+
+def _around(template: _Template, a: Sequence[int], b: Sequence[int], at: int) -> str:
+    texts = (template.tokenizer.decode(list(each[at : at + 8])) for each in (a, b))
+    return "{!r} in place of {!r}".format(*texts)
+
+
+def _end_of(template: _Template, tokens: Sequence[int], start: int) -> int:
+    """Return the end of an answer, without whitespace that the template adds after the last special token."""
+    special = set(template.tokenizer.all_special_ids)
+    end = len(tokens)
+    while end > start and not template.tokenizer.decode([tokens[end - 1]]).strip():
+        if tokens[end - 1] in special:
+            break
+        end -= 1
+    return end if end > start and tokens[end - 1] in special else len(tokens)
+
+
+def _datum(
+    tokens: list[int],
+    weights: list[float],
+    conversation: Conversation,
+    max_tokens: int | None,
+    too_long: TooLong,
+    report: Report,
+) -> Datum | None:
+    """Return the datum: inputs without the last token, targets and weights without the first."""
+    length = len(tokens) - 1
+    if max_tokens is not None and length > max_tokens:
+        if too_long == "refuse":
+            raise UnsupportedInput(
+                f"{conversation.source} has {length} tokens, max_tokens is {max_tokens}: pass too_long='cut' or "
+                "'drop'"
+            )
+        if too_long == "drop" or not any(weights[1 : max_tokens + 1]):
+            report.dropped += 1
+            return None
+        report.cut += 1
+        report.cut_tokens += length - max_tokens
+        tokens, weights, length = tokens[: max_tokens + 1], weights[: max_tokens + 1], max_tokens
+    report.datums += 1
+    report.tokens += length
+    report.trained_tokens += sum(weight != 0 for weight in weights[1:])
+    report.longest = max(report.longest, length)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights[1:]},
+    )

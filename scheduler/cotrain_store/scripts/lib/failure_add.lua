@@ -1,0 +1,12 @@
+-- failure_add: count a failed request of a tenant, in the minute and in total, and keep its message.
+-- The pool's minute has the key `minute`. The encoded failure is `result`.
+local function add_failure(minute, tenant, request, result, ttl_s)
+  local pool, start = string.match(minute, '^cotrain:{(.*)}:minute:(%d+)$')
+  local counts = 'cotrain:failures:' .. start
+  local message = cjson.decode(string.sub(result, 2)).error
+  redis.call('HINCRBY', counts, 'failed|' .. tenant, 1)
+  redis.call('EXPIRE', counts, ttl_s)
+  redis.call('HINCRBY', 'cotrain:failures:totals', pool .. '|' .. tenant, 1)
+  redis.call('HSET', 'cotrain:failures:newest', 'failed|' .. tenant,
+    cjson.encode({ at = tonumber(redis.call('TIME')[1]), request = request, message = message }))
+end

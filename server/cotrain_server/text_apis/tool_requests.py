@@ -1,0 +1,131 @@
+"""Tools of a request: definitions, choice, and the calls and results in a history, for a template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cotrain_server.errors import Invalid
+from cotrain_server.text_apis.tool_calls import Tools
+
+MAX_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools that the model may call. Without functions, it may call none."""
+
+    functions: tuple[Mapping[str, Any], ...] = ()
+    """Definitions in OpenAI's format, as templates read them."""
+    choice: Literal["auto", "required"] = "auto"
+    name: str | None = None
+    """The only function to call, if the choice is one."""
+    is_single: bool = False
+    """True for at most one call in a message."""
+
+    @property
+    def schemas(self) -> Tools:
+        """Schema of the arguments of each function that may be called."""
+        functions = [each["function"] for each in self.functions]
+        return {f["name"]: f["parameters"] for f in functions if self.name in (None, f["name"])}
+
+
+def openai_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool | None) -> ToolUse:
+    """Return the tools of a chat completion. Raises Invalid with the name of the wrong field."""
+    functions = []
+    for number, tool in enumerate(tools or ()):
+        where = f"tools[{number}]"
+        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+            raise Invalid(f"{where}: only tools of type 'function' are supported here.")
+        given, where = tool["function"], f"{where}.function"
+        functions.append(_function(given, given.get("parameters"), f"{where}.parameters", where))
+    if isinstance(choice, dict):
+        named = choice.get("function")
+        name = named.get("name") if isinstance(named, dict) else None
+        return _chosen(functions, "required", name, not parallel, "tool_choice.function.name")
+    if choice not in (None, "auto", "none", "required"):
+        raise Invalid("tool_choice must be 'auto', 'none', 'required' or the name of a function.")
+    return _chosen(functions, choice or "auto", None, parallel is False, "tool_choice")
+
+
+def anthropic_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | None) -> ToolUse:
+    """Return the tools of a message request. Raises Invalid with the name of the wrong field."""
+    functions = []
+    for number, tool in enumerate(tools or ()):
+        where = f"tools[{number}]"
+        if tool.get("type") not in (None, "custom"):
+            raise Invalid(f"{where}.type: tools that the server runs are not supported here.")
+        schema = tool.get("input_schema")
+        if not isinstance(schema, dict):
+            raise Invalid(f"{where}.input_schema must be a JSON schema.")
+        functions.append(_function(tool, schema, f"{where}.input_schema", where))
+    choice = choice or {"type": "auto"}
+    kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
+    kind = kinds.get(str(choice.get("type")))
+    if kind is None:
+        raise Invalid("tool_choice.type must be 'auto', 'none', 'any' or 'tool'.")
+    name = choice.get("name", "") if choice["type"] == "tool" else None
+    is_single = bool(choice.get("disable_parallel_tool_use"))
+    return _chosen(functions, kind, name, is_single, "tool_choice.name")
+
+
+def call_messages(calls: Sequence[tuple[Any, Any, Any]], where: str) -> list[dict[str, Any]]:
+    """Return the calls of a history for a template, from their ids, names and arguments.
+
+    Raises:
+        Invalid: the arguments are no JSON object, or the name is no text.
+    """
+    written = []
+    for number, (id_, name, arguments) in enumerate(calls):
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                arguments = None
+        if not (isinstance(name, str) and isinstance(arguments, dict)):
+            raise Invalid(f"{where}[{number}] must have a name, and a JSON object of arguments.")
+        function = {"name": name, "arguments": arguments}
+        written.append({"id": str(id_ or ""), "type": "function", "function": function})
+    return written
+
+
+def _function(
+    given: Mapping[str, Any], parameters: Any, where_parameters: str, where: str
+) -> dict[str, Any]:
+    name, description = given.get("name"), given.get("description")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise Invalid(f"{where}.name must have 1 to 128 letters, digits or any of '_.:-'.")
+    if not isinstance(parameters, dict | None):
+        raise Invalid(f"{where_parameters} must be a JSON schema.")
+    function = {
+        "name": name,
+        "description": description if isinstance(description, str) else "",
+        "parameters": parameters or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": function}
+
+
+def _chosen(
+    functions: Sequence[Mapping[str, Any]],
+    choice: str,
+    name: str | None,
+    is_single: bool,
+    where: str,
+) -> ToolUse:
+    if len(functions) > MAX_TOOLS:
+        raise Invalid(f"tools has {len(functions)} entries; the limit is {MAX_TOOLS}.")
+    names = [each["function"]["name"] for each in functions]
+    if twice := next((each for each in names if names.count(each) > 1), None):
+        raise Invalid(f"tools: the name {twice!r} occurs more than once.")
+    if choice == "none":
+        return ToolUse()
+    if name is not None and name not in names:
+        raise Invalid(f"{where}: tools has no function of this name.")
+    if choice == "required" and not functions:
+        raise Invalid(f"{where}: tools is empty, so no call can be required.")
+    is_required = choice == "required"
+    return ToolUse(tuple(functions), "required" if is_required else "auto", name, is_single)

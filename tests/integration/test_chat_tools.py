@@ -1,0 +1,187 @@
+"""Tool calls and reasoning through the official packages, with a worker that follows a script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
+from tests.support.http_api import ALICE, POOL
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.talking import VOCABULARY, Script, Talking, talking_api, write_language
+
+MODEL = POOL.base_model
+TEMPLATE = """{# <think> <tool_call> #}{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
+{%- for c in m.tool_calls or [] %}[{{ c.function.name ~ c.function.arguments.c }}]{% endfor %}|{% endfor %}
+{%- for t in tools or [] %}T:{{ t.function.name }}|{% endfor %}
+{%- if add_generation_prompt %}a:{% if enable_thinking is defined and not enable_thinking %}X{% endif %}{% endif %}"""
+SCHEMA: Any = {"type": "object", "properties": {"c": {"type": "string"}}}
+TOOL: Any = {"type": "function", "function": {"name": "w", "parameters": SCHEMA}}
+HI: Any = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>{"name": "w", "arguments": {"c": "Köln"}}</tool_call>'
+SAID = f"<think>Hm.</think>I look. {CALL}"
+
+
+@pytest.fixture(scope="module")
+def served(
+    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Talking]:
+    redis_server.flush()
+    folder = tmp_path_factory.mktemp("data")
+    with talking_api(redis_server.url, folder) as talking:
+        write_language(folder, TEMPLATE)
+        yield talking
+
+
+@pytest.fixture
+def script(served: Talking) -> Script:
+    """Script of a worker that writes a call."""
+    served.script.__dict__.update(Script(text=SAID).__dict__)
+    return served.script
+
+
+@pytest.fixture(scope="module")
+def mine(served: Talking) -> Iterator[openai.OpenAI]:
+    base_url = f"{served.address}/oai/api/v1"
+    with openai.OpenAI(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def theirs(served: Talking) -> Iterator[anthropic.Anthropic]:
+    base_url = f"{served.address}/anthropic/api"
+    with anthropic.Anthropic(base_url=base_url, api_key=ALICE, max_retries=0) as opened:
+        yield opened
+
+
+def prompt_of(script: Script) -> str:
+    return VOCABULARY.decode(list(script.seen[-1].prompt))
+
+
+def test_a_call_makes_a_round_trip_through_openai(mine: openai.OpenAI, script: Script) -> None:
+    asked: Any = {"model": MODEL, "messages": HI, "tools": [TOOL]}
+    choice = mine.chat.completions.create(**asked).choices[0]
+    assert prompt_of(script) == "u:Hi|T:w|a:"
+    message: Any = choice.message
+    (call,) = message.tool_calls
+    assert (choice.finish_reason, message.content) == ("tool_calls", "I look.")
+    assert (call.function.name, call.function.arguments) == ("w", '{"c": "Köln"}')
+    assert message.reasoning_content == "Hm."
+    with mine.chat.completions.stream(**asked) as stream:
+        streamed: Any = stream.get_final_completion().choices[0]
+    (same,) = streamed.message.tool_calls
+    assert (streamed.finish_reason, streamed.message.content) == ("tool_calls", "I look.")
+    assert (same.function.name, same.function.arguments) == ("w", '{"c": "Köln"}')
+    script.text = "It rains."
+    history = [*HI, message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
+    last = mine.chat.completions.create(**{**asked, "messages": history}).choices[0]
+    assert (last.finish_reason, last.message.content) == ("stop", "It rains.")
+    assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
+
+
+def test_a_call_makes_a_round_trip_through_anthropic(
+    theirs: anthropic.Anthropic, script: Script
+) -> None:
+    tool = {"name": "w", "input_schema": SCHEMA}
+    asked: Any = {"model": MODEL, "messages": HI, "tools": [tool], "max_tokens": 99}
+    message = theirs.messages.create(**asked)
+    assert prompt_of(script) == "u:Hi|T:w|a:"
+    with theirs.messages.stream(**asked) as stream:
+        streamed = stream.get_final_message()
+    for each in (message, streamed):
+        thought, text, call = each.content
+        assert (thought.type, text.type, call.type) == ("thinking", "text", "tool_use")
+        assert (thought.thinking, text.text) == ("Hm.", "I look.")
+        assert (call.name, call.input, each.stop_reason) == ("w", {"c": "Köln"}, "tool_use")
+    script.text = "It rains."
+    result = {"type": "tool_result", "tool_use_id": message.content[2].id, "content": "rain"}
+    history = [
+        *HI,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+    last = theirs.messages.create(**{**asked, "messages": history})
+    assert (last.stop_reason, last.content[0].type) == ("end_turn", "text")
+    assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
+    counted = theirs.messages.count_tokens(model=MODEL, messages=history, tools=[tool])
+    assert counted.input_tokens == len(script.seen[-1].prompt)
+
+
+def test_reasoning_is_turned_off_by_each_api(
+    mine: openai.OpenAI, theirs: anthropic.Anthropic, script: Script
+) -> None:
+    script.text = "Hi"
+    mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
+    off = prompt_of(script)
+    theirs.messages.create(model=MODEL, messages=HI, max_tokens=9, thinking={"type": "disabled"})
+    assert off == prompt_of(script) == "u:Hi|a:X"
+    mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="low")
+    assert prompt_of(script) == "u:Hi|a:"
+    with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs.tools"):
+        mine.chat.completions.create(
+            model=MODEL, messages=HI, extra_body={"chat_template_kwargs": {"tools": [TOOL]}}
+        )
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "where"), [("nothing", 404, "type"), ("messages", 405, "message")]
+)
+@pytest.mark.parametrize("api", ["oai/api/v1", "anthropic/api/v1"])
+def test_an_unknown_path_has_the_error_format_of_its_api(
+    served: Talking, api: str, path: str, status: int, where: str
+) -> None:
+    answer = httpx.get(f"{served.address}/{api}/{path}")
+    assert answer.status_code == (404 if api.startswith("oai") else status)
+    assert where in answer.json()["error"]
+    assert ("request_id" in answer.json()) == api.startswith("anthropic")
+
+
+def test_head_and_options_are_answered_for_every_path(served: Talking) -> None:
+    get, head = (getattr(httpx, each)(f"{served.address}/healthz") for each in ("get", "head"))
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(get.content))
+    options = httpx.options(f"{served.address}/oai/api/v1/chat/completions")
+    assert (options.status_code, options.headers["allow"]) == (204, "POST")
+    assert "access-control-allow-origin" not in options.headers
+    assert httpx.options(f"{served.address}/nothing").status_code == 404
+
+
+async def test_pages_of_configured_origins_may_call_the_api(tmp_path: Path) -> None:
+    settings = ServerSettings(
+        redis_url="unix:///nowhere", data_dir=tmp_path, cors_origins=("https://app.test",)
+    )
+    asked = {
+        "Origin": "https://app.test",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    transport = httpx.ASGITransport(create_app(settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
+        mine = await http.options("/oai/api/v1/models", headers=asked)
+        foreign = await http.options(
+            "/oai/api/v1/models", headers={**asked, "Origin": "https://b.test"}
+        )
+    assert mine.headers["access-control-allow-origin"] == "https://app.test"
+    assert "authorization" in mine.headers["access-control-allow-headers"].lower()
+    assert "access-control-allow-origin" not in foreign.headers
+
+
+def test_a_model_is_found_by_its_name(
+    served: Talking, mine: openai.OpenAI, theirs: anthropic.Anthropic
+) -> None:
+    assert mine.models.retrieve(MODEL).id == theirs.models.retrieve(MODEL).id == MODEL
+    url = f"{served.address}/oai/api/v1/models/{MODEL}"
+    assert "/" in MODEL
+    assert httpx.get(url, headers={"x-api-key": ALICE}).json()["id"] == MODEL
+    with pytest.raises(openai.NotFoundError) as unknown:
+        mine.models.retrieve("tiny/unknown")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(anthropic.NotFoundError):
+        theirs.models.retrieve("tiny/unknown")

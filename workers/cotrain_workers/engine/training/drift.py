@@ -1,0 +1,80 @@
+"""Distance of the trained policy from the one that sampled, as metrics of a pass.
+
+They are computed on the host from the log-probabilities that the pass returns anyway, so no result changes.
+
+`lp` is the log-probability of a target in the pass, `q` the one at sampling, and `r = exp(lp - q)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cotrain_workers.engine.ops import Pass
+from cotrain_workers.engine.training.losses import LOSSES, POLICY_INPUTS, RATIO_BOUNDS
+
+
+def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
+    """Return the drift of a pass with a policy loss; {} for other losses, or without sampled tokens.
+
+    Sampled tokens have an advantage or a `q` other than 0; prompts have neither.
+
+    * `sampled_tokens:sum`: number of sampled tokens.
+    * `rollout_gap:mean`, `rollout_gap:max` and `rollout_gap_p99:max`: `|lp - q|` of sampled tokens, in nats.
+    * `effective_sample_size:mean`: `(sum r)^2 / (n sum r^2)` of sampled tokens, 1 without drift (Kish, 1965).
+    * `clip_fraction:mean`: share of the tokens with an advantage whose ratio is out of bounds, where the
+      bound removes its gradient or replaces its ratio; only of losses with bounds.
+    """
+    loss = LOSSES[op.loss_fn]
+    if not set(POLICY_INPUTS) <= set(loss.inputs) or not op.datums:
+        return {}
+    q, advantages = (_flat([datum.inputs[name] for datum in op.datums]) for name in POLICY_INPUTS)
+    apart = _flat(found) - q
+    is_sampled = (advantages != 0) | (q != 0)
+    if not is_sampled.any():
+        return {}
+    gap = np.abs(apart[is_sampled])
+    ratios = np.exp(apart[is_sampled] - apart[is_sampled].max())  # a common factor cancels
+    metrics = {
+        "sampled_tokens:sum": float(len(gap)),
+        "rollout_gap:mean": float(gap.mean()),
+        "rollout_gap:max": float(gap.max()),
+        "rollout_gap_p99:max": float(np.quantile(gap, 0.99)),
+        "effective_sample_size:mean": float(
+            ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum())
+        ),
+    }
+    is_rewarded = advantages != 0
+    if set(RATIO_BOUNDS) <= set(loss.defaults) and is_rewarded.any():
+        if not loss.per_token:
+            apart = _of_sequences(op, found)
+        is_clipped = _is_clipped(op.loss_fn, apart, advantages, {**loss.defaults, **op.loss_config})
+        metrics["clip_fraction:mean"] = float(is_clipped[is_rewarded].mean())
+    return metrics
+
+
+def _is_clipped(
+    loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]
+) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        low, high = np.log([config["clip_low_threshold"], config["clip_high_threshold"]])
+    below, above = apart < low, apart > high
+    if loss_fn != "cispo":  # which bounds the weight, whatever the sign of the advantage
+        below, above = below & (advantages < 0), above & (advantages > 0)
+    clipped: np.ndarray = below | above
+    return clipped
+
+
+def _of_sequences(op: Pass, found: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of `lp - q` over the masked tokens of its datum, for each target."""
+    means = []
+    for datum, now in zip(op.datums, found, strict=True):
+        masked = datum.inputs["sequence_ratio_mask"] != 0
+        apart = (now - datum.inputs["logprobs"])[masked].sum(dtype=np.float64)
+        means.append(np.full(now.shape, apart / max(1, np.count_nonzero(masked))))
+    return _flat(means)
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
