@@ -15,12 +15,12 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(INSTALLED) ## Make .venv with everything in it
+install: $(INSTALLED) ## Create .venv with all dependencies
 
 # Every package is checked against pins/hashes.txt, except torch, whose build the index chooses. For a list of
 # packages pip checks hashes, but not for a project folder. So the list is installed first, then the project.
@@ -40,19 +40,27 @@ $(INSTALLED): pyproject.toml constraints.txt pins/hashes.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-hashes: ## Write pins/ anew after a change of constraints.txt (needs uv)
+hashes: ## Regenerate pins/ after a change of constraints.txt (needs uv)
 	pins/make.sh
 
-pin-images: ## Write the digests of the base images into .env, where an image registry is reachable
+pin-images: ## Write the digests of the base images into .env (needs access to the image registry)
 	docker/pin-images.sh
 
 demo: $(INSTALLED) ## Train four tenants at once on this machine, then a policy from its own samples
 	$(BIN)/python examples/demo.py
 
-test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (five processes, 13 GB; ARGS="-n 2": less than half)
+test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (five processes, 13 GB; ARGS="-n 2" halves the memory)
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
 	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder $(ARGS)
+
+coverage: $(VENV)/.coverage-installed ## Run the unit tests, and fail if they run a smaller share of the lines than before
+	$(BIN)/coverage run -m pytest -n 0 $(ARGS) tests/unit
+	$(BIN)/coverage report --skip-covered
+
+$(VENV)/.coverage-installed: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group coverage
+	@touch $@
 
 test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, against a live server
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
@@ -61,10 +69,10 @@ test-cookbook: $(INSTALLED) ## Run programs of tinker_cookbook, unmodified, agai
 test-compose: $(INSTALLED) ## Build the containers, train through them, kill and restart them
 	$(BIN)/python -m pytest -m compose $(ARGS) tests/acceptance
 
-test-browser: $(VENV)/.browser-installed ## Look at the web pages with Chromium (apt-get install chromium; 160 MB more)
+test-browser: $(VENV)/.browser-installed ## Test the web pages in Chromium (apt-get install chromium; 160 MB more)
 	$(BIN)/python -m pytest -m "" $(ARGS) tests/browser
 
-dashboard-pictures: $(VENV)/.browser-installed ## Draw the dashboard's pictures in the docs anew, with the same Chromium
+dashboard-pictures: $(VENV)/.browser-installed ## Regenerate the dashboard's pictures in the docs, with the same Chromium
 	PICTURES=docs/pictures $(BIN)/python -m pytest -m browser -k pictures tests/browser
 
 $(VENV)/.browser-installed: $(INSTALLED)
@@ -94,27 +102,27 @@ rehearse-gpu: $(INSTALLED) ## Run every script for a GPU on this CPU, with a tin
 test-faults: $(INSTALLED) ## Kill a real server's processes at every failpoint, and at random
 	$(BIN)/python -m pytest -m "not mutants and not soak" $(ARGS) tests/faults
 
-soak: $(INSTALLED) ## Kill a server's processes for long: ARGS="--minutes 10 --seed 7"
+soak: $(INSTALLED) ## Kill a server's processes at random for minutes: ARGS="--minutes 10 --seed 7"
 	$(BIN)/python -m tests.faults.soak $(ARGS)
 
-mutants: $(INSTALLED) ## Plant deliberate defects, and see that the fault suite catches each
+mutants: $(INSTALLED) ## Check that the fault suite detects each of the deliberate defects
 	$(BIN)/python -m pytest -m mutants -rP $(ARGS) tests/faults
 
 compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
 	$(BIN)/python -m tests.conformance.scoreboard
 
-lint: $(INSTALLED) ## Check style, types and who imports whom
+lint: $(INSTALLED) ## Check style, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-format: $(INSTALLED) ## Let ruff fix and format the sources
+format: $(INSTALLED) ## Fix and format the sources with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-pictures: $(INSTALLED) ## Draw the guide's pictures anew; on an idle machine, or they show its neighbours
+pictures: $(INSTALLED) ## Regenerate the guide's pictures (needs an idle machine)
 	$(BIN)/python examples/clock_cycles.py --picture docs/guide/pictures/clock-metronome.png
 	$(BIN)/python examples/clock_cycles.py --mode eager --prepare-s 0.03 --picture docs/guide/pictures/clock-eager.png
 
@@ -138,19 +146,19 @@ proto: ## Generate the wire messages from wire.proto
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
 	$(BIN)/python -m bench through_http $(ARGS)
 
-bench-client: $(INSTALLED) ## Measure what our client and the official SDK add to a request
+bench-client: $(INSTALLED) ## Measure the overhead of our client and the official SDK per request
 	$(BIN)/python -m bench client $(ARGS)
 
-bench-engine: $(INSTALLED) ## Measure the engine without a server: many tenants against one, PEFT, the roofline
+bench-engine: $(INSTALLED) ## Measure the engine without a server: many tenants, one tenant, PEFT, the roofline
 	$(BIN)/python -m bench engine $(or $(ARGS),--device cpu --threads 2)
 
 up: ## Build and start the containers (GPU=1 for a GPU)
 	$(COMPOSE) $(COMPOSE_FILES) up --build --detach
 
-down: ## Stop the containers; what they stored stays
+down: ## Stop the containers and keep their volumes
 	$(COMPOSE) $(COMPOSE_FILES) down
 
-clean: ## Remove what builds, tests and the demo left
+clean: ## Remove files left by builds, tests and the demo
 	rm -rf build dist .demo .sdk .make site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find client scheduler server workers tests bench examples -name __pycache__ -prune -exec rm -rf {} +
 

@@ -4,8 +4,6 @@ A distribution provides commands as entry points of the group `cotrain.commands`
 command, a `typer.Typer` for several. The client imports none of those by name.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress

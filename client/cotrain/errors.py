@@ -1,38 +1,11 @@
 """Errors that a user of the client can see.
 
-* CotrainError
-  * SettingsMissing: server address or key is missing or invalid
-  * ClientClosed
-  * UnsupportedInput: a datum this server cannot train on; also a ValueError
-  * TokenizerMissing: transformers or the tokenizer is missing
-  * TorchMissing: a custom loss without torch; also an ImportError
-  * LibraryMissing: an export without a library of its extra; also an ImportError
-  * ExportFailed: the export is impossible, or its log-probs differ from the server's
-  * VersionMismatch: incompatible protocol versions of server and client
-  * MalformedMessage: bytes that cannot be parsed as the expected message
-  * RequestFailed: accepted, then failed; its category is user, server or unknown
-    * CheckpointNotFound: the checkpoint to load does not exist; also a NotFoundError
-  * APIError
-    * APIConnectionError: no response
-      * APITimeoutError
-      * ForeignAnswer: an intermediary responded; also a MalformedMessage
-    * APIStatusError: the server rejected the request, see `status_code` and `body`
-      * BadRequestError: 400
-      * AuthenticationError: 401
-      * BillingError: 402, from a proxy, because no cotrain server bills
-      * PermissionDeniedError: 403
-      * NotFoundError: 404
-      * ConflictError: 409, from a proxy, because no cotrain server sends it
-      * UnprocessableEntityError: 422
-      * RateLimitError: 429, after every retry
-      * InternalServerError: 5xx, after every retry
+`docs/guide/errors-and-retries.md` lists causes and remedies.
 
 Programs for the hosted services catch all failures of their service as `TinkerError`, `BiosAPIError` or
 `MintAPIError`. Here these are names of `CotrainError`. So such a clause catches rejections, broken connections
 and requests that failed after they were accepted.
 """
-
-from __future__ import annotations
 
 from typing import Any, Literal
 

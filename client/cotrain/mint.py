@@ -4,8 +4,6 @@ Both are also methods of cotrain's clients, which return futures. Here, as in th
 first argument, and the plain call waits for its result. See `docs/get-started/moving-from-mint.md` for the definitions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cotrain.clients.service import ServiceClient

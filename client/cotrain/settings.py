@@ -1,7 +1,5 @@
 """Server address and API key of a client."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit

@@ -4,8 +4,6 @@ Each module of `wire/` lists its public names in `__all__`. This module adds the
 classes, where the names differ.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Literal
 

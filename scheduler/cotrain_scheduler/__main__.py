@@ -1,7 +1,5 @@
 """Run the scheduler: `python -m cotrain_scheduler`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -1,7 +1,5 @@
 """Scheduler process: lead or stand by, and tick every pool in its own task. Only this module sleeps."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """Start time and time limit of the next cycle of one worker. Pure; times in seconds, `now` is an argument."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,8 +37,7 @@ class ReturnTimes:
     waiting a tenth of each cycle for them would cost all other runs that tenth.
     """
 
-    latest_s: float = 0.0
-    """Longest recent return time within the gather window."""
+    latest_s: float = 0.0  # longest recent return time within the gather window
 
     def note(self, delays_s: Iterable[float], limit_s: float) -> None:
         """Record the return times of the runs that came back since the last cycle.

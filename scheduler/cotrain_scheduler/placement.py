@@ -32,8 +32,7 @@ class Candidate:
     """Worker on which a run may be placed."""
 
     worker: WorkerId
-    tokens: float
-    """Pending and recent tokens of the worker."""
+    tokens: float  # pending and recent tokens of the worker
     tokens_per_s: float
     fits_one_more: bool = True
     """True if one more adapter fits on its device, according to its heartbeat."""

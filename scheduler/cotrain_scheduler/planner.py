@@ -22,8 +22,6 @@ Guarantees:
 
 Ops without tokens (create, optim_step, save, load) are free and always selected, because delaying them
 would block their run. The saves and loads of a run in one cycle are bounded by `LIMITS`.
-
-`Backlog` contains the pending work of one tenant, taken round robin from its runs.
 """
 
 from __future__ import annotations
@@ -202,8 +200,7 @@ class Selection:
     ops: tuple[QueuedOp, ...]
     allowances: dict[RequestId, int]
     """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
-    tokens: int
-    """Total tokens planned for the step."""
+    tokens: int  # total tokens planned for the step
     fair_queue: FairQueue
 
 

@@ -9,8 +9,6 @@ The file also contains:
 * `HostTime`, which detects that the host's clock was set.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -101,14 +99,12 @@ class _WorkerClock:
     """State of one worker between cycles."""
 
     fair_queue: FairQueue = field(default_factory=FairQueue)
-    policy: PlanPolicy = field(default_factory=PlanPolicy)
-    """Policy of the last planned step."""
+    policy: PlanPolicy = field(default_factory=PlanPolicy)  # policy of the last planned step
     last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
     missed: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
     """Previous cycle, with those of its runs that were not back when the last one was planned."""
     returns: cycle_start.ReturnTimes = field(default_factory=cycle_start.ReturnTimes)
-    last_tokens: int = 0
-    """Tokens of the last planned step."""
+    last_tokens: int = 0  # tokens of the last planned step
     planned_at: float | None = None
     """Time when the step in progress was planned; None while the worker is idle."""
 

@@ -7,8 +7,6 @@ The selection for a cycle reads all runs whose first op has no tokens, because i
 with a pass it reads only those that it takes. So waiting alone costs nothing.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ A run stays on its worker while the balance is good enough: a move costs a copy,
 (`Balance`) is pure, and its times are in seconds. `Rebalancing` requests moves, pauses their runs, and cancels moves that fail.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -37,12 +35,9 @@ class Load:
     """Work of one worker, in seconds."""
 
     worker: WorkerId
-    seconds: float
-    """Total work."""
-    training_s: float
-    """Training part of it; sampling stays on the worker when runs move."""
-    tokens_of: Mapping[RunId, float]
-    """Recent tokens of its runs."""
+    seconds: float  # total work
+    training_s: float  # training part of it; sampling stays on the worker when runs move
+    tokens_of: Mapping[RunId, float]  # recent tokens of its runs
 
 
 def load_of(

@@ -4,8 +4,6 @@
 and writes the decision.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque
@@ -52,16 +50,11 @@ NOTHING: Mapping[WorkerId, int] = MappingProxyType({})
 class Demand:
     """Unpaused work of a pool, and its workers' rates."""
 
-    tokens: int = 0
-    """Tokens of training requests that are accepted and not run."""
-    growth: float = 0.0
-    """Recent growth of `tokens` per second; below 0 it shrinks."""
-    runs: int = 0
-    """Runnable runs and open steps: the maximum number of workers with training to do."""
-    samples: int = 0
-    """Sample requests that wait or run."""
-    rates: tuple[float, ...] = ()
-    """Tokens per second of each serving worker."""
+    tokens: int = 0  # tokens of training requests that are accepted and not run
+    growth: float = 0.0  # recent growth of `tokens` per second; below 0 it shrinks
+    runs: int = 0  # runnable runs and open steps: the maximum number of workers with training to do
+    samples: int = 0  # sample requests that wait or run
+    rates: tuple[float, ...] = ()  # tokens per second of each serving worker
     measured: float = 0.0
     """Tokens per second of the worker that started last, even if it is no longer present."""
     busy: float = 0.0

@@ -4,8 +4,6 @@ A `Refused` is answered to the client with the status, code and message of its `
 for refusals that some code catches by type. The other errors concern processes, not clients.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 from typing_extensions import override

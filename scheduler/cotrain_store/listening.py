@@ -1,7 +1,5 @@
 """Listening sockets: for IPv4, IPv6 or both, with a sentence where there can be none."""
 
-from __future__ import annotations
-
 import errno
 import socket
 

@@ -4,8 +4,6 @@ Every process does the same: a log line with a `reason`, which is a sentence for
 its own exit status.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Run the API: `python -m cotrain_server`."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

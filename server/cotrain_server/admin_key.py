@@ -4,8 +4,6 @@ An address proves nothing: behind a proxy on this host that adds no header, ever
 come from loopback.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 from contextlib import suppress

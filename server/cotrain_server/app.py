@@ -1,7 +1,5 @@
 """Assembly of the HTTP application."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 

@@ -4,8 +4,6 @@ core.
 An API process multiplies no matrices. A variable that is already set keeps its value.
 """
 
-from __future__ import annotations
-
 import os
 
 for _library in ("OMP", "OPENBLAS", "MKL", "RAYON"):

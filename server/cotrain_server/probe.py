@@ -3,8 +3,6 @@
 Usage: `python -m cotrain_server.probe http://127.0.0.1:8000/healthz`; exits 0 on HTTP 200, else 1.
 """
 
-from __future__ import annotations
-
 import sys
 from http.client import HTTPConnection, HTTPException
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """File of failing processes, written by the supervisor and read by the API."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

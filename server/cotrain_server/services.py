@@ -1,7 +1,5 @@
 """Shared services of all requests: the store's components, opened once per process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -5,8 +5,6 @@ Signatures of both are accepted. A link is not an API key: it grants one file of
 some minutes. The checkpoint is looked up again for the link's tenant.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 from base64 import urlsafe_b64decode, urlsafe_b64encode
@@ -48,23 +46,18 @@ class Token:
 
     tenant: TenantId
     key_id: str
-    name: str
-    """Name of the key."""
+    name: str  # name of the key
 
 
 @dataclass(frozen=True)
 class UiSession:
     """Content of a browser's session cookie, which replaces the key after a login."""
 
-    nonce: str
-    """Random value, from which the token of its forms is derived."""
+    nonce: str  # random value, from which the token of its forms is derived
     ends_at: int
-    tenant: str
-    """Empty for the operator."""
-    key_id: str
-    """Id of the tenant's key, or a digest of the admin key."""
-    name: str
-    """Name of the tenant's key."""
+    tenant: str  # empty for the operator
+    key_id: str  # id of the tenant's key, or a digest of the admin key
+    name: str  # name of the tenant's key
 
 
 class Signer:

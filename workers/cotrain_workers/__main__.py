@@ -1,7 +1,5 @@
 """Entry point of a worker process: `python -m cotrain_workers`."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

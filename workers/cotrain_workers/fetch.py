@@ -4,8 +4,6 @@ It runs next to the workers of the compose file, which have no network access. A
 cache is never updated, so a change on the hub does not affect open runs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fingerprints of ops' outputs and of runs' states: their numbers, and digests of large arrays."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence

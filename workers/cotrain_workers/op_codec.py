@@ -2,8 +2,6 @@
 the engine's outputs.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from typing import Protocol

@@ -5,8 +5,6 @@ one. They return to their queues. `result_of` encodes one output as the result o
 compares it with the stored result.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -57,8 +55,7 @@ class StepRun:
     """Outcome of an executed step: the outputs of its finished ops, and its cost."""
 
     outputs: Mapping[tuple[str, int], Output]
-    cost: CycleOutput | None
-    """Cost of the cycle; None if the step did not run as a whole."""
+    cost: CycleOutput | None  # cost of the cycle; None if the step did not run as a whole
     is_exact: bool
     """False if memory ran out, so that the last bits of some op differ from this worker's
     numerics.
@@ -75,8 +72,7 @@ class StepTimes:
 
     started: float
     finished: float
-    sampling_s: float
-    """Time at yield points, used by the decoder and others."""
+    sampling_s: float  # time at yield points, used by the decoder and others
 
     @property
     def duration_s(self) -> float:
@@ -91,8 +87,7 @@ class DoneSave:
     records: SaveRecords
     saved: Saved
     result: Result
-    accepted_at: float
-    """In s since 1970."""
+    accepted_at: float  # in s since 1970
 
     @property
     def is_named(self) -> bool:
@@ -105,24 +100,16 @@ class StepCommit:
     """Arguments of a step's commit, and the saves that follow it."""
 
     results: Mapping[OpId, Result]
-    record: Mapping[str, Any]
-    """Record of the cycle (`cycle_record`)."""
-    counted: Mapping[str, float]
-    """Increments of the pool's totals (`counted_cycle`)."""
-    crashed: frozenset[OpId]
-    """Failed ops that must never run again, not even in a replay."""
+    record: Mapping[str, Any]  # record of the cycle (`cycle_record`)
+    counted: Mapping[str, float]  # increments of the pool's totals (`counted_cycle`)
+    crashed: frozenset[OpId]  # failed ops that must never run again, not even in a replay
     saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
-    opened: Mapping[OpId, int]
-    """Open passes, each with the number of its tokens that have run."""
-    device_s: Mapping[OpId, float]
-    """Compute time of each op in s; for open passes, so far."""
-    history: Mapping[OpId, HistoryEntry]
-    """Entries that ops add to the histories of their runs."""
-    ended: tuple[RunId, ...]
-    """Runs whose last save failed."""
-    is_exact: bool
-    """Same as `StepRun.is_exact`."""
+    opened: Mapping[OpId, int]  # open passes, each with the number of its tokens that have run
+    device_s: Mapping[OpId, float]  # compute time of each op in s; for open passes, so far
+    history: Mapping[OpId, HistoryEntry]  # entries that ops add to the histories of their runs
+    ended: tuple[RunId, ...]  # runs whose last save failed
+    is_exact: bool  # same as `StepRun.is_exact`
 
 
 def commit_of(

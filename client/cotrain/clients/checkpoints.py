@@ -1,7 +1,5 @@
 """Operations on the checkpoints of an account: upload, list, copy, download and interpolate."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -5,8 +5,6 @@ server then runs a backward of cross-entropy, `-sum(weight * logprob)`, with the
 weights. By the chain rule, its gradient is that of the custom loss. Only this module needs torch.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module

@@ -1,7 +1,5 @@
 """RestClient: runs, checkpoints, sessions, usage and webhook of an account. It opens no session."""
 
-from __future__ import annotations
-
 from collections.abc import Coroutine, Sequence
 from datetime import date, datetime
 from typing import Any, Literal, TypeVar

@@ -1,7 +1,5 @@
 """Requests of a `RestClient`: their paths, their bodies, and their responses. They open no session."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from base64 import urlsafe_b64decode

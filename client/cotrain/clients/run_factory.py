@@ -1,7 +1,5 @@
 """Factory of the runs of one session: new runs, and runs that continue from a checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, field
 from typing import Any

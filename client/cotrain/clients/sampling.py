@@ -1,8 +1,4 @@
-"""SamplingClient: continues and scores prompts with weights that never change.
-
-`SamplerHandle` identifies a sampler as a string for other processes. `Samplers` creates the sampling
-clients of one session.
-"""
+"""SamplingClient: continues and scores prompts with weights that never change."""
 
 from __future__ import annotations
 

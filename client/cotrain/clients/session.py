@@ -1,7 +1,5 @@
 """Session of one client: opened on first use, kept active by heartbeats, finished once."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from contextlib import suppress

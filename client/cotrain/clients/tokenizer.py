@@ -1,7 +1,5 @@
 """Tokenizer of a base model: the server's, or the hub's if the server provides none."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path

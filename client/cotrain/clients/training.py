@@ -1,7 +1,4 @@
-"""TrainingClient: one run. The server executes its requests in the order of these calls.
-
-`TrainOutput` is the result of `TrainingClient.train`, one forward_backward and its optim_step.
-"""
+"""TrainingClient: one run. The server executes its requests in the order of these calls."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ A program written for the hosted SDK gets that reason instead of a bare TypeErro
 accepted if its value has no effect. Type checkers and `help()` do not show these arguments.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar

@@ -1,7 +1,5 @@
 """Commands `cotrain checkpoints …`: list, publish, expire and delete checkpoints."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

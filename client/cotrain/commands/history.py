@@ -4,8 +4,6 @@ The export writes files for TensorBoard, Weights & Biases or trackio. None of th
 each is imported on use.
 """
 
-from __future__ import annotations
-
 import csv
 import sys
 from collections.abc import Callable, Sequence

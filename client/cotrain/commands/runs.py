@@ -1,7 +1,5 @@
 """Commands `cotrain runs …`: list, show and end runs, edit note and tags. Command `cotrain models`: base models."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

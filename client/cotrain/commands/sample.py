@@ -3,8 +3,6 @@
 The server's tokenizer converts text, so the client needs none.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Generator, Sequence

@@ -4,8 +4,6 @@ Also calls outside the training protocol: the server's status, and its endpoints
 session, no thread and no retries, and the status needs no key.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Command `cotrain top`: live view of pools, cycles, queues and tenants."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

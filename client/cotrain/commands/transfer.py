@@ -1,7 +1,5 @@
 """Commands `cotrain download`, `export` and `upload`: checkpoints to files, and files to checkpoints."""
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

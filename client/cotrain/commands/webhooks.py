@@ -1,7 +1,5 @@
 """Commands `cotrain webhooks …`: delivery of an account's events to a URL."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -4,8 +4,6 @@ A cotrain server receives a pass in one request, so that it adds the whole gradi
 the protocol publish a request size limit, and each request succeeds or fails separately.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from cotrain.errors import UnsupportedInput

@@ -1,10 +1,4 @@
-"""Connection of one client to one server: the key, the thread, the HTTP calls.
-
-`BackgroundLoop` is the thread, with its own event loop, that runs all network traffic of a client. So callers
-may be plain threads or any event loops, and a slow training loop delays no heartbeat.
-"""
-
-from __future__ import annotations
+"""Connection of one client to one server: the key, the thread, the HTTP calls."""
 
 import asyncio
 import atexit
@@ -44,7 +38,11 @@ def check_not_forked(pid: int) -> None:
 
 
 class BackgroundLoop:
-    """A daemon thread that runs an event loop until `close`."""
+    """A daemon thread that runs an event loop until `close`.
+
+    It runs all network traffic of a client. So callers may be plain threads or any event loops,
+    and a slow training loop delays no heartbeat.
+    """
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()

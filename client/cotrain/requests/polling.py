@@ -1,9 +1,4 @@
-"""Polling for results: long polls of single requests, and batch polls of all samples of a sampler.
-
-`SampleRequests` limits the concurrent HTTP calls of sampling.
-"""
-
-from __future__ import annotations
+"""Polling for results: long polls of single requests, and batch polls of all samples of a sampler."""
 
 import asyncio
 import json

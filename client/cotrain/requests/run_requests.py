@@ -1,7 +1,5 @@
 """Ordered requests of one run. Each request gets its `seq_id` when it is created, also if it later fails."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import logging

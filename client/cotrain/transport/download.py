@@ -2,11 +2,7 @@
 
 A partial download is stored in the target's folder. Its name contains the server's name for exactly these
 bytes (`ETag`). So another process can resume it too, and bytes of different files are never mixed.
-
-`UploadArchive` is an adapter as the bytes of one archive, read from disk while they are sent.
 """
-
-from __future__ import annotations
 
 import asyncio
 import re

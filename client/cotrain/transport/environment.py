@@ -4,8 +4,6 @@ httpx reads the same variables, but reports an unreadable value without naming t
 supports no networks in NO_PROXY, which container tools and VPNs write there.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from collections.abc import Iterable

@@ -11,8 +11,6 @@ If the caller's program traces with OpenTelemetry, requests carry the caller's s
 makes its spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -5,8 +5,6 @@ the wait ends. Otherwise it is logged to the logger `cotrain` as INFO, once a mi
 COTRAIN_PROGRESS=0 turns it off.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

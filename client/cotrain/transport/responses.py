@@ -1,7 +1,5 @@
 """Parsing of HTTP responses: messages of the protocol, rejections, and responses of intermediaries."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -6,8 +6,6 @@ server has responded before; otherwise the address is wrong. A server that has r
 come back. One that never has is probably at another address, and gets seconds.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -1,7 +1,5 @@
 """Messages of the operator's API `/api/v1/admin/…`. Times are seconds since 1970."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StringConstraints

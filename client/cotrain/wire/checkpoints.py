@@ -3,8 +3,6 @@
 The limits here are those of the message format; the server checks names, expiry and ownership of a path.
 """
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 

@@ -1,7 +1,5 @@
 """Base classes and field types of all JSON messages."""
 
-from __future__ import annotations
-
 import reprlib
 import warnings
 from typing import Annotated, Any, ClassVar, Self, TypeVar

@@ -3,8 +3,6 @@
 Times are UTC. On the wire, metadata values are texts; other values that a client stored are shown as JSON.
 """
 
-from __future__ import annotations
-
 from datetime import datetime  # pydantic reads it at run time
 from typing import Annotated, Literal
 

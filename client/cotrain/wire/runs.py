@@ -4,8 +4,6 @@ Requests ignore unknown fields, because SDKs of several versions send them. The 
 of single futures, and the two extensions of the `mint` SDK with its field names.
 """
 
-from __future__ import annotations
-
 from math import inf
 from typing import Annotated, Any, Literal, Never, Self
 

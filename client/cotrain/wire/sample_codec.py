@@ -1,7 +1,5 @@
 """Parser of binary sample results, and conversion to JSON; without NumPy."""
 
-from __future__ import annotations
-
 from math import isnan
 from typing import Literal
 

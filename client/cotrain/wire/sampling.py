@@ -4,8 +4,6 @@ The limits here are those of the message format; the server checks limits of bas
 are exported by `cotrain.types`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field

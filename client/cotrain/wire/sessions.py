@@ -1,7 +1,5 @@
 """JSON messages of a session: configuration, creation, heartbeats and end."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import Field

@@ -6,8 +6,6 @@ GET fleet: for each pool, the required number of workers and the state of the ru
 autoscalers.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from cotrain.wire.model import WireModel

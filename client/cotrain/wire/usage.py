@@ -1,7 +1,5 @@
 """Messages of usage by hour and by run, of the audit log, and of webhooks. This server has no prices."""
 
-from __future__ import annotations
-
 from datetime import datetime  # pydantic reads it at run time
 from typing import Annotated, Literal
 

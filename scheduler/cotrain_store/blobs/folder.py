@@ -4,8 +4,6 @@ The module also has the rules for all files: names durable after a power cut, an
 errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,10 +1,6 @@
 """Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by
 range.
-
-`Failures` counts each failure of the object store, and logs at most one every LOG_EVERY_S.
 """
-
-from __future__ import annotations
 
 import errno
 import io

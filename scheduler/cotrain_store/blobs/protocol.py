@@ -1,7 +1,5 @@
 """Protocol of the storage for bytes too large for Redis: atomic puts, reads by name."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The API parses the adapter's configuration and the names and shapes of its tenso
 its base model and scales the values.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 
@@ -27,10 +25,8 @@ class PeftModule:
     Of experts the path of a parameter, `model.layers.0.mlp.experts.gate_up_proj`, of one expert's module,
     `model.layers.0.mlp.experts.5.gate_proj`, or Tinker's name, `model.layers.0.mlp.experts.w1`.
     """
-    a: str
-    """Name of the tensor `[rank, inputs]`; `rank` is at most that of the run."""
-    b: str
-    """Name of the tensor `[outputs, rank]`."""
+    a: str  # name of the tensor `[rank, inputs]`; `rank` is at most that of the run
+    b: str  # name of the tensor `[outputs, rank]`
     scale: float
     in_halves: bool = False
     """True if the first half of the ranks is of the experts' gate, and the second of their up."""

@@ -3,8 +3,6 @@
 The API decodes a body once to check it, and the worker once to run it. The scheduler never does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod

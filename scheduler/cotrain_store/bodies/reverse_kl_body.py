@@ -3,8 +3,6 @@
 A body is the length of a JSON text, the text with the settings, then the arrays of all datums in binary.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping, Sequence
@@ -44,8 +42,7 @@ class KlArrays:
 class ReverseKlBody:
     """Decoded reverse-KL request."""
 
-    reference: WeightsRef | None
-    """Weights of the reference; None: the base model alone."""
+    reference: WeightsRef | None  # weights of the reference; None: the base model alone
     temperature: float
     datums: tuple[KlArrays, ...]
 

@@ -4,8 +4,6 @@ In a body, settings are JSON, and long arrays are binary. A prompt of 32,000 tok
 is decoded in microseconds.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Sequence
@@ -28,11 +26,9 @@ class SampleBody:
 
     prompt: tuple[int, ...]
     num_samples: int
-    max_tokens: int | None
-    """Maximum number of tokens; None: as many as the context holds."""
+    max_tokens: int | None  # maximum number of tokens; None: as many as the context holds
     temperature: float
-    top_k: int
-    """Number of likeliest tokens to sample from; -1: off."""
+    top_k: int  # number of likeliest tokens to sample from; -1: off
     top_p: float
     seed: int | None
     """Random seed; None: derived from the request id, so that a re-run gives the same tokens."""

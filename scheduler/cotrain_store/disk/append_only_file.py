@@ -4,8 +4,6 @@ A file system may write a file's new length before its new bytes. Such zeros wer
 acknowledged write is among them. Redis cuts an incomplete last command, but rejects a file that ends in zeros.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -32,8 +30,7 @@ class Cut:
 
     file: Path
     zero_bytes: int
-    kept: Path
-    """Copy of the original file."""
+    kept: Path  # copy of the original file
 
 
 def cut_zeros(binary: Path, folder: Path) -> Cut | None:

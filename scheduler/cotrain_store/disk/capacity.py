@@ -2,8 +2,6 @@
 is accepted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

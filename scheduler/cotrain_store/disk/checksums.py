@@ -6,8 +6,6 @@ SHA256SUMS` checks a folder as well. Files without it are not used, because a da
 No Redis is imported here, because the replay tool reads checkpoints without it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Mapping

@@ -4,8 +4,6 @@ A store has no locks, so an unreferenced object is deleted only after `OBJECTS_R
 of a file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -4,8 +4,6 @@ A host's time of day jumps: it is set, the host sleeps, a virtual machine resume
 date of a file or of an object in a store therefore does not show its age.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 #: Age in s after which an unreferenced file may be deleted. A younger one may get a reference soon.

@@ -1,7 +1,5 @@
 """Results as Redis values: small ones whole, large ones as a reference into the spool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ fdatasync (group commit): 64 KB bodies are 36 times faster than as Redis values 
 A writer holds a lock on each segment that it may still extend, or whose references are not accepted
 yet (`Spool.settle`). A locked segment is never swept, whatever its age. The end of a process
 releases its locks.
-
-`SpoolReferences` reads the references to segments, and closes segments to new references.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Redis keys of a pool, its workers and the scheduler, and the common prefix of a pool's keys.
-
-`cycle_counts` and `sample_counts` return the fields of a minute's hash, for the charts of the last
-hour.
-"""
-
-from __future__ import annotations
+"""Redis keys of a pool, its workers and the scheduler, and the common prefix of a pool's keys."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 The module also has the keys of the store's clock and of the keys that it expires.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cotrain_store.messages.ids import RequestId, TenantId

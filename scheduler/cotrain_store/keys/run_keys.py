@@ -1,7 +1,5 @@
 """Redis keys of runs, of their logs and queues, of samplers and of sample requests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, SamplerId, TenantId, WorkerId

@@ -4,8 +4,6 @@ The module also has the keys of webhooks and their undelivered events, and the k
 tenant's hourly usage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId

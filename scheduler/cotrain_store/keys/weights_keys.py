@@ -1,7 +1,5 @@
 """Redis keys of weights, and of the checkpoints that name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WeightsRef, WorkerId

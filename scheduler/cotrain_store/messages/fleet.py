@@ -5,8 +5,6 @@ process shows it, and the next scheduler continues from it. Times are those of h
 1970.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,8 +29,7 @@ class WorkerHeartbeat:
     seen_at: float
     restored_ops: int = 0
     samples_running: int = 0
-    samples_waiting: int = 0
-    """Sample requests that are claimed and not yet in the decoder's batch."""
+    samples_waiting: int = 0  # sample requests that are claimed and not yet in the decoder's batch
     sample_tokens_per_s: float = 0.0
     """Recent token rate of sample requests while some ran, prompts included; 0 if not yet
     measured.
@@ -41,15 +38,13 @@ class WorkerHeartbeat:
     """Token limit of one pass of the base model by memory; lower than configured after memory ran
     out.
     """
-    halvings: int = 0
-    """Number of times that memory ran out and halved `safe_tokens`."""
+    halvings: int = 0  # number of times that memory ran out and halved `safe_tokens`
     lora: str = ""
     """Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg."""
     lora_fallback: str = ""
     """Reason why `lora` is not the fastest implementation for a GPU; empty if it is."""
     host: str = ""
-    parked_runs: int = 0
-    """Number of `runs` whose adapters are offloaded to host memory."""
+    parked_runs: int = 0  # number of `runs` whose adapters are offloaded to host memory
     is_handing_over: bool = False
     """The worker is draining to another worker or shutting down; the scheduler plans nothing for
     it.
@@ -60,8 +55,7 @@ class WorkerHeartbeat:
     """Phase (train, optim, sample, idle) → s since the process started; the sum is that time."""
     duty: dict[str, float] = field(default_factory=dict)
     """Phase → its share of the last minute; the sum is 1."""
-    device_memory_bytes: int = 0
-    """Memory in use on the device, by any process; 0 on a CPU."""
+    device_memory_bytes: int = 0  # memory in use on the device, by any process; 0 on a CPU
     device_memory_limit_bytes: int = 0
     kv_cache_ratio: float | None = None
     """Share of the pages for keys and values that sequences hold; None if another server
@@ -71,14 +65,11 @@ class WorkerHeartbeat:
     """Location in memory (device, host) → number of adapters."""
     adapter_bytes: dict[str, int] = field(default_factory=dict)
     """Location in memory → bytes of its adapters."""
-    adapter_limit_bytes: int = 0
-    """Limit of the adapters on the device; 0 for no limit."""
-    unstored_bytes: int = 0
-    """Bytes of saved weights that are not on disk yet."""
+    adapter_limit_bytes: int = 0  # limit of the adapters on the device; 0 for no limit
+    unstored_bytes: int = 0  # bytes of saved weights that are not on disk yet
     snapshot_age_s: float = 0.0
     """Training that no recovery copy holds, in s of computing, for the run with the most."""
-    snapshot_due_s: float = 0.0
-    """At how much of it a copy of that run is due."""
+    snapshot_due_s: float = 0.0  # at how much of it a copy of that run is due
     restoring: dict[str, int] | None = None
     """Progress of the runs that it restores from their logs now: `runs_done`, `runs`, `ops_done`, `ops`.
     None: it restores none."""
@@ -116,12 +107,9 @@ class WorkerSlot:
     """One worker id of a pool. Later processes may use the same id."""
 
     worker: WorkerId
-    epoch: int
-    """Epoch of the newest process."""
-    heartbeat: WorkerHeartbeat | None
-    """None while no process has this id."""
-    open_steps: int = 0
-    """Number of steps that are planned for it and not yet committed."""
+    epoch: int  # epoch of the newest process
+    heartbeat: WorkerHeartbeat | None  # None while no process has this id
+    open_steps: int = 0  # number of steps that are planned for it and not yet committed
 
 
 @dataclass(frozen=True)
@@ -152,11 +140,9 @@ LEAST_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 class Pause:
     """Start and reason of a pause of a tenant or a run."""
 
-    since: float
-    """In s since 1970."""
+    since: float  # in s since 1970
     reason: str = ""
-    tenant: TenantId | None = None
-    """Tenant of a paused run."""
+    tenant: TenantId | None = None  # tenant of a paused run
 
     def notice(self, what: str) -> str:
         """Return the reason shown to waiting clients; `what` is "tenant" or "run"."""
@@ -198,12 +184,9 @@ STALE_S = 30.0
 class Bounds:
     """Limits of the operator on the number of workers of each pool."""
 
-    least: int = 1
-    """0: a pool without work has no worker."""
-    most: int = 0
-    """0: no limit."""
-    idle_s: float = 900.0
-    """Idle time after which the last worker of a pool may stop."""
+    least: int = 1  # 0: a pool without work has no worker
+    most: int = 0  # 0: no limit
+    idle_s: float = 900.0  # idle time after which the last worker of a pool may stop
 
     def within(self, workers: int) -> int:
         """Return the number of workers, limited to the bounds."""
@@ -225,13 +208,10 @@ class Scaling:
     """Number of workers wanted for a pool, and the inputs of that decision."""
 
     wanted: int
-    at: float
-    """Time of the decision."""
-    busy_at: float
-    """Time when the pool last had work."""
+    at: float  # time of the decision
+    busy_at: float  # time when the pool last had work
     bounds: Bounds = field(default_factory=Bounds)
-    spans: tuple[Span, ...] = ()
-    """Spans of the last DOWN_AFTER_S, oldest first."""
+    spans: tuple[Span, ...] = ()  # spans of the last DOWN_AFTER_S, oldest first
     waiting_tokens: Mapping[WorkerId, int] = field(default_factory=dict)
     """Tokens waiting for each worker at the scheduler's last plan."""
 

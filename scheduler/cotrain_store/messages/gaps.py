@@ -2,8 +2,6 @@
 it.
 """
 
-from __future__ import annotations
-
 import math
 
 from cotrain_store.keys import run_keys

@@ -4,8 +4,6 @@ Ids are strings that a client sees; some contain the id of their parent. Message
 the next version.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields

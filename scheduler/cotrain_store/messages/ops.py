@@ -62,13 +62,10 @@ class QueuedOp:
     seq: int
     kind: OpKind
     tokens: int
-    ref: str
-    """Location of the body: `inline` (with the op, in Redis) or a spool reference."""
-    size: int
-    """Bytes of the body."""
+    ref: str  # location of the body: `inline` (with the op, in Redis) or a spool reference
+    size: int  # bytes of the body
     accepted_at: float
-    trace: str = ""
-    """Span of its request, as a `traceparent`, if the request is traced."""
+    trace: str = ""  # span of its request, as a `traceparent`, if the request is traced
 
     def envelope(self) -> str:
         """Return the value stored in the log under this seq; the scripts read its first and last
@@ -123,8 +120,7 @@ class Step:
     """Time on the worker after which its divided passes stop. The default applies to plans of older
     schedulers.
     """
-    trace: str = ""
-    """Span of its plan, as a `traceparent`, if one of its ops is traced."""
+    trace: str = ""  # span of its plan, as a `traceparent`, if one of its ops is traced
 
     @classmethod
     def parse(cls, text: str | bytes) -> Step:
@@ -203,18 +199,12 @@ class PoolView:
 
     number: int
     """Number for the next read. It is lower than the requested number if Redis has lost data."""
-    queues: Sequence[RunQueue]
-    """Requested and changed queues; empty if the run has no runnable op."""
-    is_complete: bool
-    """False if there are further changes after `number`."""
-    ready: int
-    """Total number of runnable runs."""
-    cycle: int
-    """Number of the last cycle; 0 before the first."""
-    slots: Sequence[WorkerSlot]
-    """Worker ids of the pool, including those without a current process."""
-    moves: Sequence[Move]
-    """Moves that are requested and not done yet."""
+    queues: Sequence[RunQueue]  # requested and changed queues; empty if the run has no runnable op
+    is_complete: bool  # False if there are further changes after `number`
+    ready: int  # total number of runnable runs
+    cycle: int  # number of the last cycle; 0 before the first
+    slots: Sequence[WorkerSlot]  # worker ids of the pool, including those without a current process
+    moves: Sequence[Move]  # moves that are requested and not done yet
 
 
 @dataclass(frozen=True)

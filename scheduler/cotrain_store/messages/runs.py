@@ -1,7 +1,5 @@
 """Records of runs, tenants, sessions and pools, and the points of a run's history."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -38,8 +36,7 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
-    per_expert: bool = False
-    """True if each expert of a layer has both matrices, as in some uploads."""
+    per_expert: bool = False  # True if each expert of a layer has both matrices, as in some uploads
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ class RunRecord:
     last_request_at: float | None = None
     weights_epoch: int = 0
     """Number of times that the server lost the newest state and continued from a checkpoint."""
-    rolled_back_to: str = ""
-    """Path of the last such checkpoint."""
+    rolled_back_to: str = ""  # path of the last such checkpoint
     note: str = ""
     tags: tuple[str, ...] = ()
 
@@ -78,8 +74,7 @@ class Tenant:
     """Tenant: the unit of isolation and billing, and the owner of every record."""
 
     id: TenantId
-    name: str
-    """Id of the API key that the request presented."""
+    name: str  # id of the API key that the request presented
     key_id: str = ""
     role: Role = "member"
 
@@ -159,8 +154,7 @@ POINT = struct.Struct("<IIQdddddQQIdddddd")
 class PassEntry:
     """Contribution of a finished pass to its run's history."""
 
-    loss: float
-    """`loss:sum` of its result."""
+    loss: float  # `loss:sum` of its result
     weight: float
     is_forward: bool
     """True for an evaluation: a pass without a gradient."""

@@ -1,7 +1,5 @@
 """Records of samplers, usage of sample requests, and the parser of their ids."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,10 +16,8 @@ class SamplerRecord:
     session: SessionId
     pool: PoolId
     base_model: str
-    model_path: str | None
-    """Path that it was made from, as the client wrote it."""
-    weights: WeightsRef | None
-    """None for the base model alone."""
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
     ephemeral: bool
     """True if a save without a name made it: only this sampler refers to its weights."""
     created_at: float

@@ -1,7 +1,5 @@
 """Requests of saves and loads, and the records of weights and checkpoints."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass, field
@@ -35,22 +33,18 @@ class WeightsRecord:
     run: RunId
     tenant: TenantId
     pool: PoolId
-    worker: WorkerId
-    """Worker that made the copy, and that alone has it until it is stored."""
+    worker: WorkerId  # worker that made the copy, and that alone has it until it is stored
     base_model: str
     lora: LoraSpec
     created_at: float
-    digest: str = ""
-    """Name of the folder with the copy; empty until that is durable."""
-    size: int = 0
-    """Bytes of all its files."""
+    digest: str = ""  # name of the folder with the copy; empty until that is durable
+    size: int = 0  # bytes of all its files
     optimizer_digest: str = ""
     """Name of the file with the optimizer state; empty until that is durable, and if there is
     none.
     """
     has_optimizer: bool = False
-    external: bool = False
-    """True if it has encrypted files of its own in `external_folder(ref)`."""
+    external: bool = False  # True if it has encrypted files of its own in `external_folder(ref)`
 
 
 @dataclass(frozen=True)
@@ -66,10 +60,8 @@ class CheckpointRecord:
     created_at: float
     expires_at: float | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
-    public: bool = False
-    """True if every tenant may read it."""
-    size: int = 0
-    """Bytes of its files."""
+    public: bool = False  # True if every tenant may read it
+    size: int = 0  # bytes of its files
 
     @property
     def path(self) -> str:
@@ -104,8 +96,7 @@ class SaveRequest:
     """
     answer: dict[str, Any] = field(default_factory=dict)
     """Fields added to the result of the save; they override its own fields."""
-    last: bool = False
-    """The run ends when this is stored."""
+    last: bool = False  # the run ends when this is stored
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -127,14 +118,10 @@ class LoadSource:
 class LoadRequest:
     """Body of a LOAD op. Its weights are stored and kept while the log needs them."""
 
-    path: str
-    """Path as the client wrote it, named in the result."""
-    sources: tuple[LoadSource, ...]
-    """One source, or several to be added."""
-    optimizer: bool
-    """Load the optimizer state, too; otherwise it starts at zero."""
-    lora: LoraSpec | None = None
-    """Set at seq 0: the op creates the run with this adapter."""
+    path: str  # path as the client wrote it, named in the result
+    sources: tuple[LoadSource, ...]  # one source, or several to be added
+    optimizer: bool  # load the optimizer state, too; otherwise it starts at zero
+    lora: LoraSpec | None = None  # set at seq 0: the op creates the run with this adapter
 
     @classmethod
     def parse(cls, body: bytes) -> Self:
@@ -154,7 +141,5 @@ class SaveRecords:
 
     weights: WeightsRecord
     user: CheckpointRecord | SamplerRecord
-    overwrite: bool = False
-    """Copied from the request."""
-    last: bool = False
-    """Copied from the request."""
+    overwrite: bool = False  # copied from the request
+    last: bool = False  # copied from the request

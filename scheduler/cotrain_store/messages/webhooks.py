@@ -1,7 +1,5 @@
 """Events of webhooks that are due, and the outcomes of their delivery."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -28,6 +26,5 @@ class DueEvent:
     secret: str
     id: str
     body: bytes
-    attempts: int
-    """Number of earlier attempts."""
+    attempts: int  # number of earlier attempts
     age_s: float

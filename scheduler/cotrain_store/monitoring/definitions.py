@@ -4,8 +4,6 @@ Metrics have base units (seconds, bytes). Counters end in `_total`. No label is 
 of process exports a name, so a sum over processes counts nothing twice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ Every view is a function of this: status, metrics, autoscaler, readiness and pag
 pool is read by one pipeline and the script of its queues, so pools may differ by milliseconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -32,8 +30,7 @@ class QueueStatus:
     tenant: TenantId
     ops: int
     tokens: int
-    bytes: int
-    """Bytes of the ops."""
+    bytes: int  # bytes of the ops
     samples_waiting: int = 0
     samples_running: int = 0
 
@@ -49,8 +46,7 @@ class WorkerStatus:
     """One worker id of a pool, with or without a live process."""
 
     id: WorkerId
-    heartbeat: WorkerHeartbeat | None
-    """None without a live process."""
+    heartbeat: WorkerHeartbeat | None  # None without a live process
     open_steps: int
     drain_asked_at: float | None
     """Time when the operator requested its drain, in s since 1970."""
@@ -72,14 +68,11 @@ class PoolStatus:
     oldest_ready_s: float = 0.0
     oldest_gap_s: float = 0.0
     counters: Mapping[str, float] = field(default_factory=dict)
-    weights: int = 0
-    """Number of saved weights with a record."""
-    ready_runs: int = 0
-    """Number of runs with a request that can run."""
+    weights: int = 0  # number of saved weights with a record
+    ready_runs: int = 0  # number of runs with a request that can run
     scaling: Scaling | None = None
     """Last decision of the scheduler on the number of workers; None before the first one."""
-    paused: frozenset[TenantId] = frozenset()
-    """Paused tenants."""
+    paused: frozenset[TenantId] = frozenset()  # paused tenants
 
     @property
     def workers(self) -> tuple[WorkerHeartbeat, ...]:
@@ -172,10 +165,8 @@ class RedisStatus:
     aof_bytes: int
     aof_last_write_ok: bool
     memory_bytes: int
-    memory_limit_bytes: int = 0
-    """0 for no limit."""
-    is_replica: bool = False
-    """True: it takes no writes."""
+    memory_limit_bytes: int = 0  # 0 for no limit
+    is_replica: bool = False  # True: it takes no writes
     saves: bool = True
     """False if it is set to write snapshots and the last one failed: it takes no writes then."""
 
@@ -186,10 +177,8 @@ class Fleet:
 
     pools: tuple[PoolStatus, ...]
     redis: RedisStatus
-    has_scheduler: bool
-    """True if a scheduler holds the lease."""
-    scheduler_epoch: int
-    """Fencing number of the newest scheduler."""
+    has_scheduler: bool  # True if a scheduler holds the lease
+    scheduler_epoch: int  # fencing number of the newest scheduler
 
     def unserved(self, base_models: Iterable[str]) -> list[str]:
         """Return the base models without a pool: no worker has served them yet."""

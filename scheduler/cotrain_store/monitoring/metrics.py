@@ -7,8 +7,6 @@ An update takes about 1 µs, cheap enough for every request and every cycle. Any
 * `WorkerMetrics` holds the metrics of one worker with its labels.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from bisect import bisect_left

@@ -4,8 +4,6 @@ It is off by default. A scrape only reads and takes about a millisecond, while t
 continues.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

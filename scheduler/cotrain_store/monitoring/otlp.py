@@ -4,8 +4,6 @@ Spans are queued, and a thread sends many at once. If the queue is full, a span 
 or unreachable collector therefore never delays the traced code.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

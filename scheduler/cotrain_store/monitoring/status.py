@@ -1,7 +1,5 @@
 """Reader of cycle records, the newest ops of a run, and the last hour of a pool, for pages."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import defaultdict
@@ -90,8 +88,7 @@ class LoggedOp:
     accepted_at: float | None
     result: ResultKind | None
     """Kind of its result; None if the op is not done or the result has expired."""
-    error: str
-    """Error message; empty if it did not fail."""
+    error: str  # error message; empty if it did not fail
 
 
 async def newest_ops(

@@ -4,8 +4,6 @@ If `OTEL_EXPORTER_OTLP_ENDPOINT` is set, spans go to a collector (`otlp.py`). Ac
 of W3C's header `traceparent`, 55 characters; "" is no span.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any

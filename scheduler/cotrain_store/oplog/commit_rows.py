@@ -1,7 +1,5 @@
 """Arguments of `commit.lua`: each op of a step with its result, and the records of its saves."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,18 +28,13 @@ class OpRow:
     seq: int
     tenant: TenantId
     tokens: int
-    size: int
-    """Bytes of its body."""
-    ttl_ms: int
-    """Lifetime of its result."""
-    result_bytes: int
-    """Bytes of the whole result, in Redis or in a file."""
+    size: int  # bytes of its body
+    ttl_ms: int  # lifetime of its result
+    result_bytes: int  # bytes of the whole result, in Redis or in a file
     released: str | None
     """Location of the body that is not needed any more: `inline` or a spool segment."""
-    envelope: str | None
-    """New envelope of the op in the log, if it changes."""
-    found: HistoryEntry | None
-    """Entry that it adds to the history of its run."""
+    envelope: str | None  # new envelope of the op in the log, if it changes
+    found: HistoryEntry | None  # entry that it adds to the history of its run
     replaces_state: bool
     """True if earlier passes without an optimizer step are dropped from the history."""
 
@@ -53,10 +46,8 @@ class PutBack:
     run: RunId
     seq: int
     tenant: TenantId
-    begun: int
-    """Executed tokens of the first op; 0 if it is not open in its worker."""
-    waits_since_ms: int
-    """Time when that op was accepted."""
+    begun: int  # executed tokens of the first op; 0 if it is not open in its worker
+    waits_since_ms: int  # time when that op was accepted
 
 
 @dataclass(frozen=True)
@@ -75,11 +66,9 @@ class Commit:
     counted: Mapping[str, float]
     used: Mapping[str, Mapping[str, float]]
     """Usage of runs, by the keys and fields of their tenants' hours."""
-    minute: str
-    """Key of the hash with the counts of this minute."""
+    minute: str  # key of the hash with the counts of this minute
     minute_counts: Mapping[str, float]
-    time_s: float
-    """Time by the clock of this host."""
+    time_s: float  # time by the clock of this host
     failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
     """State of a run → result of an op that returns to the run and cannot run any more."""
     failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS

@@ -3,8 +3,6 @@
 Only the holder of the newest epoch may write. An older scheduler gets Fenced and stands by.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence

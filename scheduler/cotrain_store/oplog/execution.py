@@ -2,12 +2,7 @@
 
 It is synchronous, like the worker's engine. The worker's epoch fences every write: a worker that
 was paused while another took over gets Fenced and must exit.
-
-`CrashCounts` records the parts of steps during which processes crashed, for the next process. The
-name of a part of a step begins with its first request.
 """
-
-from __future__ import annotations
 
 import json
 import time
@@ -49,7 +44,11 @@ from cotrain_store.weights.saved_weights import SweepLease
 
 
 class CrashCounts:
-    """Crash counts of the step parts of one pool."""
+    """Crash counts of the step parts of one pool.
+
+    It records the parts of steps during which processes crashed, for the next process. The name
+    of a part of a step begins with its first request.
+    """
 
     def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
         self._redis = connection

@@ -7,8 +7,6 @@ The function `refusal` converts a refusal of `submit.lua` to an exception. The f
 builds the record of an accepted op that will never run.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable, Sequence

@@ -12,8 +12,6 @@ go to any other worker. Without another worker nothing happens. A worker whose p
 the same, and removes itself from the list.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 Nothing here writes, so nothing is fenced.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping
@@ -46,12 +44,9 @@ class LogPosition:
     """Numerics of the workers that wrote the log since `snap` (`mixed` for several, empty for
     none). A replay by another worker may differ in the last bits.
     """
-    older_numerics_id: str
-    """Numerics of the workers that wrote the log since `older_snap`."""
-    weights_epoch: int
-    """Number of rollbacks of the run."""
-    rolled_back_to: str
-    """Path of the checkpoint of the last rollback; empty for none."""
+    older_numerics_id: str  # numerics of the workers that wrote the log since `older_snap`
+    weights_epoch: int  # number of rollbacks of the run
+    rolled_back_to: str  # path of the checkpoint of the last rollback; empty for none
 
 
 class RunLogs:

@@ -1,7 +1,5 @@
 """Arguments of `submit.lua`: one op of a run, its requirements, and the limits of its tenant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
@@ -23,16 +21,13 @@ class TenantLimits:
     tokens: int = 8_000_000
     bytes: int = 1_000_000_000
     runs: int = 1_000
-    unread_bytes: int = 2_000_000_000
-    """Bytes of results that were never fetched, in all pools."""
-    samplers: int = 10_000
-    """Number of samplers in all pools, including those of pending saves."""
+    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
+    samplers: int = 10_000  # number of samplers in all pools, including those of pending saves
     sampler_bytes: int = 100_000_000_000
     """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new
     ones.
     """
-    run_bytes: int = 0
-    """Bytes that live runs hold; 0 for `run_bytes.default_quota`."""
+    run_bytes: int = 0  # bytes that live runs hold; 0 for `run_bytes.default_quota`
     record_bytes: int = 200_000_000
     """Bytes of records of sessions and runs, which are kept permanently."""
     history_points: int = HISTORY_POINTS
@@ -46,8 +41,7 @@ class SubmittedOp:
     """One op in the format of the log."""
 
     digest: str
-    size: int
-    """Bytes of the body."""
+    size: int  # bytes of the body
     envelope: str | None = None
     """None if its body is not stored yet. The script then only checks whether it would accept the
     op.
@@ -62,16 +56,12 @@ class Submission:
 
     run: RunId
     tenant: TenantId
-    created_at: float
-    """Creation time of the run."""
-    record: str | None
-    """Record of the run, for the op that creates it."""
-    seq: int | None
-    """Seq of the client; None for an unnumbered op."""
+    created_at: float  # creation time of the run
+    record: str | None  # record of the run, for the op that creates it
+    seq: int | None  # seq of the client; None for an unnumbered op
     idempotency_key: str | None
     op: SubmittedOp
-    save: SubmittedOp | None
-    """Next op, accepted together with this one or not at all."""
+    save: SubmittedOp | None  # next op, accepted together with this one or not at all
     tokens: int
     uses: tuple[WeightsRef, ...]
     sampler: SamplerId | None

@@ -12,8 +12,6 @@ are for the Sentinels instead of Redis. TLS options apply to both.
 The pools connect to the master that the Sentinels report, and follow it when it changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,13 +37,10 @@ _OF_SENTINEL = "sentinel_"
 class RedisAddress:
     """A parsed address."""
 
-    url: str = field(repr=False)
-    """URL for redis-py; empty with Sentinels."""
-    replicas: int = 0
-    """Number of replicas that must have each write on disk."""
+    url: str = field(repr=False)  # URL for redis-py; empty with Sentinels
+    replicas: int = 0  # number of replicas that must have each write on disk
     sentinels: tuple[tuple[str, int], ...] = ()
-    service: str = ""
-    """Name of the master and its replicas in the Sentinels."""
+    service: str = ""  # name of the master and its replicas in the Sentinels
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     """Options of a connection to a Redis reported by Sentinels."""
     sentinel_options: dict[str, Any] = field(default_factory=dict, repr=False)

@@ -5,8 +5,6 @@ round trip, and of an fsync: with `appendfsync always`, Redis syncs once for all
 arrived together. A single request costs the same as without batching.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeAlias

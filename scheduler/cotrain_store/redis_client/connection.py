@@ -7,8 +7,6 @@ The store's clock starts at a time of day, and the leading scheduler advances it
 and of Redis, it never jumps, and it stops while no scheduler runs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable, Mapping

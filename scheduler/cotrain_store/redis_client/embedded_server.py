@@ -4,8 +4,6 @@ With these flags, an acknowledged write survives `kill -9` and a power cut. The 
 reliability §1.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ redis-py raises the error type of a reply's code. It has no type for some codes.
 error within a script is an `ERR` with the code in its text.
 """
 
-from __future__ import annotations
-
 import re
 
 from redis.connection import DefaultParser

@@ -6,8 +6,6 @@ write is not rolled back. Its caller gets a transient refusal, as with a full di
 write, which is idempotent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ Messages are lost while the subscription is down. After each (re)subscription th
 reload everything.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial

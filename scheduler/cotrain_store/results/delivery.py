@@ -10,8 +10,6 @@ Only the key that opened a session shortens the lifetime of its results. Another
 tenant may read them without removing them from the waiting client.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

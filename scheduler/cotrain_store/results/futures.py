@@ -4,8 +4,6 @@ A message can be lost while the subscription is down. Therefore a waiter registe
 second, every (re)subscription checks all waiters, and so does a slow sweep.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

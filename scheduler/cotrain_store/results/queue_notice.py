@@ -1,7 +1,5 @@
 """Notices for waiting requests: the position in the queue, and the expected time."""
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -25,8 +23,7 @@ class Backlog:
 
     tokens: Mapping[TenantId, int]
     """Tokens of training requests that were accepted and are not done."""
-    samples: Mapping[TenantId, int]
-    """Number of sample requests, waiting or running."""
+    samples: Mapping[TenantId, int]  # number of sample requests, waiting or running
     workers: int
     tokens_per_s: float
     policy: PlanPolicy = field(default_factory=PlanPolicy)

@@ -3,8 +3,6 @@
 Plain synchronous and fenced by the worker's epoch, as execution is.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time
@@ -36,19 +34,13 @@ class ClaimedSample:
     request: RequestId
     tenant: TenantId
     sampler: SamplerId
-    weights: WeightsRef | None
-    """None for the base model alone."""
-    body: SampleBody | None
-    """None if it is missing or cannot be read."""
+    weights: WeightsRef | None  # None for the base model alone
+    body: SampleBody | None  # None if it is missing or cannot be read
     accepted_at: float
-    starts: int
-    """Number of processes that crashed after they claimed it."""
-    deaths: int
-    """Number of processes that crashed while they ran only this request (`risk`)."""
-    tenant_weight: float = WEIGHT
-    """Weight of the tenant at the time of the claim."""
-    trace: str = ""
-    """Span of its request, as a `traceparent`, if the request is traced."""
+    starts: int  # number of processes that crashed after they claimed it
+    deaths: int  # number of processes that crashed while they ran only this request (`risk`)
+    tenant_weight: float = WEIGHT  # weight of the tenant at the time of the claim
+    trace: str = ""  # span of its request, as a `traceparent`, if the request is traced
 
 
 class SampleClaims:

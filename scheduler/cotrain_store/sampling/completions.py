@@ -6,8 +6,6 @@ same list. An entry is removed when the session's own key acknowledges its resul
 `DeliveryLog`), or after a day.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
@@ -43,8 +41,7 @@ class Completion:
 
     request: RequestId
     failed: bool
-    size: int
-    """Bytes of its result; 0 if unknown."""
+    size: int  # bytes of its result; 0 if unknown
 
 
 class Completions(ChannelSubscriber):

@@ -3,8 +3,6 @@
 A module of its own: the scheduler imports it, and must not import the codecs of request bodies with it.
 """
 
-from __future__ import annotations
-
 from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.results import Result
 

@@ -4,8 +4,6 @@ Sample requests are not part of a run's log: they change nothing, so each may ru
 order, and again after a crash.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable
@@ -33,8 +31,7 @@ class SampleLimits:
 
     requests: int = 4_096
     bytes: int = 256_000_000
-    unread_bytes: int = 2_000_000_000
-    """Bytes of results that were never fetched, in all pools."""
+    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
     tokens: int = 16_000_000
     """Tokens of prompts and of their longest samples (`token_limit`); a single request is always
     accepted.
@@ -48,27 +45,21 @@ class SampleSubmission:
     request: RequestId
     tenant: TenantId
     sampler: SamplerId
-    weights: WeightsRef
-    """Empty for the base model alone."""
+    weights: WeightsRef  # empty for the base model alone
     clone: str
     digest: str
-    size: int
-    """Bytes of the body."""
-    tokens: int
-    """Maximum number of tokens of the request."""
+    size: int  # bytes of the body
+    tokens: int  # maximum number of tokens of the request
     ref: str | None
     """None if its body is not stored yet. The script then only checks whether it would accept the
     request.
     """
-    segment: str | None
-    """Spool segment of the body; None if the body is an argument of the script."""
-    accepted_at: str
-    """Time in s, as text, because it is stored unchanged."""
+    segment: str | None  # spool segment of the body; None if the body is an argument of the script
+    accepted_at: str  # time in s, as text, because it is stored unchanged
     prefix: str
     idle_ms: int
     limits: SampleLimits
-    trace: str | None
-    """Span of its request, as a `traceparent`, if the request is traced."""
+    trace: str | None  # span of its request, as a `traceparent`, if the request is traced
     any_worker: str = run_keys.ANY_WORKER
 
 

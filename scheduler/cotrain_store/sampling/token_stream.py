@@ -4,8 +4,6 @@ Nothing is stored. A follower that subscribes late, or reads too slowly, has a g
 which the final result fills.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -29,8 +27,7 @@ class StreamedTokens:
     """Some new tokens of one sequence of a request."""
 
     sequence: int
-    before: int
-    """Number of earlier tokens of this sequence."""
+    before: int  # number of earlier tokens of this sequence
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 

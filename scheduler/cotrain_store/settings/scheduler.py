@@ -1,7 +1,5 @@
 """Settings of the scheduler."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Self
 

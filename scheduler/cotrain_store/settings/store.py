@@ -1,7 +1,5 @@
 """Settings shared by all processes. Each process adds its own, reads them once at start and passes them on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """Settings of a worker."""
 
-from __future__ import annotations
-
 import re
 from hashlib import sha256
 from pathlib import Path

@@ -8,8 +8,6 @@ tenant. A process never accepts a chosen key because of its entry in Redis.
 Only the SHA-256 of a key is stored.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json
@@ -50,8 +48,7 @@ class KeyRecord:
     name: str
     created_at: float
     not_after: float | None
-    prefix: str
-    """Beginning of the key, for people who hold several."""
+    prefix: str  # beginning of the key, for people who hold several
     role: Role = "member"
     in_settings: bool = False
     """True for a chosen key: it is in the server's settings, and can only be revoked there."""

@@ -2,8 +2,6 @@
 are kept.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -65,8 +63,7 @@ class AuditEvent(StrEnum):
 class Act:
     """An act in progress, already recorded in the log."""
 
-    is_done: bool = True
-    """Set to False by the caller if nothing changed."""
+    is_done: bool = True  # set to False by the caller if nothing changed
 
 
 class Audit:

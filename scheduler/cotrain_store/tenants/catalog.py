@@ -5,8 +5,6 @@ A page is cut by position (`offset`). Items added while a client pages shift the
 page then repeats the end of the previous one, and nothing is left out. Deletions shift items back.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -38,8 +36,7 @@ class RunEntry:
     """List entry of a run. For another tenant's run it has published checkpoints only."""
 
     run: RunRecord
-    last_checkpoint: CheckpointRecord | None
-    """Newest checkpoint of kind `weights`."""
+    last_checkpoint: CheckpointRecord | None  # newest checkpoint of kind `weights`
     last_sampler_checkpoint: CheckpointRecord | None
 
 

@@ -3,8 +3,6 @@
 The scheduler, workers and polls read these records.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping

@@ -3,8 +3,6 @@
 An id of another tenant and an unknown id give the same error, so that clients cannot probe for ids.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

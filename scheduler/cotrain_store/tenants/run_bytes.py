@@ -2,8 +2,6 @@
 deleted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -30,14 +28,10 @@ LARGEST_RUNS = 8
 class RunWeight:
     """Size of a run and its limits; all in bytes."""
 
-    bytes: int
-    """All bytes counted for the run."""
-    disk_bytes: int
-    """Bytes of its recovery copies."""
-    quota: int
-    """Limit of all runs of its tenant."""
-    free_bytes: int
-    """Free bytes of the disk, above the reserve."""
+    bytes: int  # all bytes counted for the run
+    disk_bytes: int  # bytes of its recovery copies
+    quota: int  # limit of all runs of its tenant
+    free_bytes: int  # free bytes of the disk, above the reserve
 
 
 def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:

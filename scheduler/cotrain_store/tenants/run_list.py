@@ -4,8 +4,6 @@ The cost of a page does not depend on the number of runs. Notes and tags can be 
 be filtered by them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,19 +29,14 @@ USAGE_HOURS = 24
 class RunPosition:
     """Progress of a run in its log, and its device time."""
 
-    accepted: int
-    """Seq of its newest op; -1 before the first."""
-    planned: int
-    """Seq of the newest planned op; -1 before the first."""
-    done: int
-    """Seq of the newest committed op; -1 before the first."""
+    accepted: int  # seq of its newest op; -1 before the first
+    planned: int  # seq of the newest planned op; -1 before the first
+    done: int  # seq of the newest committed op; -1 before the first
     ready_since_ms: float | None
     """Time since which its next op waits for planning; None if none waits."""
-    gap_since_ms: float | None
-    """Time since which ops wait for a missing one; None without a gap."""
+    gap_since_ms: float | None  # time since which ops wait for a missing one; None without a gap
     newest: HistoryPoint | None
-    device_s: float
-    """Device time in s in the last USAGE_HOURS."""
+    device_s: float  # device time in s in the last USAGE_HOURS
     worker: str
     failed: int = 0
     """Number of committed ops that failed."""
@@ -54,10 +47,8 @@ class RunPage:
     """Page of a list of runs, newest first."""
 
     runs: tuple[RunRecord, ...]
-    next_cursor: str
-    """Cursor of the next page; empty at the end."""
-    total_count: int
-    """Number of runs in the whole list, without the filter."""
+    next_cursor: str  # cursor of the next page; empty at the end
+    total_count: int  # number of runs in the whole list, without the filter
 
 
 class RunList:
@@ -176,10 +167,8 @@ LABELS_READ_AT_ONCE = 1_000
 class LabelQuery:
     """Filter for the labels of a run."""
 
-    tags: tuple[str, ...] = ()
-    """Tags that the run must all have."""
-    text: str = ""
-    """Words that must all occur in the note or a tag, case-insensitive."""
+    tags: tuple[str, ...] = ()  # tags that the run must all have
+    text: str = ""  # words that must all occur in the note or a tag, case-insensitive
 
     def matches(self, note: str, tags: Sequence[str]) -> bool:
         """Return True if a run with these labels matches."""

@@ -1,7 +1,5 @@
 """Owners of sessions: the API key that opened one, whose client alone says which results were read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from cotrain_store.keys import tenant_keys

@@ -31,10 +31,8 @@ class SessionEntry:
 
     cursor: Cursor
     record: SessionRecord
-    is_alive: bool
-    """True if its client sent a heartbeat within SESSION_HEARTBEAT_TTL_MS."""
-    failed_run: RunId | None
-    """Run of the session that the server stopped."""
+    is_alive: bool  # True if its client sent a heartbeat within SESSION_HEARTBEAT_TTL_MS
+    failed_run: RunId | None  # run of the session that the server stopped
     runs: tuple[RunId, ...] = ()
 
 

@@ -1,7 +1,5 @@
 """Hourly usage of tenants. This module only reads: the commits of workers write the counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal, TypeAlias, cast
@@ -25,13 +23,11 @@ HOUR = timedelta(hours=1)
 class UsageRow:
     """Amount of one kind that one run or sampler used in one hour."""
 
-    hour: datetime
-    """Start of the hour."""
+    hour: datetime  # start of the hour
     what: What
     base_model: str
     session: str
-    source: str
-    """Run or sampler."""
+    source: str  # run or sampler
     amount: float
 
 

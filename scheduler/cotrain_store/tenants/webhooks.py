@@ -5,8 +5,6 @@ one. One process delivers at a time, and its epoch fences its writes. An attempt
 outcome is repeated: delivery is at least once.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from base64 import b64encode

@@ -3,8 +3,6 @@
 Each change is one script, so that a checkpoint is in all lists or in none.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

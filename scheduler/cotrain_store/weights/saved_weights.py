@@ -4,8 +4,6 @@ All calls are synchronous and fenced by the worker's epoch, like `Execution`. A 
 that removes unreferenced objects from an object store.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

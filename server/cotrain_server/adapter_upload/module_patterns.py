@@ -3,8 +3,6 @@
 Python's `re` may run without end for a short pattern, and holds the interpreter's lock while it does.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

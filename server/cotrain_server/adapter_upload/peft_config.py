@@ -5,8 +5,6 @@ is refused, and the error names its key. Plain PEFT and the names of `tinker_coo
 supported.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,8 +113,7 @@ class _Config:
     ties_weights: bool
     targets: frozenset[str] | str | None
     """Names, a regular expression, or None if the tensor names determine the modules."""
-    parameters: tuple[str, ...]
-    """Endings of the paths of adapted parameters."""
+    parameters: tuple[str, ...]  # endings of the paths of adapted parameters
 
     def check_targets(self, tensor_by_module: Mapping[str, str]) -> None:
         """Raise Invalid for a tensor of a module that PEFT would not adapt."""

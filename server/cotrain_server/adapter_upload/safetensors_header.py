@@ -5,8 +5,6 @@ The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offset
 and the tensors' bytes. Every byte belongs to exactly one tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod

@@ -1,7 +1,5 @@
 """Strict parser of uploaded JSON: one object, unique names, limited depth, no extensions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Changes to tenants by the operator: limits, weights, pauses and API keys."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import AsyncExitStack

@@ -1,7 +1,5 @@
 """Tenants as shown to the operator: pending work, limits, usage and keys. Read only."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Actions of the operator on workers and single runs, with their audit entries."""
 
-from __future__ import annotations
-
 from cotrain_server.services import Services
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.oplog.moves import Drains, Moves

@@ -3,8 +3,6 @@
 API keys as `cotrain serve` is given them: on its command line, in a variable, in a file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Shared options of the commands, and their errors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from datetime import datetime

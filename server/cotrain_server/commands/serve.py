@@ -1,7 +1,5 @@
 """`cotrain serve`: a whole server on this host, in one command."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """`cotrain worker`: workers of a server whose Redis, API and scheduler run elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import socket

@@ -2,8 +2,6 @@
 key identifies the operator.
 """
 
-from __future__ import annotations
-
 import hmac
 import re
 from ipaddress import ip_address

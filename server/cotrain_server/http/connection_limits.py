@@ -4,8 +4,6 @@ uvicorn waits for the rest of a request's head for the lifetime of a connection,
 connection. Limits by client are those of a proxy in front (`docker/edge/haproxy.cfg`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 import socket

@@ -4,8 +4,6 @@ Only regular files that a worker wrote for this checkpoint are opened. Their nam
 and links are never followed. If a worker deletes an open file, the download still completes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hashlib

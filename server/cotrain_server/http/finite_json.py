@@ -1,7 +1,5 @@
 """JSON of values that may contain tenants' data: without NaN and infinity, which JSON lacks."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

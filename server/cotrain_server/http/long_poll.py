@@ -5,11 +5,7 @@ KB, and twice that during the Redis lookup of its key. After a restart all of th
 
 A poll never answers 5xx, because SDKs repeat that at once and without limit. An unavailable store
 is answered as "not yet".
-
-`while_connected` cancels work when its client disconnects.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence

@@ -7,8 +7,6 @@ The request id appears in the answer, in the log and in traces. It is the client
 generated one.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

@@ -4,8 +4,6 @@ Routes, templates and cookies are written for the root. This layer removes the p
 request, if the proxy has not, and adds it to every address that leads a browser to another page.
 """
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -2,13 +2,7 @@
 compression bombs.
 
 This module handles sizes and encodings. `requests/` interprets the content.
-
-`count_json` counts the values of a JSON body before it is parsed. A list takes 2 bytes on the wire
-and 56 in memory. It takes time and memory proportional to the body size for any content. A regular
-expression does not, if a string is unterminated.
 """
-
-from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -35,8 +29,7 @@ MAX_JSON_DEPTH = 32
 class JsonLimits:
     """Limits on the content of a JSON body."""
 
-    values: int
-    """Numbers, texts, lists, objects, and names in objects."""
+    values: int  # numbers, texts, lists, objects, and names in objects
     containers: int
     """Lists and objects. Each costs several times as much as a number."""
 
@@ -60,6 +53,9 @@ _QUOTE = ord('"')
 
 def count_json(body: bytes, limits: JsonLimits) -> int:
     """Return the number of values of a JSON body. The result is arbitrary if the body is not JSON.
+
+    The body is not parsed yet: a list takes 2 bytes on the wire and 56 in memory. Counting takes time and memory proportional to the body size for any
+    content. A regular expression does not, if a string is unterminated.
 
     Raises:
         BodyTooLarge: the body exceeds the limits.
@@ -129,8 +125,7 @@ class BodyReader:
     tenant: TenantId
     limit_bytes: int
     json_limits: JsonLimits
-    take: Callable[[int], None] = lambda _: None
-    """Counts bytes as they arrive."""
+    take: Callable[[int], None] = lambda _: None  # counts bytes as they arrive
 
     async def read(self, request: Request) -> bytes:
         """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its

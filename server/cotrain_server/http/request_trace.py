@@ -5,8 +5,6 @@ Polls have no span of their own, because most deliver no result. `trace_retrieva
 that does.
 """
 
-from __future__ import annotations
-
 import time
 
 import structlog

@@ -6,8 +6,6 @@ make the server read, decompress or parse anything.
 Some routes parse their bodies without FastAPI. `body_of` documents such a body in the OpenAPI page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, ClassVar
 

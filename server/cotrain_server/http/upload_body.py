@@ -1,9 +1,4 @@
-"""Upload bodies, received into a file because they are too large for memory.
-
-`file_in_form` reduces a received form (`multipart/form-data`) to its file, in place.
-"""
-
-from __future__ import annotations
+"""Upload bodies, received into a file because they are too large for memory."""
 
 import asyncio
 import shutil

@@ -1,7 +1,5 @@
 """Counter of wrong API keys per address."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable

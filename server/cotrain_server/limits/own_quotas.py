@@ -1,7 +1,5 @@
 """Quotas of each tenant: the defaults of the settings, overridden by the operator's grants."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

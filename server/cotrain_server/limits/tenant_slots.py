@@ -4,8 +4,6 @@ Requests for slots of one tenant are served in order of arrival. Tenants do not 
 another.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator

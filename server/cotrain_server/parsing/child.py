@@ -6,8 +6,6 @@ all other threads of a process for 0.1 s. The memory of the child is freed when 
 kills it if one call takes too much memory or processor time.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import resource

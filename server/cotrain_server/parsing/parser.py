@@ -3,12 +3,7 @@ child processes.
 
 Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile
 tenants therefore leave capacity.
-
-`trim_heap` returns freed memory to the host, because the C allocator keeps memory that threads have
-freed.
 """
-
-from __future__ import annotations
 
 import asyncio
 import ctypes

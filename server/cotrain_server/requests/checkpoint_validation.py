@@ -4,8 +4,6 @@ The checks are pure, and their messages are for the tenant. The lookup returns o
 the tenant may read.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

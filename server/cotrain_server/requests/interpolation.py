@@ -2,8 +2,6 @@
 save. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from cotrain.wire.runs import InterpolateRequest

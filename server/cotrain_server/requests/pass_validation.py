@@ -8,8 +8,6 @@ run's order (as a rejected op), because its client has already used the seq_id.
 `NEEDS_BY_LOSS` lists the inputs and settings of each loss. The engine implements the formulas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -28,14 +26,12 @@ TARGETS = "target_tokens"
 class LossNeeds:
     """Inputs and settings that one loss requires of a request."""
 
-    inputs: tuple[str, ...]
-    """Required loss inputs other than `target_tokens`, one float per target."""
+    inputs: tuple[str, ...]  # required loss inputs other than `target_tokens`, one float per target
     config: frozenset[str] = field(default_factory=frozenset)
     """Allowed numbers in `loss_fn_config`, each at least 0."""
     bounds_surrogate: bool = False
     """True if a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
-    takes_columns: bool = False
-    """True if targets may be `(N, K)`: K weighted targets per position."""
+    takes_columns: bool = False  # True if targets may be `(N, K)`: K weighted targets per position
 
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})

@@ -68,10 +68,8 @@ class Op:
     """Digest of the request as sent, not of the checkpoints that its paths named: a repeat is the
     same request.
     """
-    uses: tuple[WeightsRef, ...] = ()
-    """Weights that must be kept while the log needs this op."""
-    sampler: SamplerId | None = None
-    """Sampler that a save without a name creates."""
+    uses: tuple[WeightsRef, ...] = ()  # weights that must be kept while the log needs this op
+    sampler: SamplerId | None = None  # sampler that a save without a name creates
 
     @classmethod
     def rejected(cls, message: str, content: bytes) -> Self:
@@ -104,16 +102,14 @@ class ParsedPass:
     """A forward or forward_backward request with a known run and position."""
 
     model_id: str
-    seq: int | None
-    """None: append after all earlier requests of the run."""
+    seq: int | None  # None: append after all earlier requests of the run
     message: PassMessage | None
     """The content of the pass; None if it is invalid (`refusal` gives the reason)."""
     refusal: str
     content: bytes
     """Canonical bytes of the request, equal for every encoding. Its digest is computed from them.
     """
-    forward_only: bool = False
-    """Endpoint of a pass that is not parsed yet."""
+    forward_only: bool = False  # endpoint of a pass that is not parsed yet
     is_read: bool = True
     """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
 
@@ -123,8 +119,7 @@ class AddressedStep:
     """An optim_step with a known run. Nothing else is checked yet."""
 
     model_id: str
-    seq: int | None
-    """None: append after all earlier requests of the run."""
+    seq: int | None  # None: append after all earlier requests of the run
     fields: dict[str, Any]
 
 

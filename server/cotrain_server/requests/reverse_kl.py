@@ -2,8 +2,6 @@
 in, op out.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -35,15 +33,13 @@ class AddressedKl:
     """A reverse KL request with a known run. Nothing is checked against its base model yet."""
 
     model_id: str
-    seq: int | None
-    """None: append after all earlier requests of the run."""
+    seq: int | None  # None: append after all earlier requests of the run
     reference_path: str | None
     """The reference's path or base model; None if the field is not a string."""
     body: ReverseKlBody | None
     """The content without its reference; None if it is invalid (`refusal` gives the reason)."""
     refusal: str
-    content: bytes
-    """Canonical bytes, equal for equal requests."""
+    content: bytes  # canonical bytes, equal for equal requests
 
 
 def read_reverse_kl(content: bytes) -> AddressedKl:

@@ -3,8 +3,6 @@
 An invalid request is refused at once: it has no position in an order, so nothing waits for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import isfinite
 

@@ -4,8 +4,6 @@
 that the wire models leave open.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod

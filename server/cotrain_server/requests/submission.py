@@ -1,7 +1,5 @@
 """Records of new runs, submission of checked ops to the logs of runs, and the quota of checkpoints."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from functools import partial

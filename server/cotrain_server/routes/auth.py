@@ -1,7 +1,5 @@
 """Endpoints auth/token and auth/apikey/me: exchange a key for a token, describe and revoke the key."""
 
-from __future__ import annotations
-
 import hashlib
 import time
 

@@ -4,8 +4,6 @@ Nothing here has a price. Storage per hour is not reported, because checkpoints 
 have expired since would be missing. Current storage is reported.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import UTC, date, datetime

@@ -4,8 +4,6 @@ The endpoints find every checkpoint that the tenant may read. The store ensures 
 can change it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import time

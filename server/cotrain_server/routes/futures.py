@@ -5,8 +5,6 @@ They are declared as routes for the OpenAPI page. `LongPolls` answers their POST
 router.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -5,8 +5,6 @@ A tenant that may read a checkpoint can create links to it. A download needs no 
 valid for one file, for a few minutes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack

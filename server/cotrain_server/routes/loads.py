@@ -1,7 +1,5 @@
 """Endpoint load_weights: load a checkpoint into an existing run or a new one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import Request

@@ -1,7 +1,5 @@
 """Extensions of the `mint` SDK: reverse KL to a reference, and interpolation of checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request

@@ -1,7 +1,5 @@
 """OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Endpoints create_model, get_info and unload_model: create, describe and close a run."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 

@@ -5,8 +5,6 @@ asample checks, accepts and answers at once. A sample request waits for no cycle
 sample request.
 """
 
-from __future__ import annotations
-
 import time
 
 from fastapi import Request

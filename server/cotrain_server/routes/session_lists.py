@@ -1,7 +1,5 @@
 """Endpoints for existing sessions: lists, search, content and project."""
 
-from __future__ import annotations
-
 from cotrain.wire.rest import (
     AssignProjectRequest,
     GetSessionResponse,

@@ -1,7 +1,5 @@
 """Endpoints for configuration, sessions, heartbeats and telemetry."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Any
 

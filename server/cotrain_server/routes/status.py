@@ -3,8 +3,6 @@
 `/tokenizers` serves the tokenizer of a base model to clients that cannot load it from a hub.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 from functools import lru_cache

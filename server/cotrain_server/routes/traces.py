@@ -1,7 +1,5 @@
 """Timeline of a session, built on request from the records of the last cycles."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -4,8 +4,6 @@ A POST never waits for work. SDKs send the chunks of one call in parallel and th
 an answer that waited for an earlier chunk would never end.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from fastapi import Request

@@ -1,7 +1,5 @@
 """Lists of runs and checkpoints, newest first, and the history of a run."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Each upload creates a run. Its first op imports the adapter, and its second save
 name. The result is an ordinary checkpoint that can be loaded, sampled and trained.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

@@ -1,7 +1,5 @@
 """Endpoints save_weights, save_weights_for_sampler, save_weights_external and weights_info."""
 
-from __future__ import annotations
-
 from fastapi import Request
 
 from cotrain.wire.checkpoints import (

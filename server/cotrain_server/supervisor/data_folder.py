@@ -1,7 +1,5 @@
 """Data folder of a server: its lock and its files."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

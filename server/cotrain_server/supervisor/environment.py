@@ -4,8 +4,6 @@ Each process receives only its own `COTRAIN_*` variables, and an unknown variabl
 typo. `follow` prints the progress of a start on the terminal.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -7,8 +7,6 @@ setting survives `exec`, so it also applies to a third-party program: redis-serv
 `preexec_fn` would do the same inside the fork of a process with threads, where little is safe.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -1,7 +1,5 @@
 """Assignment of GPUs to workers: one each, if there are enough."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ interpreter. It is a separate process, not a task of the supervisor. While the s
 suspended (Ctrl-Z in its terminal), an unread pipe would block all other processes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -40,8 +40,7 @@ class Reason:
     """Reason for the exit of a process."""
 
     text: str
-    is_final: bool
-    """True if the next start would fail in the same way."""
+    is_final: bool  # True if the next start would fail in the same way
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Program:
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
-    grace_s: float
-    """Time between SIGTERM and SIGKILL, in seconds."""
+    grace_s: float  # time between SIGTERM and SIGKILL, in seconds
     death_signal: signal.Signals = signal.SIGKILL
     """Signal from the kernel to the process when the supervisor exits."""
     pass_fds: tuple[int, ...] = ()
@@ -71,8 +69,7 @@ class RestartHistory:
     """Crash times within the last WINDOW_S, and the delay of the next start, in seconds."""
 
     times: tuple[float, ...] = ()
-    well_until: float = -math.inf
-    """Time of the last crash after a good run."""
+    well_until: float = -math.inf  # time of the last crash after a good run
 
     def plus(self, now: float, *, lived_well: bool = False) -> RestartHistory:
         """Return the history with another crash and without old ones."""

@@ -45,32 +45,24 @@ GIVES_WAY = {"GOMP_SPINCOUNT": "10000"}
 class Plan:
     """Server configuration from the command line."""
 
-    base_models: tuple[str, ...]
-    """Hub ids, folders, or NAME=FOLDER."""
+    base_models: tuple[str, ...]  # hub ids, folders, or NAME=FOLDER
     host: str
-    port: int
-    """0 selects a free port."""
+    port: int  # 0 selects a free port
     data_dir: Path
-    redis_url: str | None
-    """None: start an embedded Redis."""
+    redis_url: str | None  # None: start an embedded Redis
     api_keys: tuple[str, ...]
     """In the format of the API's settings. If none is given and none exists, one is created."""
     accept_data_loss: bool
-    given: Mapping[str, str]
-    """Settings given by flag, by variable name without its prefix."""
-    workers: int = 1
-    """Per base model, if no GPUs are chosen."""
-    worker_names: str = "w"
-    """Prefix of a worker's id, followed by its number."""
-    blobs: str = ""
-    """In the format of COTRAIN_BLOBS; empty: in the data folder."""
+    given: Mapping[str, str]  # settings given by flag, by variable name without its prefix
+    workers: int = 1  # per base model, if no GPUs are chosen
+    worker_names: str = "w"  # prefix of a worker's id, followed by its number
+    blobs: str = ""  # in the format of COTRAIN_BLOBS; empty: in the data folder
     gpus: tuple[str, ...] = ()
     """Names as in CUDA_VISIBLE_DEVICES, one worker on each. Empty: assign the visible GPUs in
     order.
     """
 
-    group_size: int = 1
-    """Processes of each worker, which share its base model."""
+    group_size: int = 1  # processes of each worker, which share its base model
 
     @property
     def worker_models(self) -> tuple[str, ...]:
@@ -89,8 +81,7 @@ class Programs:
     plan: Plan
     folder: DataFolder
     redis_url: str
-    lock: int | None = None
-    """Lock of the data folder; None if the folder belongs to another host."""
+    lock: int | None = None  # lock of the data folder; None if the folder belongs to another host
     listener: int = -1
 
     def redis(self) -> Program:

@@ -1,7 +1,5 @@
 """Log of the embedded Redis: its repair before a start, and the reason of a failed start."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ It runs the same processes as containers do, each in its own session. They start
 their dependencies and stop in reverse: first the processes that accept new work, last Redis.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

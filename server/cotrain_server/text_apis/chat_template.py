@@ -5,8 +5,6 @@ size and time. Names and filters are those that `transformers` provides. The out
 that of `apply_chat_template` (a test compares them).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ They have the same queue, quota and results as the sample requests of an SDK. Th
 tokens, not text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence

@@ -1,10 +1,4 @@
-"""Request and error models of OpenAI's API, and the refusal of unsupported fields.
-
-`refuse_unsupported` also serves other APIs. Unsupported fields are ignored if they do not change
-the result, otherwise refused.
-"""
-
-from __future__ import annotations
+"""Request and error models of OpenAI's API, and the refusal of unsupported fields."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -29,6 +23,9 @@ def refuse_unsupported(
     where: str = "",
 ) -> None:
     """Check the fields of a request that its model does not define.
+
+    Other APIs use it, too. Unsupported fields are ignored if they do not
+    change the result, otherwise refused.
 
     `harmless` fields change no result with any value. A `neutral` field must have a value that
     requests nothing. An unknown field is refused, because its caller may rely on it.
@@ -151,8 +148,7 @@ class GenerationRequest(_Fields):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    """Extension of OpenAI's API: sample only from the k most likely tokens."""
+    top_k: int | None = None  # extension of OpenAI's API: sample only from the k most likely tokens
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | Listed[str] | None = None
@@ -249,8 +245,7 @@ class ChatCompletionRequest(GenerationRequest):
     """POST chat/completions: write the next message of a chat."""
 
     messages: Annotated[Listed[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = None
-    """Newer name of `max_tokens`."""
+    max_completion_tokens: int | None = None  # newer name of `max_tokens`
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

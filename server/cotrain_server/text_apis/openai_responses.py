@@ -1,10 +1,4 @@
-"""Conversion of samples to OpenAI's response format, complete or streamed.
-
-`ChatShape` and `CompletionShape` are the formats of a choice in chat completions and in
-completions.
-"""
-
-from __future__ import annotations
+"""Conversion of samples to OpenAI's response format, complete or streamed."""
 
 import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -40,8 +34,7 @@ class Scored:
     """One token with its log-prob and the most likely alternatives."""
 
     token: int
-    logprob: float | None
-    """None for the first token of the prompt, which has no context."""
+    logprob: float | None  # None for the first token of the prompt, which has no context
     likeliest: TopK | None
 
 
@@ -51,8 +44,7 @@ class Shape(Protocol):
     prefix: str
     whole_object: str
     chunk_object: str
-    begins: bool
-    """True if the text stands alone, like a message; False if it continues the prompt."""
+    begins: bool  # True if the text stands alone, like a message; False if it continues the prompt
 
     def opening(self) -> dict[str, Any] | None:
         """Return the start of a streamed choice."""
@@ -217,8 +209,7 @@ class Reply:
     created: int
     model: str
     target: Target
-    bodies: Sequence[SampleBody]
-    """One body per prompt."""
+    bodies: Sequence[SampleBody]  # one body per prompt
     stop: tuple[str, ...]
     wants_logprobs: bool
     wants_usage: bool

@@ -1,10 +1,4 @@
-"""Conversion of text prompts to sample requests, with length limits before tokenizing.
-
-`find_target` resolves the `model` of an OpenAI or Anthropic request to a sampler. Valid forms are
-`<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
-"""
-
-from __future__ import annotations
+"""Conversion of text prompts to sample requests, with length limits before tokenizing."""
 
 import hashlib
 import time
@@ -79,6 +73,9 @@ async def find_model(services: Services, tenant: TenantId, model: str) -> Model:
 
 async def find_weights(services: Services, tenant: TenantId, model: str) -> Weights:
     """Return the weights of a model name.
+
+    Valid forms are `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as
+    `<base model>;<path>`.
 
     Raises:
         BaseModelNotServed, CheckpointNotFound, MalformedPath: the tenant has no such model.

@@ -1,7 +1,5 @@
 """Routes in the format of another API: its errors, and its server-sent events."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 

@@ -3,8 +3,6 @@
 A character may need several tokens. Their text alone has lost its bytes: each becomes U+FFFD.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

@@ -77,14 +77,10 @@ class VisibleText:
 class Part:
     """Part of the text that one token adds."""
 
-    text: str
-    """Empty for a token that does not complete its character."""
-    content: bytes
-    """Bytes of the token itself; empty for a token that is not part of the text."""
-    offset: int
-    """Number of characters of the text before it."""
-    begins: bool
-    """True if no token with text precedes it, so that it loses a first space."""
+    text: str  # empty for a token that does not complete its character
+    content: bytes  # bytes of the token itself; empty for a token that is not part of the text
+    offset: int  # number of characters of the text before it
+    begins: bool  # True if no token with text precedes it, so that it loses a first space
 
 
 class TokenTexts:

@@ -5,8 +5,6 @@ The workers of a pool publish the files. A `Tokenizer` converts text to tokens a
 tokenizer and chat template. No model library is needed: the `tokenizers` wheel reads the file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import codecs
 from collections.abc import Collection, Iterable, Sequence

@@ -1,7 +1,5 @@
 """Forms of the operator. Each one calls a handler of the admin API, and redirects to its page."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping

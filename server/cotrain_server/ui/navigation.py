@@ -1,7 +1,5 @@
 """Pages in the order of the navigation. A new page is one more line here."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fastapi import APIRouter

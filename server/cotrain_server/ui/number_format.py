@@ -1,7 +1,5 @@
 """Formatting of numbers with units, and of times, for pages. Pure; `now` is an argument."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A page: its address, its JSON twin, and the creation of both from the same data."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -31,11 +29,9 @@ class PageRequest:
     services: Services
     visitor: Visitor
     query: QueryParams
-    parts: Mapping[str, str]
-    """Path parameters, such as a run's id."""
+    parts: Mapping[str, str]  # path parameters, such as a run's id
     now: float
-    address: str
-    """Base URL of the server, without a trailing slash."""
+    address: str  # base URL of the server, without a trailing slash
 
 
 @dataclass(frozen=True)
@@ -44,15 +40,13 @@ class Page:
 
     path: str
     """Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin."""
-    name: str
-    """Name in the navigation and the title."""
+    name: str  # name in the navigation and the title
     template: str
     read: Callable[[PageRequest], Awaitable[dict[str, Any]]]
     """Returns the page's data for the template and the twin. A tenant's data contains nothing of
     other tenants.
     """
-    poll_s: int = 0
-    """Interval in seconds at which the browser updates the changing part; 0: never."""
+    poll_s: int = 0  # interval in seconds at which the browser updates the changing part; 0: never
     for_operator: bool = False
     """True for the operator only. For a tenant the page does not exist."""
     for_tenant: bool = False

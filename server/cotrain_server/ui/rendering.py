@@ -3,8 +3,6 @@
 Static files are read once, and served under a name that contains a hash of their content.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping

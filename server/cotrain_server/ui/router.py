@@ -1,7 +1,5 @@
 """Routes under `/ui`, and the redirect from `/`."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from fastapi.responses import RedirectResponse
 

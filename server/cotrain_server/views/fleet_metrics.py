@@ -3,8 +3,6 @@
 The fleet metrics come from the store and are equal in every API process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import time

@@ -4,8 +4,6 @@ The format is the Trace Event Format of Chrome (complete events, `ph: X`; times 
 cycle a tenant sees its own ops, and the times, which are common to all tenants of the cycle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

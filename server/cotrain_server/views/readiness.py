@@ -1,7 +1,5 @@
 """Readiness of this server, with the reasons in sentences for an operator."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 

@@ -1,7 +1,5 @@
 """Wire format of stored records, and the history of a run as JSON or CSV."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

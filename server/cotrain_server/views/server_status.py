@@ -4,8 +4,6 @@ fleet.
 The operator receives everything, a tenant its own part.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Filter and result format of the session search."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta
 
 from cotrain.wire.rest import (

@@ -1,7 +1,5 @@
 """Usage by hour and session in the hosted services' billing format, and by run in our own."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ An address is checked when it is connected to, so a name cannot resolve to anoth
 check.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor

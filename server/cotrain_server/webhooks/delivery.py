@@ -3,11 +3,7 @@ tenant.
 
 An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any
 other API process takes over. A slow receiver delays only its own tenant's events.
-
-`retry_in` computes the retry times. It is pure, with times in seconds.
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
@@ -48,10 +44,8 @@ UNREAD_LOG_S = 60.0
 class Backoff:
     """Pause of a tenant's events in this process after a result could not be recorded."""
 
-    failures: int
-    """Consecutive failures."""
-    until: float
-    """End of the pause on the monotonic clock."""
+    failures: int  # consecutive failures
+    until: float  # end of the pause on the monotonic clock
 
 
 class Delivery:

@@ -1,7 +1,5 @@
 """Endpoints for the webhook of a tenant."""
 
-from __future__ import annotations
-
 from urllib.parse import urlsplit
 
 from cotrain.wire.usage import (

@@ -4,8 +4,6 @@ The signature follows standardwebhooks.com, so its libraries can verify it. Redi
 are not used. Only the status of the answer matters, and at most 16 KB of its body are read.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import (
@@ -26,10 +26,10 @@ ARGUMENTS: dict[str, type[Any]] = {
 def makers() -> list[tuple[Callable[..., str], list[str]]]:
     """Return every key template, with the types of its arguments."""
     return [
-        (getattr(file, name), re.findall(r"\w+", annotation.partition("]")[0])[1:])
+        (getattr(file, name), [given.__name__ for given in get_args(hint)[0]])
         for file in KEY_FILES
-        for name, annotation in file.__annotations__.items()
-        if annotation.startswith("Callable[[")
+        for name, hint in get_type_hints(file).items()
+        if get_origin(hint) is Callable
     ]
 
 

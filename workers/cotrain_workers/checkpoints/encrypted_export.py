@@ -5,8 +5,6 @@ their SHA256SUMS. OWNER is next to them and written last: a folder without it is
 Encrypting twice never produces the same bytes, so these files belong to one save alone.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ files. The first two are named after their content, so that two workers may writ
 same one. Workers of all pools share them; each pool removes the files of its own base model.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -65,8 +63,7 @@ class WrittenFiles:
     digest: str
     size: int
     optimizer_digest: str  # empty: it has none
-    written_at: float
-    """Time of the monotonic clock in s."""
+    written_at: float  # time of the monotonic clock in s
 
 
 @dataclass(frozen=True)

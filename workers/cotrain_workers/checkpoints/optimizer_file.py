@@ -4,8 +4,6 @@ A key is `<digest[:2]>/<digest>.safetensors`. The file is separate from its adap
 may read the adapter's folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ one matrix would change both, and the cookbook's tools refuse. Under the cookboo
 tools would merge it all the same (logits of a tiny model off by 4). Their conversion for serving loses it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -4,16 +4,7 @@ A save copies an adapter to the host and commits; its files follow. Until they a
 weights are *unstored*: only this worker can use them, and a named save has no answer yet. If the
 process crashes, the log makes them again. No log is therefore cut past an unstored save
 (`first_unstored`).
-
-`WeightsCache` holds stored weights in host memory, and evicts the least recently used. `FileSweep`
-periodically deletes unreferenced files in a thread, because it opens adapters one by one.
-
-`SaveBackpressure` delays saves, and nothing else, while too many of them wait in memory for the
-disk. The planner receives it before the commit that fills the memory, so it plans no further save.
-A step that contains a save all the same (most likely a crashed worker's) waits as a whole.
 """
-
-from __future__ import annotations
 
 import time
 from collections import OrderedDict
@@ -36,7 +27,10 @@ from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissin
 
 
 class WeightsCache:
-    """Cache of stored weights with at most `limit_bytes`."""
+    """Cache of stored weights with at most `limit_bytes`.
+
+    It holds stored weights in host memory, and evicts the least recently used.
+    """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -118,8 +112,7 @@ class _Unstored:
     """Weights whose files may not be durable yet."""
 
     record: WeightsRecord
-    saved: Saved | None
-    """None: made by a crashed process, and pending a replay."""
+    saved: Saved | None  # None: made by a crashed process, and pending a replay
     writing: Future[WrittenFiles] | None = None
     retry_at: float = 0.0
     accepted_at: float | None = None
@@ -386,7 +379,12 @@ def _size(saved: Saved | None) -> int:
 
 
 class SaveBackpressure:
-    """Acceptance of saves by one worker, for its loop and its planner."""
+    """Acceptance of saves by one worker, for its loop and its planner.
+
+    It delays saves, and nothing else, while too many of them wait in memory for the disk. The
+    planner receives it before the commit that fills the memory, so it plans no further save. A
+    step that contains a save all the same (most likely a crashed worker's) waits as a whole.
+    """
 
     def __init__(self, weights: WeightsStore, send_heartbeat: Callable[[], None]) -> None:
         """`send_heartbeat` publishes `accepts_saves`."""

@@ -3,8 +3,6 @@
 The computation is a generator and does not depend on that work; its driver runs it.
 """
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Callable, Generator

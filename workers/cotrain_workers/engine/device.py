@@ -2,8 +2,6 @@
 of the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

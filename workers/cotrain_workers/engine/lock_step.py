@@ -4,8 +4,6 @@ To run a layer, all of them gather its weights at once. Each process therefore r
 of the base model as the others, of the same kinds in the same order.
 """
 
-from __future__ import annotations
-
 from enum import IntEnum
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Facts about a base model and its engine for other processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -88,8 +88,7 @@ class ReverseKl:
     datums: Sequence[KlDatum]
     reference: HostWeights | None  # None: the base model alone
     temperature: float
-    slice_tokens: int | None = None
-    """See `Pass.slice_tokens`."""
+    slice_tokens: int | None = None  # see `Pass.slice_tokens`
     needs_grad: ClassVar[bool] = True
 
 
@@ -253,11 +252,9 @@ class Progress:
 class UpcomingBatch(NamedTuple):
     """The size of a micro-batch that runs next."""
 
-    largest: tuple[str, int]
-    """The op with most of its tokens, by (run, seq)."""
+    largest: tuple[str, int]  # the op with most of its tokens, by (run, seq)
     tokens: int
-    longest: int
-    """Tokens of its longest datum."""
+    longest: int  # tokens of its longest datum
     needs_grad: bool
 
 
@@ -290,8 +287,7 @@ class CycleOutput:
     """Progress of passes that stay open, or were open in an earlier cycle. Those without an output
     are open.
     """
-    parts: Sequence[CyclePart] = ()
-    """Waves and optimizer steps, in order."""
+    parts: Sequence[CyclePart] = ()  # waves and optimizer steps, in order
 
     @cached_property
     def open_tokens(self) -> dict[tuple[str, int], int]:

@@ -1,7 +1,5 @@
 """Progress of a start, for a worker's log and the terminal of `cotrain serve`."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

@@ -1,10 +1,4 @@
-"""Assignment of the rows of a packed micro-batch to adapters and sequences.
-
-`SequenceTable` describes the sequences of a packed row: their positions, the padding and the
-attention masks. `Router` gives the current route to the modules of the base model.
-"""
-
-from __future__ import annotations
+"""Assignment of the rows of a packed micro-batch to adapters and sequences."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,7 +39,11 @@ class EqualLengths(NamedTuple):
 
 @dataclass
 class SequenceTable:
-    """Sequences of a packed row, filler included. `lengths` adds up to the padded length."""
+    """Sequences of a packed row, filler included. `lengths` adds up to the padded length.
+
+    It describes the sequences of a packed row: their positions, the padding and the attention
+    masks. `Router` gives the current route to the modules of the base model.
+    """
 
     lengths: Sequence[int]
     device: torch.device

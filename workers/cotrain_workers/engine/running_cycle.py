@@ -1,7 +1,5 @@
 """State and execution of one cycle: groups of adapters, waves of passes, steps, saves and loads."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

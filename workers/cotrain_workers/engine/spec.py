@@ -1,7 +1,5 @@
 """Specification of an adapter: its parameters, target modules, and the layout of its arena."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property

@@ -2,8 +2,6 @@
 implement it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -75,8 +73,7 @@ class ProcessUse(NamedTuple):
     """Resources of one process of a worker."""
 
     runs: int
-    memory_bytes: int
-    """Resident memory in bytes."""
+    memory_bytes: int  # resident memory in bytes
 
 
 class Trainer(Protocol):

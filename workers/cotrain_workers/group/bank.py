@@ -1,9 +1,4 @@
-"""Adapter bank of a group: each run's adapter is on one member.
-
-`lightest` selects the member of a new run. `GroupBank` implements `Adapters` over all members.
-"""
-
-from __future__ import annotations
+"""Adapter bank of a group: each run's adapter is on one member."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Engine of a group, with the interface of any other engine. Each run's ops go to the member with its adapter."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType

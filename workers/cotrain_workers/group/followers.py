@@ -1,9 +1,5 @@
 """Orders from the first member of a group to the others, the followers.
 
-`Followers` is the first member's side. It sends orders, awaits the answers and keeps the state of each follower.
-The function `follow` is the loop of a follower, which executes orders until the first member ends. The function
-`facts_of` returns the state of a member.
-
 An order is a function of a follower's engine and lock step, with its other arguments. Its answer is the result and the
 state of the follower after it. The order None ends the follower.
 """
@@ -33,15 +29,11 @@ class MemberFacts:
     """State of one member."""
 
     runs: frozenset[str] = frozenset()
-    open_passes: frozenset[tuple[str, int]] = frozenset()
-    """Ids of open passes, as (run, seq)."""
-    by_tier: Mapping[str, tuple[int, int]] | None = None
-    """Same format as `AdapterBank.by_tier`."""
+    open_passes: frozenset[tuple[str, int]] = frozenset()  # ids of open passes, as (run, seq)
+    by_tier: Mapping[str, tuple[int, int]] | None = None  # same format as `AdapterBank.by_tier`
     offloaded: int = 0
-    runs_to_evict: Sequence[str] = ()
-    """Same format as `AdapterBank.runs_to_evict`."""
-    memory_bytes: int = 0
-    """Resident memory of the member's process in bytes."""
+    runs_to_evict: Sequence[str] = ()  # same format as `AdapterBank.runs_to_evict`
+    memory_bytes: int = 0  # resident memory of the member's process in bytes
 
     @property
     def adapter_bytes(self) -> int:
@@ -50,7 +42,12 @@ class MemberFacts:
 
 
 class Followers:
-    """Followers of a group. For the first member's main thread; any thread may read `facts` and `lost`."""
+    """Followers of a group. For the first member's main thread; any thread may read `facts` and `lost`.
+
+    It is the first member's side. It sends orders, awaits the answers and keeps the state of
+    each follower. The function `follow` is the loop of a follower, which executes orders until
+    the first member ends. The function `facts_of` returns the state of a member.
+    """
 
     def __init__(self, links: Links) -> None:
         self._links = links

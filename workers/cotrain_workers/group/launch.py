@@ -4,8 +4,6 @@ torchrun's agent starts, watches and ends the processes. The launcher converts t
 supervisor.
 """
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

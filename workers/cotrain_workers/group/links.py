@@ -1,7 +1,5 @@
 """Connections between the members of a group, over gloo: orders, answers and agreements."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@ Before each pass, every member requests a kind of pass, and the greatest kind ru
 member that requested another kind, or none, runs a filler pass: 16 zero tokens, whose results no run uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 

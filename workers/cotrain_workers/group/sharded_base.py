@@ -4,8 +4,6 @@ FSDP2 gathers the rows of a layer from all members when the layer runs, and free
 unembedding is not divided, because the head multiplies by it chunk by chunk.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

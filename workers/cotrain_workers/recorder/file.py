@@ -13,8 +13,6 @@ The file is an uncompressed zip archive of JSON and safetensors, without executa
 The outcome is added at the end of the cycle. A cycle during which the process ended has none.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 import zlib
@@ -59,10 +57,8 @@ class CycleFacts:
 
     recorded_at: float
     pool: str
-    base_model: str
-    """Name used by clients."""
-    model: str
-    """Hub id or folder that the worker loaded."""
+    base_model: str  # name used by clients
+    model: str  # hub id or folder that the worker loaded
     numerics: Numerics
     step: Step
 
@@ -88,13 +84,11 @@ class RecordedCycle:
     """Content of a file with a cycle."""
 
     facts: CycleFacts
-    bodies: Sequence[bytes]
-    """Bodies in the order of the plan's ops."""
+    bodies: Sequence[bytes]  # bodies in the order of the plan's ops
     before: Mapping[RunId, AdapterState]
     """State before the cycle of each run that the cycle did not create."""
     read: ReadCheckpoints
-    found: Findings | None
-    """None if the process crashed during the cycle."""
+    found: Findings | None  # None if the process crashed during the cycle
 
 
 def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:

@@ -4,8 +4,6 @@ The inputs of a cycle are written before it runs, so a cycle that kills its proc
 A full disk affects recordings only. See docs/operate/recorder.md.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replay of one recorded cycle, and comparison of the outcomes. It needs the base model and the file, but no server."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -44,11 +42,9 @@ class Compared:
     run: RunId
     seq: int | None
     what: str
-    digest: str
-    """Digest of the new outcome, as in a cycle's record."""
+    digest: str  # digest of the new outcome, as in a cycle's record
     verdict: Verdict
-    details: str
-    """Differences, the reason for leaving it out, or the outcome if the cycle had none."""
+    details: str  # differences, the reason for leaving it out, or the outcome if the cycle had none
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ runs the dangerous request alone, with less memory. After a second kill, the req
 if one datum alone is too long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -31,13 +29,10 @@ log = structlog.get_logger()
 class Kill:
     """Record of a micro-batch during which processes ended."""
 
-    request: str
-    """The request with most of its tokens."""
+    request: str  # the request with most of its tokens
     tokens: int
-    worker: str
-    """Worker whose processes ended."""
-    count: int
-    """Number of processes that ended."""
+    worker: str  # worker whose processes ended
+    count: int  # number of processes that ended
 
 
 @dataclass(frozen=True)
@@ -48,8 +43,7 @@ class Part:
     failures: Mapping[tuple[str, int], Failure] = field(default_factory=dict)
     killing_tokens: int = 0
     """Tokens of the smallest micro-batch that killed a process; 0 if none did."""
-    is_alone: bool = False
-    """True if the only op is a dangerous request."""
+    is_alone: bool = False  # True if the only op is a dangerous request
 
 
 class LargePasses:

@@ -6,8 +6,6 @@ removed only after this worker has seen them unreferenced for a long time
 references (`SpoolReferences`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 

@@ -92,10 +92,8 @@ class Restored:
     """Outcome of restoring a run."""
 
     position: LogPosition
-    replayed: int
-    """Number of replayed ops."""
-    from_newest: bool
-    """False if its newest snapshot could not be used."""
+    replayed: int  # number of replayed ops
+    from_newest: bool  # False if its newest snapshot could not be used
     is_exact: bool
     """False if memory ran out, so that the last bits of the state may differ from this engine's
     numerics.
@@ -243,8 +241,7 @@ class Base:
     seq: int
     file: str
     sha256: str
-    numerics_id: str
-    """Numerics of the workers that wrote the log from here on."""
+    numerics_id: str  # numerics of the workers that wrote the log from here on
 
 
 def bases_of(position: LogPosition) -> list[Base]:

@@ -4,8 +4,6 @@ Copies are taken between cycles (a copy to host memory) and written by a backgro
 training never waits for a disk.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Container, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait

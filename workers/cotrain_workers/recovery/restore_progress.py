@@ -1,7 +1,5 @@
 """Progress of a restore: counted by the worker's loop, read by its heartbeat."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from cotrain_store.messages.ids import RunId

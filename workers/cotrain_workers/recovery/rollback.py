@@ -4,8 +4,6 @@ A rollback is never silent. The run's `weights_epoch` grows, and requests for th
 with that reason; later ones run.
 """
 
-from __future__ import annotations
-
 import structlog
 import torch
 

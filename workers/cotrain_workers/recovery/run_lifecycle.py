@@ -1,7 +1,5 @@
 """Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,8 +31,7 @@ WRITES_S = 30.0
 class Ready:
     """State of a run in memory, as of its last committed op."""
 
-    done: int
-    """Last seq whose effect is in memory."""
+    done: int  # last seq whose effect is in memory
     is_exact: bool
     """False if memory ran out while restoring it; its last bits may differ (`Restored.is_exact`).
     """
@@ -51,16 +48,14 @@ class RolledBack:
 class Stopped:
     """Outcome for a run that cannot continue."""
 
-    failure: Failure
-    """Failure of all its requests."""
+    failure: Failure  # failure of all its requests
 
 
 @dataclass(frozen=True)
 class StepRuns:
     """Runs of a step: all in memory, or stopped."""
 
-    ops: tuple[QueuedOp, ...]
-    """Ops to run."""
+    ops: tuple[QueuedOp, ...]  # ops to run
     stopped: Mapping[RunId, Failure]
     is_exact: bool
 

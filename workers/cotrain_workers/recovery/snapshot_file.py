@@ -6,8 +6,6 @@ therefore never overwrites a file of its successor, or of a worker to which its 
 reassigned. The policy is pure.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -165,10 +163,8 @@ class ReplayCost:
     A pass reads the whole base model. In a cycle, passes of many runs share that time. Alone, each takes all of it.
     """
 
-    pass_s: float = 0.0
-    """Minimum time of a pass alone in s."""
-    step_s: float = 0.0
-    """Minimum time of an optimizer step alone in s."""
+    pass_s: float = 0.0  # minimum time of a pass alone in s
+    step_s: float = 0.0  # minimum time of an optimizer step alone in s
 
     def alone_s(self, compute_s: float, part: float, *, is_pass: bool) -> float:
         """Return the time alone of an op that took `compute_s`, the `part` (0 to 1) of its cycle's time."""
@@ -183,21 +179,16 @@ UNMEASURED = ReplayCost()
 class ReplayBacklog:
     """Work of a run that would be repeated if this worker crashed now."""
 
-    seq: int
-    """Last committed seq: a copy taken now would cover it."""
+    seq: int  # last committed seq: a copy taken now would cover it
     ops: int = 0
     bytes: int = 0
-    compute_s: float = 0.0
-    """Time of these ops in s, in cycles with other runs."""
-    replay_s: float = 0.0
-    """Time of their replay in s, alone."""
-    is_due: bool = False
-    """True if a copy must be taken at once, independent of the replay time."""
+    compute_s: float = 0.0  # time of these ops in s, in cycles with other runs
+    replay_s: float = 0.0  # time of their replay in s, alone
+    is_due: bool = False  # True if a copy must be taken at once, independent of the replay time
     used_at: float = 0.0
     entries: int = 0
     """Log entries since the last copy, including those without an effect on the state."""
-    copy_s: float = 0.0
-    """Writing time of the last copy in s."""
+    copy_s: float = 0.0  # writing time of the last copy in s
 
     def add(self, seq: int, size: int, compute_s: float, replay_s: float, now: float) -> None:
         """Count one committed op."""
@@ -219,12 +210,9 @@ class SnapshotPolicy:
 
     replay_s: float = 30.0
     """Copy runs out before replaying all their logs, one after the other, takes this long. Copy out a run that would…"""
-    ops: int = 512
-    """Number of ops to replay at which a copy is due."""
-    bytes: int = 256 * 1024**2
-    """Bytes of bodies to replay at which a copy is due."""
-    idle_s: float = 600.0
-    """Idle time in s after which a changed run is copied out."""
+    ops: int = 512  # number of ops to replay at which a copy is due
+    bytes: int = 256 * 1024**2  # bytes of bodies to replay at which a copy is due
+    idle_s: float = 600.0  # idle time in s after which a changed run is copied out
     evict_idle_s: float = 1800.0
     """Idle time in s after which a run is evicted from memory; its next request restores it."""
 

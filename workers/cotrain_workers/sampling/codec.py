@@ -1,7 +1,5 @@
 """Conversion of claimed sample requests to decoder requests, and of decoder outputs to results."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 

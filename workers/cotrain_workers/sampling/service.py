@@ -4,15 +4,7 @@ A tenant's claimed requests are limited to those that the decoder can soon begin
 in Redis, where tenants alternate and a cancelled request is simply deleted. A claimed request
 without a result (this process crashes, or drains) runs again on some worker, and yields the same
 tokens.
-
-`DecodeRate` measures the tokens per second that sample requests get while there is work, including
-the training in between. It is pure.
-
-`NoDecoder` replaces a decoder for a group without a vLLM server: it rejects each request with a
-reason.
 """
-
-from __future__ import annotations
 
 import contextlib
 import math

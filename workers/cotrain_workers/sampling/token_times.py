@@ -1,14 +1,7 @@
 """Waiting times of sample requests, intervals of their tokens, and device time by tenant.
 
 A step yields hundreds of tokens, most of them at equal intervals; equal ones are counted at once.
-
-`SampleTraces` records the spans of sample requests: from acceptance to result, with the wait for
-the decoder and the decoding inside. The spans are made from recorded times once a result is
-stored. A worker that crashes leaves none, and the process that runs a request again reports it as
-its own.
 """
-
-from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
@@ -30,8 +23,7 @@ class _Times:
 
     tenant: TenantId
     accepted_at: float
-    last: dict[int, float] = field(default_factory=dict)
-    """Time of the last token by sequence."""
+    last: dict[int, float] = field(default_factory=dict)  # time of the last token by sequence
 
 
 class TokenTimes:
@@ -98,7 +90,13 @@ class _TracedTimes:
 
 
 class SampleTraces:
-    """Recorder of the start and end of traced requests. For one thread."""
+    """Recorder of the start and end of traced requests. For one thread.
+
+    It records the spans of sample requests: from acceptance to result, with the wait for the
+    decoder and the decoding inside. The spans are made from recorded times once a result is
+    stored. A worker that crashes leaves none, and the process that runs a request again reports
+    it as its own.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, _TracedTimes] = {}

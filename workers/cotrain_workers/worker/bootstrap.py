@@ -1,10 +1,4 @@
-"""Construction of a worker: the engine, the pool record and the worker loop.
-
-`BatchSizeCache` stores measured micro-batch sizes, so that a restart on the same hardware uses the
-same size. A size changes the last bits of results, and two measurements may differ slightly.
-"""
-
-from __future__ import annotations
+"""Construction of a worker: the engine, the pool record and the worker loop."""
 
 import json
 import os
@@ -64,6 +58,9 @@ log = structlog.get_logger()
 class BatchSizeCache:
     """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one
     JSON file.
+
+    It stores measured micro-batch sizes, so that a restart on the same hardware uses the same
+    size. A size changes the last bits of results, and two measurements may differ slightly.
     """
 
     def __init__(self, path: Path) -> None:

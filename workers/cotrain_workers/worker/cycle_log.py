@@ -7,8 +7,6 @@ op. The spans are made from recorded times after the commit. A worker that crash
 the process that re-executes the step reports it as its own.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ heartbeat reports the progress. A worker hands over one run at a time while it c
 run's last op is in a snapshot.
 """
 
-from __future__ import annotations
-
 import structlog
 
 from cotrain_store.failpoints import failpoint

@@ -9,8 +9,6 @@ second process is an operator's mistake and is reported as one. Without a config
 process claims a free one.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import socket

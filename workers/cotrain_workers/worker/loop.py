@@ -4,8 +4,6 @@ The scheduler writes the plan, and the worker never changes it. Every operation 
 after a crash, the next process re-executes the open step from the log.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -5,8 +5,6 @@ needed next. It decides nothing: the plan selects the next ops and their order. 
 used only if its planned body is identical, byte for byte.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

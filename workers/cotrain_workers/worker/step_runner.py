@@ -5,8 +5,6 @@ each run executes alone. A step that crashed at least MAX_CRASHES times runs in 
 (bisection).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -45,8 +43,7 @@ class OpenOp:
     """Worker's state of a pass that takes several steps; the engine has its own."""
 
     body: bytes
-    request: Op
-    """Decoded request, so that the body is read and decoded once."""
+    request: Op  # decoded request, so that the body is read and decoded once
     device_s: float = 0.0
     """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
     resolves the pass; work that a crash repeats is never charged.
@@ -58,8 +55,7 @@ class CrashHistory:
     """Crash history of a step, until this process commits it."""
 
     cycle: int
-    count: int
-    """Number of processes that crashed with this step open."""
+    count: int  # number of processes that crashed with this step open
     _execution: Execution
     _runs: RunLifecycle
 

@@ -4,8 +4,6 @@ It is published for the API, which has no model. The folder is named after its c
 changes, so a new worker does not disturb readers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,8 +29,7 @@ _CONFIG = "tokenizer_config.json"
 class PublishedTokenizer:
     """Tokenizer that the API can read."""
 
-    folder: str
-    """Name of the published folder; empty for a kind that only Python can run."""
+    folder: str  # name of the published folder; empty for a kind that only Python can run
     text: TextOf
     grammar_of: GrammarOf | None
     """Compiler of grammars; None for a kind that only Python can run."""

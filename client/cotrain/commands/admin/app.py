@@ -5,8 +5,6 @@
 * `cotrain admin workers`: list workers, and drain one without losing work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Requests to the admin API: server address, admin key, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Commands `cotrain admin tenants`: tenants, their limits and their pending work."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """Endpoints of the operator for tenants: limits, weights, pausing, API keys and the audit log."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import Query

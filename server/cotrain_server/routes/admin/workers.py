@@ -4,8 +4,6 @@
 `/metrics/fleet`.
 """
 
-from __future__ import annotations
-
 from cotrain.wire.admin import MoveRequest, PauseRequest, WorkerList
 from cotrain.wire.status import Fleet
 from cotrain_server.administration.tenant_grants import find_tenant

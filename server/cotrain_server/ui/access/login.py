@@ -1,7 +1,5 @@
 """Login and logout with the admin key or a tenant's API key."""
 
-from __future__ import annotations
-
 import secrets
 
 from fastapi import APIRouter, Request, Response

@@ -5,8 +5,6 @@ The cookie contains no key. A logout ends it. A tenant's session ends with its k
 key's current role. The operator's session ends if the admin key changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets
@@ -37,10 +35,8 @@ LIFE_S = 12 * 3600
 class Visitor:
     """Visitor of a page: the operator, or a tenant, who sees only its own part."""
 
-    tenant: Tenant | None
-    """None for the operator."""
-    csrf: str
-    """Token of its forms; empty if an API key was sent instead of a cookie."""
+    tenant: Tenant | None  # None for the operator
+    csrf: str  # token of its forms; empty if an API key was sent instead of a cookie
 
     @property
     def is_operator(self) -> bool:

@@ -1,7 +1,5 @@
 """Chart data: the last hour of a pool per second, and the history of runs per step. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A tenant is shown its own runs. All others in a cycle are one sum without names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +25,7 @@ _PHASES = (
 class Eyes:
     """Viewer of a cycle: the operator, with the names of tenants, or one tenant."""
 
-    own: str | None
-    """None for the operator."""
+    own: str | None  # None for the operator
     names: Mapping[str, str] = field(default_factory=dict)
 
     def sees(self, tenant: str) -> bool:

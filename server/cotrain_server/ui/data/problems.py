@@ -1,7 +1,5 @@
 """Health problems and their remedies, for the dashboard. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,8 +32,7 @@ _HELP: Sequence[tuple[str, str]] = (
 class Problem:
     """One health problem."""
 
-    level: Literal["bad", "warn"]
-    """`bad`: a component does not run."""
+    level: Literal["bad", "warn"]  # `bad`: a component does not run
     text: str
     todo: str
 

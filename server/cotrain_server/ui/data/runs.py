@@ -4,8 +4,6 @@ The tables show the state of each run and request, its waiting time, and the wor
 can move.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Page of a tenant's checkpoints, newest first, with size, expiry, visibility and actions."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

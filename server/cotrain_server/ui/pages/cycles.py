@@ -1,7 +1,5 @@
 """Pages of cycles: the work of each worker per cycle, by tenant."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ The workers page shows runs, memory and drain state. The settings page shows the
 settings without secrets. Both are for the operator.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence

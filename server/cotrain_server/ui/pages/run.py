@@ -1,7 +1,5 @@
 """Pages of runs: one run, a comparison of several runs' curves, and the list of all runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlencode

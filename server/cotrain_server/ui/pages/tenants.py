@@ -3,8 +3,6 @@
 The list, the detail page with editable limits, and the full audit log are for the operator.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

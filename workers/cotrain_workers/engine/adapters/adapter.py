@@ -1,7 +1,5 @@
 """Adapter of one run: its arenas on the device or the host, its compute copy, and its gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count

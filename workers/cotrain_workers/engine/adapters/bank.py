@@ -4,8 +4,6 @@ An arena is one 1-D tensor with the matrices of all modules as views. Zeroing, c
 hashing and copying are therefore one operation per arena.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import OrderedDict

@@ -3,8 +3,6 @@
 On CUDA they run concurrently with the computation, in a second stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -30,8 +28,7 @@ class Arrival(Protocol):
 class CopyStream(Protocol):
     """Stream of copies."""
 
-    pins: bool
-    """True if host memory must be pinned for the copies."""
+    pins: bool  # True if host memory must be pinned for the copies
 
     def copies(self) -> AbstractContextManager[Arrival]:
         """Order the copies inside after all computation so far."""

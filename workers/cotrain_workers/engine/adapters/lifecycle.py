@@ -1,19 +1,9 @@
 """Ops on a whole adapter: begin a run with one, copy it to the host, replace it.
 
-`SavedWeights` is the result of a save: weights on their way to the host. Any thread may wait for
-them.
-
 `mix` computes linear combinations of adapters exactly, by rank concatenation and without a product
 of matrices. Formula: `sum_i c_i s_i B_i A_i = s B A` with `A` the rows of all `A_i` and `B` the
 columns of all `(c_i s_i / s) B_i`. `s_i` is the scale of a source and `s` that of the result.
-
-`read_import` converts an adapter of PEFT: the same function, in this server's layout and scale.
-Every module gets the run's one rank, and `alpha` 32; B absorbs the ratio of the scales. Missing
-rows and modules start as in a fresh adapter: A random, B zero. So they add nothing now and can be
-trained later.
 """
-
-from __future__ import annotations
 
 import re
 import weakref
@@ -125,6 +115,10 @@ def read_import(
     base_weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> HostWeights:
     """Read the matrices of an adapter that PEFT wrote into an arena of ours.
+
+    The result is the same function, in this server's layout and scale. Every module gets the run's one rank, and `alpha` 32; B absorbs the ratio of the
+    scales. Missing rows and modules start as in a fresh adapter: A random, B zero. So they add
+    nothing now and can be trained later.
 
     `base_weights`, by module, are those that an adapter may hold a copy of.
 

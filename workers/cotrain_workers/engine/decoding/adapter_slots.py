@@ -4,8 +4,6 @@ Pools of different rank share one memory limit. A pool that needs a slot takes m
 unused slots.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -4,8 +4,6 @@ A step of eager kernels is bound by their launches (about 40 to 60 ms for 36 lay
 graph is used only after its output has matched that of the same step in eager mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial

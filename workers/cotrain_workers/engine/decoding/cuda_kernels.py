@@ -3,8 +3,6 @@
 The CPU tests do not run it. `tests/gpu` compares both with the plain implementations, which run anywhere.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

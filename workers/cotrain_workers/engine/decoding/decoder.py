@@ -4,8 +4,6 @@ The decoder uses the modules, weights and head of training. On CPU in fp32 a see
 bit-identical tokens and log-probabilities alone and in any batch, with cached pages and after preemption.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """KV cache of the decoder: pages of every layer, allocated once; and its default sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

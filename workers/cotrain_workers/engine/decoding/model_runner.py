@@ -1,7 +1,5 @@
 """One forward pass of a decoder step: prompt pages and generated tokens in one packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

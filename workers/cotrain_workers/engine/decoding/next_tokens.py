@@ -1,7 +1,5 @@
 """Next tokens of ready sequences, chosen on the device and read by the host when the copy is complete."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

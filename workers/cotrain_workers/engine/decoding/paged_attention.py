@@ -5,8 +5,6 @@ attends alone, to its own length rounded up to whole pages. Both depend only on 
 the bits do not depend on neighbours, cached pages or preemption.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Self-check of the kernel over pages: it must match the plain attention before it is used."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

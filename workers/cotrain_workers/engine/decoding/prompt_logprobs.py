@@ -1,7 +1,5 @@
 """Log-probabilities of the raw model: prompt scores and the most probable tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

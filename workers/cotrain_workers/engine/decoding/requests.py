@@ -1,7 +1,5 @@
 """Input and output of a decoder as plain data, and the interface of all decoders."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Conversion of sequences in progress to results, and the sampling parameters of the next token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

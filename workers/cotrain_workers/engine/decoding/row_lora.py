@@ -4,8 +4,6 @@ On a CPU it is not slower than one product per segment, and its bits do not depe
 With 64 rows, 256 -> 768 and rank 8 it takes 23 us, against 32 us; the base takes 157 us.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple

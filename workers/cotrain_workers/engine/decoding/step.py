@@ -1,7 +1,5 @@
 """Work of one decoder step, arranged in a packed row, and the route of its rows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol

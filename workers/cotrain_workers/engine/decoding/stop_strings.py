@@ -1,7 +1,5 @@
 """Stop conditions of a sequence: stop tokens, and one automaton for all stop strings."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ The draw inverts the cumulative distribution in integers, whose sums are exact i
 therefore equal on CPU and with CUDA's deterministic algorithms (which lack a cumulative sum of floats), in any batch.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple

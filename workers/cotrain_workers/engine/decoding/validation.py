@@ -1,7 +1,5 @@
 """Validation of sample requests on the host, before they use the device."""
 
-from __future__ import annotations
-
 import math
 
 from cotrain_workers.engine.decoding.prompt_logprobs import SKIPPED

@@ -1,7 +1,5 @@
 """Selection of the backend that computes the LoRA paths of a micro-batch: `seg`, `grouped` or `fused`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,13 +4,7 @@ A grouped product multiplies each group of rows with a matrix of its own. Segmen
 so each class is one range of rows (`Groups`), and its segments begin at multiples of 8 rows. Filler rows
 in between belong to the preceding segment, whose gradients they change by zero. Filler rows at the end form a group
 with a matrix of zeros, because a grouped product leaves rows without a group uninitialised.
-
-`StackedWeights` copies many adapters into the layout of grouped products: one rank, one stride, no gaps. The copies
-are valid for one micro-batch. Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where
-the optimizer step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +49,11 @@ class StackLayout:
 
 class StackedWeights:
     """Weights of adapters that train the same modules, with ranks up to that of the layout.
+
+    It copies many adapters into the layout of grouped products: one rank, one stride, no gaps.
+    The copies are valid for one micro-batch. Filling them reads each arena once: 6 bytes per
+    parameter under a 16-bit base, where the optimizer step moves 28. Nothing is retained for
+    idle adapters, so no copy can be stale.
 
     One more slot of zeros follows, for rows without an adapter.
     """

@@ -145,10 +145,8 @@ class SegmentedLora(torch.autograd.Function):
 class Cuts(NamedTuple):
     """Split sizes of a packed row for one view per part; a slice per part takes several times as long."""
 
-    sizes: list[int]
-    """Sizes of the parts, and of the rows before, between and after them."""
-    wanted: list[int]
-    """Indices of the parts in `sizes`."""
+    sizes: list[int]  # sizes of the parts, and of the rows before, between and after them
+    wanted: list[int]  # indices of the parts in `sizes`
 
     @classmethod
     def of(cls, parts: Sequence[Part], length: int) -> Cuts:

@@ -1,7 +1,5 @@
 """Self-check: `grouped` and `fused` must match `seg` on a small random problem before they are used."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

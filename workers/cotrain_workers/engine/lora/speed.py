@@ -5,8 +5,6 @@ with descriptors 11 % faster (docs/adr/0035). The layer has its real weights. Ad
 because a GPU multiplies equal values faster.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile

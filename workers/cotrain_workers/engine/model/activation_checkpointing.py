@@ -4,8 +4,6 @@ The second forward repeats the first one on the same inputs and under the same r
 gradient depends on the choice. It trades time for memory, and may differ between micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal

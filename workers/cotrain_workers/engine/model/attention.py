@@ -6,8 +6,6 @@ cache, and otherwise ignores them silently; this function cannot run without the
 Each attention kernel is compared with dense attention on a small packed row before it is used.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Loading of a frozen base model, and rejection of models that the engine would compute wrongly."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite

@@ -1,7 +1,5 @@
 """Sequences through the frozen base model, in one packed row."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

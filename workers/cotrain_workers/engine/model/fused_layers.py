@@ -10,8 +10,6 @@ before it replaces it. Otherwise the layer keeps the code of transformers, and t
 * `norm_then_weight` to `half_turned`: pure functions of the layers' computations between products.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType

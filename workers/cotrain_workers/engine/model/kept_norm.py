@@ -1,7 +1,5 @@
 """RMS norm that also returns its input, so that backward of the norm and the residual is one kernel."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

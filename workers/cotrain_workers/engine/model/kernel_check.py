@@ -1,7 +1,5 @@
 """Comparison of a kernel with the function that it replaces, before it is used."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

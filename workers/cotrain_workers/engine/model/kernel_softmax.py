@@ -4,8 +4,6 @@ No probabilities are stored. The gradient has the dtype of the base model's weig
 and has the same requirements.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Reader of a base model from a folder or hub; each fault becomes a sentence for the operator."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Projection of hidden states to logits and log-probabilities of some rows, and its backward."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

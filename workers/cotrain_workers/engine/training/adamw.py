@@ -5,8 +5,6 @@ The result of an adapter does not depend on the others: the launches work on lis
 with its own norm, step count and elements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Forward and backward: all passes of a cycle in as few base-model forwards as memory allows."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import deque

@@ -8,8 +8,6 @@ least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradi
 neighbour.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 

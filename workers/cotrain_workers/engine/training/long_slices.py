@@ -5,8 +5,6 @@ and whole cycles. The inputs of all layers stay in memory until their backward. 
 whole model: each gradient of a hidden state has the same two summands.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

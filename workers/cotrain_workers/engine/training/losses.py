@@ -10,8 +10,6 @@ The engine validates a pass on the host before it uses the device. The server ha
 all of it, but a wrong index on a GPU would crash the process for every tenant.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

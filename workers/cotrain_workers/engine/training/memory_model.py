@@ -4,8 +4,6 @@ memory. Pure.
 It does not depend on a device: `memory_probe.py` measures, and `Engine.load` applies the model.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -78,10 +76,8 @@ class Budget:
     """Limits of a micro-batch."""
 
     tokens: int
-    keep_tokens: int
-    """Number of tokens above which decoder layers are recomputed; 0: always."""
-    longest_datum: int = 0
-    """Tokens of the longest datum that fits if every adapter is offloaded; 0: not measured."""
+    keep_tokens: int  # number of tokens above which decoder layers are recomputed; 0: always
+    longest_datum: int = 0  # tokens, if every adapter is offloaded; 0: not measured
 
 
 @dataclass
@@ -245,8 +241,7 @@ class Split:
 
     first: MicroBatch
     second: MicroBatch
-    cuts_slice: bool
-    """True if a slice of an op was cut, which moves the last bits of the op's sums."""
+    cuts_slice: bool  # True if a slice of an op was cut, which moves the last bits of the op's sums
 
 
 def after_oom(

@@ -1,7 +1,5 @@
 """Measurement of a micro-batch's memory on the device, and the choice of its size."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

@@ -44,14 +44,11 @@ class MicroBatch:
 
     op_slices: tuple[OpSlice, ...]
     align: int = 1
-    tokens: int = field(init=False)
-    """Rows with a tenant's token."""
-    padded_tokens: int = field(init=False)
-    """Rows including the filler sequences."""
+    tokens: int = field(init=False)  # rows with a tenant's token
+    padded_tokens: int = field(init=False)  # rows including the filler sequences
     spans: Sequence[tuple[int, int]] = field(init=False)
     """First row of each slice, and the row after its last token."""
-    needs_grad: bool = field(init=False)
-    """True if a slice needs a gradient."""
+    needs_grad: bool = field(init=False)  # True if a slice needs a gradient
 
     def __post_init__(self) -> None:
         *starts, rows = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)

@@ -1,11 +1,4 @@
-"""State of an op while its slices run: its results so far, and its gradient.
-
-`OpenPasses` keeps the passes that take several cycles between two of them. They are not part of a
-run's state. An adapter that is dropped or restored drops its open pass, which then starts anew and
-produces the same bits.
-"""
-
-from __future__ import annotations
+"""State of an op while its slices run: its results so far, and its gradient."""
 
 import math
 from collections import deque
@@ -285,7 +278,12 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
 
 
 class OpenPasses:
-    """Open pass of each run that has one."""
+    """Open pass of each run that has one.
+
+    It keeps the passes that take several cycles between two of them. They are not part of a
+    run's state. An adapter that is dropped or restored drops its open pass, which then starts
+    anew and produces the same bits.
+    """
 
     def __init__(self) -> None:
         self._state_by_run: dict[str, PassState] = {}

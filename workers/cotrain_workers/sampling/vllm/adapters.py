@@ -7,8 +7,6 @@ would get stale keys and values, because vLLM's prefix cache identifies adapters
 The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server reads files.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

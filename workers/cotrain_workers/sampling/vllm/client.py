@@ -1,7 +1,5 @@
 """Client for the HTTP API of a vLLM server: one method per route, and one exception per kind of failure."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 from functools import cache

@@ -4,8 +4,6 @@ One thread with an event loop does everything that waits for the network. The wo
 requests and collects results, and never waits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import queue

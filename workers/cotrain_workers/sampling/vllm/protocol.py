@@ -4,8 +4,6 @@ Every sequence is a separate request with its own seed. With vLLM's `n`, sequenc
 `seed + i`. It would then equal sequence `i - 1` of a request whose seed is one higher.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -1,14 +1,4 @@
-"""Execution of sample requests on a vLLM server.
-
-`VllmSampler` retries a request while the server is unavailable. If the server rejects a request, only that
-request fails.
-
-`TenantEntry` admits sequences to the server: the tenant with the fewest in flight goes first. A sequence in
-flight is never withdrawn. A part of all slots is therefore reserved for tenants without a sequence in flight.
-A tenant with many waits before it fills the server, and a newcomer is admitted at once.
-"""
-
-from __future__ import annotations
+"""Execution of sample requests on a vLLM server."""
 
 import asyncio
 import json
@@ -47,7 +37,13 @@ KEPT_SHARE = 16
 
 
 class TenantEntry:
-    """Slots for `count` sequences, assigned fairly to tenants. For one event loop."""
+    """Slots for `count` sequences, assigned fairly to tenants. For one event loop.
+
+    It admits sequences to the server: the tenant with the fewest in flight goes first. A
+    sequence in flight is never withdrawn. A part of all slots is therefore reserved for tenants
+    without a sequence in flight. A tenant with many waits before it fills the server, and a
+    newcomer is admitted at once.
+    """
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -120,7 +116,11 @@ class _Failed(Exception):
 
 
 class VllmSampler:
-    """Sampler on one server, which splits requests into sequences. For one event loop."""
+    """Sampler on one server, which splits requests into sequences. For one event loop.
+
+    It retries a request while the server is unavailable. If the server rejects a request, only
+    that request fails.
+    """
 
     def __init__(
         self,

@@ -4,8 +4,6 @@ The check compares outputs, because vLLM does not report its settings. Log-probs
 A small adapter, loaded from the shared folder, must change them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

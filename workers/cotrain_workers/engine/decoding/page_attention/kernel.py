@@ -4,8 +4,6 @@ The kernels are in `programs.py`. Sizes follow from the model and the pages alon
 that two workers have the same bits.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ tenants therefore never preempt each other in turn. A tenant without running seq
 sequence whose lease has expired: it has generated at least `LEASE_TOKENS` since its last admission.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 
 from cotrain_workers.engine.decoding.scheduling.pages import Pages

@@ -1,7 +1,5 @@
 """Queues of sequences of each tenant: waiting, and running with pages."""
 
-from __future__ import annotations
-
 from bisect import insort
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -18,10 +16,8 @@ class TenantQueue:
 
     groups: list[Group] = field(default_factory=list)
     """Requests with waiting sequences, oldest first."""
-    running: list[SequenceState] = field(default_factory=list)
-    """Running sequences, oldest first."""
-    weight: float = 1.0
-    """Weight given by the tenant's newest request."""
+    running: list[SequenceState] = field(default_factory=list)  # running sequences, oldest first
+    weight: float = 1.0  # weight given by the tenant's newest request
 
     @property
     def is_empty(self) -> bool:

@@ -11,8 +11,6 @@ one token per step therefore does not wait for a page of another tenant's prompt
 fair queueing, by finish time (Demers, Keshav, Shenker 1989).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,12 +89,10 @@ class StepSizes:
     """Limits of a step, in tokens."""
 
     page: int
-    alone: int
-    """Rows and prompt tokens, while a single tenant has work."""
+    alone: int  # rows and prompt tokens, while a single tenant has work
     shared: int
     """Rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row."""
-    sequences: int
-    """Maximum number of running sequences per tenant."""
+    sequences: int  # maximum number of running sequences per tenant
 
 
 class DecodeScheduler:

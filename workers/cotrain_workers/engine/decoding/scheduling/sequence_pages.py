@@ -1,7 +1,5 @@
 """Pages of running sequences: allocation, sharing of prompts, copy on write, release."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

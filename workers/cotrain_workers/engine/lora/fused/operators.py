@@ -2,10 +2,9 @@
 
 The kernels access gradients and weights of adapters through the addresses in `entries`, which no schema shows. The
 caller must therefore keep those tensors alive, and must not run under a compiler. If a call has fewer than a
-kernel's three operands, the first one is repeated.
+kernel's three operands, the first one is repeated. `Tables` defines `tiles`, `entries`, `scales`, `owners`, `members`
+and `spans`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -65,7 +64,7 @@ def shrink(
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
     size = shrink_tiles(modules if joint else 1, max(widths), xs[0].element_size())
-    # A module has `columns / modules` of them at most; of what an adapter of a lower rank has not, nothing runs.
+    # A module has at most `columns / modules` columns. Programs of columns beyond an adapter's rank return at once.
     each = columns if joint else -(-columns // modules)
     grid = (len(tiles) * ROWS // SHRINK_ROWS, -(-each // size.columns), 1 if joint else modules)
     _programs().shrink[grid](
@@ -87,9 +86,9 @@ def expand(
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`, `residual` added to that of a single one.
+    """Return `x W^T + b + scale * low B^T` of each module, `[T, outputs]`. A single module adds `residual`.
 
-    With a gate, return also the gated product of the two.
+    With a gate, return also the gated product of the two modules.
     """
     ys = _new_outputs(x, weights, biases, residual, gate)
     widths = [len(weight) for weight in weights]
@@ -118,7 +117,7 @@ def expand_back(
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Return the gradient of the `x` that modules read, `[T, inputs]`; with a gate, those of the two `gated`."""
+    """Return the gradient of the modules' common input, `[T, inputs]`. With a gate, return those of both `gated`."""
     gxs = _new_gradients(gys, weights, gated)
     inputs = weights[0].shape[1]
     if tma := copies_by_tma([*gys, *weights]):
@@ -147,7 +146,7 @@ def add_gradient(
     entries: torch.Tensor,
     scales: torch.Tensor,
 ) -> None:
-    """Add `scale * low^T x` of every segment to the gradient of its adapter, which `entries` name."""
+    """Add `scale * low^T x` of every segment to the gradient of its adapter, at its address in `entries`."""
     joint = len(xs) < modules
     widths = [x.shape[1] for x in xs]
     size = gradient_tiles(modules if joint else 1, max(widths), xs[0].element_size())
@@ -165,7 +164,7 @@ def add_gradient(
 def copies_by_tma(operands: Sequence[torch.Tensor]) -> bool:
     """Return True if the device has a tensor memory accelerator and it can copy tiles of all `operands`.
 
-    It takes 16-bit values here, and each row begins at a multiple of 16 bytes.
+    Values must have 16 bits, and each row must begin at a multiple of 16 bytes.
     """
     if not _has_tma(operands[0].device):
         return False

@@ -1,7 +1,5 @@
 """Lookup tables of the fused kernels: the adapter of each tile, and addresses of its matrices and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

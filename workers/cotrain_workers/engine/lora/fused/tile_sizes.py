@@ -4,8 +4,6 @@ Sizes are not chosen by timing. They depend on the model and on the number of mo
 never on the rows of a micro-batch or on the rank of another adapter.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 ROWS = 128  # rows of a tile; a tile belongs to one adapter and starts at a multiple of this in its segment
