@@ -53,13 +53,13 @@ class BaseFolder:
 
     @property
     def embedding(self) -> str:
-        """Name of the embedding's weight in the files, such as `model.embed_tokens.weight`."""
+        """Return the name of the embedding's weight in the files, such as `model.embed_tokens.weight`."""
         names = [name for file in self.files.values() for name in file if name.endswith(_EMBEDDING)]
         return min(names, key=len)
 
     @property
     def head(self) -> str:
-        """Name of the unembedding's weight in the files, if they have one."""
+        """Return the name of the unembedding's weight in the files, if they have one."""
         is_inside = self.embedding.startswith(_TEXT_ON_DISK)
         return f"{_TEXT_ON_DISK}{_HEAD}" if is_inside else _HEAD
 
