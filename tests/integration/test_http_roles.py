@@ -39,9 +39,9 @@ from tests.support.stand_in import stand_in
 from tests.support.ui import log_in
 
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
-#: Keys that change for any role: last uses of keys, the audit log, leases of processes, logouts.
+#: Keys that change for any role: last uses of keys, the audit log, counts of refusals, leases of processes, logouts.
 NOT_OF_TENANTS = re.compile(
-    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
+    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:failures:.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
     f"|{tenant_keys.ended_session('.*')}"
 )
 #: Fields of a cycle that the pages draw; the worker of these tests leaves them out.
