@@ -6,7 +6,6 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -67,13 +66,12 @@ class FakeEngine:
             self.reads["norms of the gradients"] += bool(adapters)
             return [1.0] * len(adapters)
 
-        free = SimpleNamespace(num_parameters=lambda: 0)
         return {
             base_model: {
                 "refuse_not_finite": lambda _: None,
                 "refuse_failing": lambda _: None,
                 "read_config": lambda *_, **__: self._config,
-                "make_skeleton": lambda _: free,
+                "refuse_too_large": lambda _: None,
                 "read_weights": build,
             },
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},

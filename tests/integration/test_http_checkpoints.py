@@ -76,7 +76,7 @@ async def test_an_invalid_save_fails_at_its_seq_and_the_run_continues(
     run = await api.new_run()
     refused = await save(api, worker, run, 1, path="../../etc/passwd")
     assert refused["category"] == "user"
-    assert refused["error"].startswith("path must be a name")
+    assert refused["error"].startswith("path (the argument `name` of clients) must be a name")
     recipients = ["age1nobody"]
     refused = await save(
         api, worker, run, 2, "external_weights", age_encryption_recipients=recipients

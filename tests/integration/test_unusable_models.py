@@ -15,21 +15,18 @@ from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
 
 
-def mixture_of_experts(folder: Path) -> Path:
-    config = transformers.Qwen3MoeConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_experts=2
-    )
-    config.save_pretrained(folder)
+def state_space_model(folder: Path) -> Path:
+    transformers.MambaConfig(hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
     return folder
 
 
 def test_a_server_of_several_says_which_one_is_not_supported(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    folder = mixture_of_experts(tmp_path / "moe")
+    folder = state_space_model(tmp_path / "mamba")
     ended = serve(
         f"--base-model=good={tiny_model}",
-        f"--base-model=experts={folder}",
+        f"--base-model=mamba={folder}",
         f"--data-dir={tmp_path / 'data'}",
         "--torch-threads=1",
         "--port=0",
@@ -37,7 +34,7 @@ def test_a_server_of_several_says_which_one_is_not_supported(
     assert ended.returncode == os.EX_USAGE
     said = ended.stderr.strip()
     assert said.startswith(
-        f"Base model {folder} cannot be served: models of type 'qwen3_moe' cannot be trained; Llama,"
+        f"Base model {folder} cannot be served: models of type 'mamba' cannot be trained; Llama,"
     )
     assert "\n" not in said
     assert "starting it again" not in ended.stdout
@@ -61,7 +58,7 @@ def test_a_misspelt_name_without_a_network_ends_the_server(tmp_path: Path) -> No
 def test_a_worker_alone_ends_with_the_sentence_in_its_log(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    folder = mixture_of_experts(tmp_path / "moe")
+    folder = state_space_model(tmp_path / "mamba")
     ended = worker(settings_of(empty_redis.url, tmp_path, folder))
     assert ended.returncode == 2
     refused = json.loads(ended.stderr.splitlines()[-1])

@@ -64,10 +64,10 @@ def _json_metrics(result: Result) -> dict[str, float]:
 
 
 def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:
-    # A stored result of an earlier version may lack metrics that this version adds.
-    names = before.keys() - {CYCLE_METRIC}
+    names = (before.keys() | after.keys()) - {CYCLE_METRIC}
     return all(
-        name in after
+        name in before
+        and name in after
         and math.isclose(before[name], after[name], rel_tol=tolerance, abs_tol=tolerance)
         for name in names
     )

@@ -1,7 +1,7 @@
 -- failure_add: count a failed request of a tenant, in the minute and in total, and keep its message.
 -- The pool's minute has the key `minute`. The encoded failure is `result`.
 local function add_failure(minute, tenant, request, result, ttl_s)
-  local pool, start = string.match(minute, '^cotrain:{(.*)}:minute:(%d+)$')
+  local pool, start = string.match(minute, '{(.*)}:minute:(%d+)$')
   local counts = 'cotrain:failures:' .. start
   local message = cjson.decode(string.sub(result, 2)).error
   redis.call('HINCRBY', counts, 'failed|' .. tenant, 1)

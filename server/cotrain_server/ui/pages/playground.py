@@ -19,8 +19,7 @@ from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
 from cotrain_server.text_apis.prompts import (
     Target,
-    characters_of,
-    chat_body,
+    accepted_chat,
     find_target,
     prompt_bodies,
     text_weight,
@@ -147,9 +146,7 @@ async def _body(
             if system := fields.get("system", "").strip():
                 messages.insert(0, {"role": "system", "content": system})
             chat = ChatCompletionRequest.model_validate({**common, "messages": messages})
-            make: Any = partial(chat_body, target, chat.chat(), chat.body)
-            weight = text_weight(characters_of(chat.chat()))
-            body: SampleBody = await services.parser.run(tenant, weight, make)
+            body, _ = await accepted_chat(services, target, chat.chat(), chat.body)
             return body
         text = CompletionRequest.model_validate({**common, "prompt": prompt})
     except ValidationError as wrong:
