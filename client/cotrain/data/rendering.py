@@ -30,7 +30,7 @@ class Report:
     conversations: int = 0
     datums: int = 0
     tokens: int = 0
-    """Of all model inputs."""
+    """Number of tokens in all model inputs."""
     trained_tokens: int = 0
     """Targets with a weight other than 0."""
     longest: int = 0

@@ -34,7 +34,7 @@ class BaseFolder:
     files: Mapping[str, tuple[str, ...]]
     """Names of the weights in each file."""
     dtype: str
-    """Of its weights, as torch names it."""
+    """Type of its weights, as torch names it."""
 
     @property
     def family(self) -> str:

@@ -1,6 +1,6 @@
 """Limits on grammars of generated text, for the API that accepts them and the workers that use them.
 
-A grammar within these limits compiles in less than a second, and takes at most some 20 MB.
+A grammar within these limits compiles within a second (the API refuses it above 0.1 s), and takes at most some 20 MB.
 """
 
 from __future__ import annotations
