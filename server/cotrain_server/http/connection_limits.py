@@ -18,7 +18,7 @@ from cotrain_store.monitoring import metrics
 
 #: From the first byte of a request's head to its last; from connecting to that first byte, too.
 HEAD_TIMEOUT_S = 30.0
-#: Longest head that arrives in several parts.
+#: Longest head, or fields after a body, that arrive in several parts.
 MAX_HEAD_BYTES = 64 * 1024
 #: Each poll holds one connection, and 30 KB of memory.
 MAX_CONNECTIONS = 20_000
@@ -41,7 +41,8 @@ class LimitedProtocol(HttpToolsProtocol):
     head_timeout_s = HEAD_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
     _is_head = True  # the next bytes belong to the head of a request
-    _head_bytes = 0
+    _advanced = False  # the last bytes ended a head, or belonged to a body
+    _partial_bytes = 0  # received since then
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -57,28 +58,48 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes. A head without an end starts the timeout, and has a maximum length."""
-        was_head = self._is_head
+        """Parse received bytes. A head or a trailer without an end has a maximum length and a timeout."""
+        self._advanced = False
         super().data_received(data)
-        if self._is_answering() or self.transport.is_closing():
+        if self.transport.is_closing():
             return
-        self._await_head()
-        if was_head and self._is_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
+        is_answering = self._is_answering()
+        self._partial_bytes = 0 if self._advanced else self._partial_bytes + len(data)
+        if self._partial_bytes > MAX_HEAD_BYTES:
+            if self._is_head and not is_answering:
                 self.send_400_response(f"The head of a request exceeds {MAX_HEAD_BYTES} bytes.")
+            else:
+                self.transport.abort()
+        elif not is_answering:
+            self._await_head()
+
+    @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Store a field of a head. Fields after a body are dropped."""
+        if self._is_head:
+            super().on_header(name, value)
 
     @override
     def on_headers_complete(self) -> None:
         """Stop the timeout, and begin the request."""
-        self._is_head, self._head_bytes = False, 0
+        self._is_head, self._advanced = False, True
         self._end_timeout()
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        """Reset the count of bytes that end no head and belong to no body."""
+        self._advanced = True
+
+    @override
+    def on_body(self, body: bytes) -> None:
+        """Store bytes of a body."""
+        self._advanced = True
+        super().on_body(body)
 
     @override
     def on_message_complete(self) -> None:
         """End the body; the next bytes are another head."""
-        self._is_head = True
+        self._is_head, self._advanced = True, True
         super().on_message_complete()
 
     @override

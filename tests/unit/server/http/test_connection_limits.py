@@ -78,6 +78,22 @@ async def test_a_head_has_a_maximum_length() -> None:
         assert (await reader.read()).startswith(b"HTTP/1.1 400")
 
 
+async def test_fields_after_a_body_have_a_maximum_length() -> None:
+    head = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    async with connected() as (reader, writer):
+
+        async def send() -> None:
+            writer.write(head)
+            for _ in range(100):
+                writer.write(b"Long: " + b"x" * 16_384 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0)
+            await reader.readexactly(1)
+
+        with pytest.raises(ConnectionError):
+            await send()
+
+
 async def test_an_answer_may_take_longer_than_a_head() -> None:
     async with connected() as (reader, writer):
         for _ in range(2):
