@@ -193,6 +193,7 @@ class PassOutput:
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
     drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy loss
+    shared_tokens: int = 0  # not computed, because an earlier datum has the same prompt
 
 
 @dataclass(frozen=True)
