@@ -23,6 +23,8 @@ class Datum:
 
     tokens: np.ndarray  # int64 [n]
     inputs: Mapping[str, np.ndarray]
+    routed_experts: np.ndarray | None = None
+    """Experts of each token, integers `[n, layers with experts, k]`; -1 and None: the router chooses."""
 
     @property
     def shape(self) -> tuple[int, ...]:

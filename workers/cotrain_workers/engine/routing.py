@@ -172,6 +172,8 @@ class Route:
     segments: Sequence[Segment]
     sequences: SequenceTable
     lora: TrainingLora
+    experts: torch.Tensor | None = None
+    """Given experts of each token, integers `[layers with experts, T, k]`; None: routers choose all of them."""
 
 
 class Group(NamedTuple):
@@ -197,6 +199,9 @@ class StepRoute(Protocol):
         self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
     ) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
+
+    def note_experts(self, chosen: np.ndarray) -> None:
+        """Record the experts `[T, k]` that the router of the next layer has chosen."""
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

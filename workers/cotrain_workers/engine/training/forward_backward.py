@@ -14,11 +14,13 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
+    to_device,
 )
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
@@ -401,7 +403,14 @@ class ForwardBackward:
         )
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
-        return Route(segments, table, self._lora.of(segments, batch.padded_tokens)), row
+        lora = self._lora.of(segments, batch.padded_tokens)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
+        on_device = None if experts is None else to_device(experts, self._device)
+        return Route(segments, table, lora, on_device), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
