@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from cotrain_workers.engine.cycle import Yielding
@@ -21,11 +20,11 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import NOT_GIVEN
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import Datum, KlDatum, Pass, ReverseKl, UpcomingBatch
+from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
@@ -405,23 +404,13 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
-        return Route(segments, table, lora, self._given_experts(batch, datums)), row
-
-    def _given_experts(
-        self, batch: MicroBatch, datums: Sequence[Sequence[Datum | KlDatum]]
-    ) -> torch.Tensor | None:
-        """Return the experts that datums give to their tokens, int16 `[layers, T, k]`, or None."""
-        choices, given = self._base.expert_choices, None
-        for (start, _), each in zip(batch.spans, datums, strict=True):
-            for datum in each:
-                experts = datum.routed_experts if isinstance(datum, Datum) else None
-                if experts is not None and choices is not None:
-                    if given is None:
-                        shape = (choices.layers, batch.padded_tokens, choices.chosen)
-                        given = np.full(shape, NOT_GIVEN, np.int16)
-                    given[:, start : start + len(experts)] = experts.swapaxes(0, 1)
-                start += len(datum.tokens)
-        return None if given is None else to_device(given, self._device)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
+        on_device = None if experts is None else to_device(experts, self._device)
+        return Route(segments, table, lora, on_device), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
