@@ -18,7 +18,7 @@ from cotrain_workers.engine.lora.quantized import (
 )
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts
+from cotrain_workers.engine.model import experts, linear_attention
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
@@ -112,6 +112,7 @@ class BaseModel:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     kv: KvShape
+    states: tuple[linear_attention.StateShape, ...]  # of the layers with a state
     lock_step: LockStep
 
 
@@ -225,6 +226,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(text),
+        states=tuple(linear_attention.state_shape(each) for each in stateful_layers(backbone)),
         lock_step=lock_step,
     )
 
@@ -269,7 +271,19 @@ def kv_shape(config: Any) -> KvShape:
         for each in layer_configs(config)
     ]
     others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
-    return KvShape(config.num_hidden_layers, *shapes[0], others)
+    return KvShape(attention_layers(config), *shapes[0], others)
+
+
+def attention_layers(config: Any) -> int:
+    """Return the number of layers with keys and values."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return int(config.num_hidden_layers) - list(kinds).count("linear_attention")
+
+
+def stateful_layers(decoder: Any) -> list[Any]:
+    """Return the modules of a decoder that keep a state, in the order of layers."""
+    layers = (getattr(layer, linear_attention.LAYER, None) for layer in decoder.layers)
+    return [each for each in layers if each is not None]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -408,5 +422,8 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = decoder_of(network)
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, layer in enumerate(decoder.layers):
-        attn.attach(layer.self_attn, router, number)
+    for number, layer in enumerate(stateful_layers(decoder)):
+        linear_attention.attach(layer, router, number)
+    attending = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
+    for number, attention in enumerate(attending):
+        attn.attach(attention, router, number)

@@ -30,6 +30,11 @@ QUERIES = frozenset({"q_proj", "q_a_proj", "q_b_proj"})
 LATENT = _modules(
     "q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
 )
+# Linear attention (`linear_attention.py`) besides attention.
+QWEN3_NEXT = _modules(f"{APART} in_proj_qkvz in_proj_ba out_proj", "gate_proj up_proj down_proj")
+QWEN3_5 = _modules(
+    f"{APART} in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj", "gate_proj up_proj down_proj"
+)
 
 
 def _one(_config: Any) -> float:
@@ -125,6 +130,12 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "phimoe": ModelType("Phi-3.5-MoE"),
     "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
     "solar_open": ModelType("Solar Open"),
+    # Hybrids: most layers have a state instead of attention.
+    "qwen3_next": ModelType("Qwen3-Next", QWEN3_NEXT),
+    "qwen3_5_text": ModelType("Qwen3.5 (text)", QWEN3_5),
+    "qwen3_5": ModelType("Qwen3.5", is_wrapper=True),
+    "qwen3_5_moe_text": ModelType("Qwen3.5 MoE (text)", QWEN3_5),
+    "qwen3_5_moe": ModelType("Qwen3.5 MoE", is_wrapper=True),
 }  # fmt: skip
 
 #: Types whose layers differ in the shape of keys and values (`per_layer_config`).
@@ -138,9 +149,12 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
 
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that reads models of this configuration."""
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    # The text class of Qwen3.5 names its modules in another way than the files.
+    classes = AutoModelForCausalLM, AutoModelForImageTextToText
+    whole = config.model_type in MODEL_TYPES and MODEL_TYPES[config.model_type].is_wrapper
+    return next(
+        each for each in classes[:: -1 if whole else 1] if type(config) in each._model_mapping
+    )
 
 
 def decoder_of(network: Any) -> Any:

@@ -1,0 +1,322 @@
+"""Layers with a state: convolution and gated delta rule of each sequence of a packed row.
+
+transformers computes a packed row as one sequence, so the state of a sequence would reach its neighbour. The
+functions here replace the forward of such a layer, and its projections and norms remain those of the model.
+
+A sequence is cut into blocks. Within a block the rule is a few products (Yang, Kautz, Hatamizadeh 2024,
+"Gated Delta Networks"). The state passes from block to block, at once for all sequences. No value of a sequence is
+multiplied into another one, and a product of a block has the same bits for every number of blocks. So the bits of
+a run do not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.routing import Router, SequenceTable, StatefulRows
+
+BLOCK = 64  # rows, as in transformers
+EPS = 1e-6  # of the norm of queries and keys
+LAYER = "linear_attn"
+"""Name of the module in a decoder layer, in place of `self_attn`."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """Values that one layer keeps of a sequence."""
+
+    inputs: tuple[int, int]
+    """Last inputs of the convolution, and their channels, in the type of the model."""
+    matrices: tuple[int, int, int]
+    """Heads, size of a key and size of a value, in fp32."""
+
+    def sizes(self, item: int) -> int:
+        """Return the number of bytes, for values of the model of `item` bytes."""
+        return int(np.prod(self.inputs)) * item + int(np.prod(self.matrices)) * 4
+
+
+class Move(NamedTuple):
+    """Source row of each row; a row without a source is zero."""
+
+    source: torch.Tensor  # int64 [n]
+    empty: torch.Tensor | None  # bool [n], or None if each has a source
+
+
+def move_of(index: np.ndarray, device: torch.device) -> Move:
+    """Return the move of source rows `index` int64 `[n]`, where -1 is none."""
+    empty = index < 0
+    found = to_device(empty, device) if empty.any() else None
+    return Move(to_device(np.maximum(index, 0), device), found)
+
+
+def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
+    """Return the rows of `x` `[m, ...]` as `[n, ...]`."""
+    found = x.index_select(0, move.source)
+    if move.empty is not None:
+        found.masked_fill_(move.empty.view(-1, *[1] * (x.dim() - 1)), 0)
+    return found
+
+
+class Moved(torch.autograd.Function):
+    """Rows of `x` in another place, each at most once. Its backward adds nothing, so it is deterministic."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, to: Move, back: Move) -> torch.Tensor:  # type: ignore[explicit-override]
+        """Return the rows."""
+        ctx.back = back
+        return moved(x, to)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
+        """Return the gradient of `x`."""
+        return moved(grads[0], ctx.back), None, None
+
+
+class Run(NamedTuple):
+    """Adjacent rows of one sequence, in pieces that begin at a block."""
+
+    row: int
+    pieces: Sequence[int]  # rows of each
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(self.pieces)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of runs: first those that begin a run, of the runs with most blocks first, then the second ones."""
+
+    to: Move  # packed rows in blocks, [blocks * BLOCK]
+    back: Move  # rows of blocks in the packed row, [T]
+    counts: Sequence[int]  # of first blocks, second blocks and so on
+    order: Sequence[int]  # number of the run of each first block
+    ends: Sequence[int]  # last block of each piece, run by run
+
+    @property
+    def offsets(self) -> list[int]:
+        """First block of each count."""
+        return [0, *accumulate(self.counts)]
+
+
+def blocks_of(runs: Sequence[Run], rows: int, device: torch.device) -> Blocks:
+    """Return the blocks of runs within a packed row of `rows`."""
+    cut = [
+        [min(BLOCK, piece - at) for piece in run.pieces for at in range(0, piece, BLOCK)]
+        for run in runs
+    ]
+    order = sorted(range(len(runs)), key=lambda run: -len(cut[run]))
+    counts = [sum(len(own) > depth for own in cut) for depth in range(max(map(len, cut)))]
+    offsets = [0, *accumulate(counts)]
+    to, back = np.full((offsets[-1], BLOCK), -1), np.full(rows, -1)
+    place = {run: rank for rank, run in enumerate(order)}
+    ends = []
+    for number, run in enumerate(runs):
+        row, number_of_block = run.row, 0
+        for piece in run.pieces:
+            for at in range(0, piece, BLOCK):
+                size, block = min(BLOCK, piece - at), offsets[number_of_block] + place[number]
+                to[block, :size] = np.arange(row, row + size)
+                back[row : row + size] = block * BLOCK + np.arange(size)
+                row, number_of_block = row + size, number_of_block + 1
+            ends.append(block)
+    return Blocks(move_of(to.ravel(), device), move_of(back, device), counts, order, ends)
+
+
+def by_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    blocks: Blocks,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs `[T, heads, d_v]` and the states after each block `[blocks, heads, d_k, d_v]`, fp32.
+
+    `q` and `k` are `[T, heads of keys, d_k]` and normalized, `v` `[T, heads, d_v]`; the logarithmic decay `g` and
+    `beta` are `[T, heads]`, and `state` has the run of each first block.
+    """
+    heads = v.shape[1]
+
+    def cut(x: torch.Tensor) -> torch.Tensor:  # [blocks, heads, BLOCK, ...]
+        rows: torch.Tensor = Moved.apply(x.float(), blocks.to, blocks.back)  # type: ignore[no-untyped-call]  # torch gives it no types
+        each = rows.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2).contiguous()
+        times = heads // each.shape[1]
+        return each.repeat_interleave(times, dim=1) if times > 1 else each
+
+    q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
+    v_beta, k_beta = v * beta[..., None], k * beta[..., None]
+    decay = g.cumsum(-1)
+    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
+    between = (decay[..., None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
+    system = k_beta @ k.mT * between
+    news = torch.linalg.solve_triangular(system, v_beta, upper=False, unitriangular=True)
+    olds = torch.linalg.solve_triangular(
+        system, k_beta * decay.exp()[..., None], upper=False, unitriangular=True
+    )
+    within = q @ k.mT * between
+    q = q * decay.exp()[..., None]
+    k = k * (decay[..., -1:] - decay).exp()[..., None]
+    whole = decay[..., -1].exp()[..., None, None]
+    if state is None:
+        state = q.new_zeros(blocks.counts[0], heads, q.shape[-1], v.shape[-1])
+    outs, states = [], []
+    for first, count in zip(blocks.offsets, blocks.counts, strict=False):
+        own = slice(first, first + count)
+        state = state[:count]
+        new = news[own] - olds[own] @ state
+        outs.append(q[own] @ state + within[own] @ new)
+        state = state * whole[own] + k[own].mT @ new
+        states.append(state)
+    out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
+    rows: torch.Tensor = Moved.apply(out, blocks.back, blocks.to)  # type: ignore[no-untyped-call]  # torch gives it no types
+    return rows, torch.cat(states)
+
+
+def by_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the outputs `[n, heads, d_v]` of one token each, and the states after it `[n, heads, d_k, d_v]`, fp32.
+
+    The arguments are those of `by_blocks`. No product of matrices is used, so bits do not depend on `n`.
+    """
+    heads = v.shape[1]
+    q, k = (x.float().repeat_interleave(heads // x.shape[1], dim=1)[..., None] for x in (q, k))
+    state = state * g.exp()[..., None, None]
+    new = (v.float() - (state * k).sum(-2)) * beta.float()[..., None]
+    state = state + k * new[..., None, :]
+    return (state * q).sum(-2), state
+
+
+class TrainingRows:
+    """Whole sequences, which begin without a state."""
+
+    def __init__(self, table: SequenceTable, taps: int) -> None:
+        starts = [0, *accumulate(table.lengths)]
+        runs = [
+            Run(start, (length,))
+            for start, length in zip(starts, table.lengths, strict=False)
+            if length
+        ]
+        self._blocks = blocks_of(runs, starts[-1], table.device)
+        at, left = (
+            np.concatenate([np.arange(run.rows)[::step] for run in runs]) for step in (1, -1)
+        )
+        rows = np.arange(starts[-1])
+        self._taps = [
+            tuple(
+                move_of(np.where(reach >= back, rows + sign * back, -1), table.device)
+                for reach, sign in ((at, -1), (left, 1))
+            )
+            for back in range(1, taps)
+        ]
+
+    def before(self, layer: int, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the earlier rows of the same sequence."""
+        return [Moved.apply(x, *each) for each in self._taps]  # type: ignore[no-untyped-call]  # torch gives it no types
+
+    def scan(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the outputs of sequences that begin with a state of zero."""
+        return by_blocks(q, k, v, g, beta, self._blocks)[0]
+
+
+def rows_of(router: Router, taps: int) -> StatefulRows:
+    """Return the rows of the current route, for a convolution of `taps` tokens."""
+    if router.step is not None:
+        return router.step.states
+    table = router.route.sequences
+    if taps not in table.rows:
+        table.rows[taps] = TrainingRows(table, taps)
+    return table.rows[taps]
+
+
+def convolved(
+    x: torch.Tensor, before: Sequence[torch.Tensor], convolution: Any, activation: str
+) -> torch.Tensor:
+    """Return the causal convolution of each channel of `x` `[T, channels]`, after its activation."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = convolution.weight.squeeze(1).to(
+        wide
+    )  # [channels, taps], the last for the token itself
+    y = x.to(wide) * weight[:, -1]
+    for back, earlier in enumerate(before, start=2):
+        y = y + earlier.to(wide) * weight[:, -back]
+    if convolution.bias is not None:
+        y = y + convolution.bias.to(wide)
+    return ACT2FN[activation](y.to(x.dtype))  # type: ignore[no-any-return]
+
+
+def normalized(x: torch.Tensor) -> torch.Tensor:
+    """Return queries or keys `[T, heads, d]` of length one, fp32."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def project(
+    module: Any, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys and values side by side `[1, T, channels]`, the gate `[1, T, heads, d_v]`, b and a `[1, T, heads]`."""
+    if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next
+        *mixed, z, b, a = module.fix_query_key_value_ordering(
+            module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
+        )
+        return torch.cat([each.flatten(2) for each in mixed], dim=-1), z, b, a
+    z = module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim))
+    return module.in_proj_qkv(hidden), z, module.in_proj_b(hidden), module.in_proj_a(hidden)
+
+
+def gated_delta_net(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Return the output of a gated delta net `[1, T, d]`, each sequence with its own state."""
+    mixed, z, b, a = project(module, hidden_states)
+    x, layer = mixed.squeeze(0), module.cotrain_layer
+    rows = rows_of(module.cotrain_router, module.conv_kernel_size)
+    x = convolved(x, rows.before(layer, x), module.conv1d, module.activation)
+    q, k, v = torch.split(x, [module.key_dim, module.key_dim, module.value_dim], dim=-1)
+    q, k = (normalized(each.unflatten(-1, (-1, module.head_k_dim))) for each in (q, k))
+    v = v.unflatten(-1, (-1, module.head_v_dim))
+    g = -module.A_log.float().exp() * functional.softplus(a.float() + module.dt_bias)
+    scaled = q * module.head_k_dim**-0.5
+    out = rows.scan(layer, scaled, k, v, g.squeeze(0), b.sigmoid().squeeze(0)).to(x.dtype)
+    gated = module.norm(out.flatten(0, 1), z.reshape(-1, module.head_v_dim))
+    return module.out_proj(gated.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
+
+
+def state_shape(module: Any) -> StateShape:
+    """Return the shape of the state of a gated delta net."""
+    return StateShape(
+        (module.conv_kernel_size - 1, module.conv_dim),
+        (module.num_v_heads, module.head_k_dim, module.head_v_dim),
+    )
+
+
+def attach(module: nn.Module, router: Router, layer: int) -> None:
+    """Attach the router to a layer with a state, number `layer` of those, and replace its forward."""
+    module.cotrain_router = router  # type: ignore[assignment]
+    module.cotrain_layer = layer  # type: ignore[assignment]
+    module.forward = MethodType(gated_delta_net, module)
