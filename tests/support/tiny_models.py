@@ -270,12 +270,46 @@ HYBRID_MIXTURE: Mapping[str, Any] = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 1e-2,
+}
 HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_next": ("Qwen3NextConfig", HYBRID_MIXTURE),
     "qwen3_5": ("Qwen3_5TextConfig", HYBRID),
     "qwen3_5-wrapped": ("Qwen3_5Config", HYBRID),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", HYBRID_MIXTURE),
     "qwen3_5_moe-wrapped": ("Qwen3_5MoeConfig", HYBRID_MIXTURE),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **MULTIPLIED,
+            **SIX_EXPERTS,
+            "layer_types": HYBRID["layer_types"],
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**MAMBA, "mamba_d_ssm": 48, "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 2.0]},
+    ),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
 }
 #: All families.
 EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES, **HYBRIDS}

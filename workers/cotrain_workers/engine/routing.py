@@ -50,7 +50,7 @@ class StatefulRows(Protocol):
         k: torch.Tensor,
         v: torch.Tensor,
         g: torch.Tensor,
-        beta: torch.Tensor,
+        beta: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
         `model/linear_attention.py`."""

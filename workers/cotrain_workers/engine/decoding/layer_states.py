@@ -39,8 +39,8 @@ class StepStates:
         size = cache.page_tokens
         kept = cache.states[0][0].shape[1]  # inputs of the convolution before the token
 
-        def at(pages: Sequence[int]) -> torch.Tensor:
-            return to_device(np.array(pages, np.int64), device)
+        def at(indices: Sequence[int] | np.ndarray) -> torch.Tensor:
+            return to_device(np.array(indices, np.int64), device)
 
         # The last page of the cache has states of zero.
         read = [
@@ -96,7 +96,7 @@ class StepStates:
         k: torch.Tensor,
         v: torch.Tensor,
         g: torch.Tensor,
-        beta: torch.Tensor,
+        beta: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs `[T, heads, d_v]`, and keep the states after each page; see `by_blocks`."""
         memory = self._cache.states[layer][1]
@@ -112,8 +112,9 @@ class StepStates:
         ended = []
         for rows in self._depths:
             ended.append(state[len(rows) :])
-            own = (each.index_select(0, rows) for each in (q, k, v, g, beta))
-            found, state = by_token(*own, state[: len(rows)])
+            own_q, own_k, own_v, own_g = (each.index_select(0, rows) for each in (q, k, v, g))
+            rates = None if beta is None else beta.index_select(0, rows)
+            found, state = by_token(own_q, own_k, own_v, own_g, rates, state[: len(rows)])
             with unordered_writes():
                 out.index_copy_(0, rows, found)
         states = torch.cat([state, *reversed(ended)])

@@ -204,7 +204,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     adapt(network, targets, router)
     fix_frequencies(backbone)
     scale_outputs(backbone, kind.logit_factor(text))
-    recompute = Recompute()
+    recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
     return BaseModel(
         backbone=backbone,
@@ -225,8 +225,8 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         num_parameters=num_parameters,
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(text),
-        states=tuple(linear_attention.state_shape(each) for each in stateful_layers(backbone)),
+        kv=kv_shape(text, len(attentions(backbone))),
+        states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
     )
 
@@ -258,8 +258,8 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     return {UNEMBED: base.head_weight, **whole}
 
 
-def kv_shape(config: Any) -> KvShape:
-    """Return the size of a token's keys and values."""
+def kv_shape(config: Any, layers: int) -> KvShape:
+    """Return the size of a token's keys and values in some layers."""
     shapes = [
         (
             each.num_key_value_heads,
@@ -271,19 +271,13 @@ def kv_shape(config: Any) -> KvShape:
         for each in layer_configs(config)
     ]
     others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
-    return KvShape(attention_layers(config), *shapes[0], others)
+    return KvShape(layers, *shapes[0], others)
 
 
-def attention_layers(config: Any) -> int:
-    """Return the number of layers with keys and values."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return int(config.num_hidden_layers) - list(kinds).count("linear_attention")
-
-
-def stateful_layers(decoder: Any) -> list[Any]:
-    """Return the modules of a decoder that keep a state, in the order of layers."""
-    layers = (getattr(layer, linear_attention.LAYER, None) for layer in decoder.layers)
-    return [each for each in layers if each is not None]
+def attentions(decoder: Any) -> list[Any]:
+    """Return the attention modules of a decoder, in the order of layers. Some layers of hybrids have none."""
+    found = (getattr(layer, "self_attn", None) for layer in decoder.layers)
+    return [each for each in found if each is not None]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -422,8 +416,5 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = decoder_of(network)
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, layer in enumerate(stateful_layers(decoder)):
-        linear_attention.attach(layer, router, number)
-    attending = [layer.self_attn for layer in decoder.layers if hasattr(layer, "self_attn")]
-    for number, attention in enumerate(attending):
+    for number, attention in enumerate(attentions(decoder)):
         attn.attach(attention, router, number)

@@ -11,7 +11,7 @@ a run do not depend on its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MethodType
@@ -28,8 +28,6 @@ from cotrain_workers.engine.routing import Router, SequenceTable, StatefulRows
 
 BLOCK = 64  # rows, as in transformers
 EPS = 1e-6  # of the norm of queries and keys
-LAYER = "linear_attn"
-"""Name of the module in a decoder layer, in place of `self_attn`."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +122,15 @@ def blocks_of(runs: Sequence[Run], rows: int, device: torch.device) -> Blocks:
     place = {run: rank for rank, run in enumerate(order)}
     ends = []
     for number, run in enumerate(runs):
-        row, number_of_block = run.row, 0
+        row, ended = run.row, 0
+        for depth, size in enumerate(cut[number]):
+            block = offsets[depth] + place[number]
+            to[block, :size] = np.arange(row, row + size)
+            back[row : row + size] = block * BLOCK + np.arange(size)
+            row += size
         for piece in run.pieces:
-            for at in range(0, piece, BLOCK):
-                size, block = min(BLOCK, piece - at), offsets[number_of_block] + place[number]
-                to[block, :size] = np.arange(row, row + size)
-                back[row : row + size] = block * BLOCK + np.arange(size)
-                row, number_of_block = row + size, number_of_block + 1
-            ends.append(block)
+            ended += -(-piece // BLOCK)
+            ends.append(offsets[ended - 1] + place[number])
     return Blocks(move_of(to.ravel(), device), move_of(back, device), counts, order, ends)
 
 
@@ -140,14 +139,14 @@ def by_blocks(
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
-    beta: torch.Tensor,
+    beta: torch.Tensor | None,
     blocks: Blocks,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs `[T, heads, d_v]` and the states after each block `[blocks, heads, d_k, d_v]`, fp32.
 
-    `q` and `k` are `[T, heads of keys, d_k]` and normalized, `v` `[T, heads, d_v]`; the logarithmic decay `g` and
-    `beta` are `[T, heads]`, and `state` has the run of each first block.
+    `q` and `k` are `[T, heads of keys, d_k]`, `v` is `[T, heads, d_v]`. The logarithmic decay `g` and the rates
+    `beta` are `[T, heads]`; without rates, nothing is subtracted from `v`. `state` has the run of each first block.
     """
     heads = v.shape[1]
 
@@ -157,27 +156,30 @@ def by_blocks(
         times = heads // each.shape[1]
         return each.repeat_interleave(times, dim=1) if times > 1 else each
 
-    q, k, v, g, beta = (cut(x) for x in (q, k, v, g, beta))
-    v_beta, k_beta = v * beta[..., None], k * beta[..., None]
-    decay = g.cumsum(-1)
-    later = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).triu(1)
-    between = (decay[..., None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
-    system = k_beta @ k.mT * between
-    news = torch.linalg.solve_triangular(system, v_beta, upper=False, unitriangular=True)
-    olds = torch.linalg.solve_triangular(
-        system, k_beta * decay.exp()[..., None], upper=False, unitriangular=True
-    )
+    q, k, v, g = (cut(x) for x in (q, k, v, g))
+    lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).tril()
+    # Decay between two rows: a sum of its own, because the difference of two long sums loses digits.
+    steps = g[..., None].expand(-1, -1, -1, BLOCK).masked_fill(~lower.tril(-1), 0)
+    between = steps.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
+    since = g.cumsum(-1).exp()  # the decay since the block began
+    olds = None
+    if beta is not None:
+        rates = cut(beta)[..., None]
+        system = (k * rates) @ k.mT * between
+        v, olds = (
+            torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
+            for x in (v * rates, k * rates * since[..., None])
+        )
     within = q @ k.mT * between
-    q = q * decay.exp()[..., None]
-    k = k * (decay[..., -1:] - decay).exp()[..., None]
-    whole = decay[..., -1].exp()[..., None, None]
+    q, k = q * since[..., None], k * between[..., -1, :, None]
+    whole = since[..., -1, None, None]
     if state is None:
         state = q.new_zeros(blocks.counts[0], heads, q.shape[-1], v.shape[-1])
     outs, states = [], []
     for first, count in zip(blocks.offsets, blocks.counts, strict=False):
         own = slice(first, first + count)
         state = state[:count]
-        new = news[own] - olds[own] @ state
+        new = v[own] if olds is None else v[own] - olds[own] @ state
         outs.append(q[own] @ state + within[own] @ new)
         state = state * whole[own] + k[own].mT @ new
         states.append(state)
@@ -191,7 +193,7 @@ def by_token(
     k: torch.Tensor,
     v: torch.Tensor,
     g: torch.Tensor,
-    beta: torch.Tensor,
+    beta: torch.Tensor | None,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs `[n, heads, d_v]` of one token each, and the states after it `[n, heads, d_k, d_v]`, fp32.
@@ -201,7 +203,9 @@ def by_token(
     heads = v.shape[1]
     q, k = (x.float().repeat_interleave(heads // x.shape[1], dim=1)[..., None] for x in (q, k))
     state = state * g.exp()[..., None, None]
-    new = (v.float() - (state * k).sum(-2)) * beta.float()[..., None]
+    new = v.float()
+    if beta is not None:
+        new = (new - (state * k).sum(-2)) * beta.float()[..., None]
     state = state + k * new[..., None, :]
     return (state * q).sum(-2), state
 
@@ -240,7 +244,7 @@ class TrainingRows:
         k: torch.Tensor,
         v: torch.Tensor,
         g: torch.Tensor,
-        beta: torch.Tensor,
+        beta: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of sequences that begin with a state of zero."""
         return by_blocks(q, k, v, g, beta, self._blocks)[0]
@@ -257,7 +261,7 @@ def rows_of(router: Router, taps: int) -> StatefulRows:
 
 
 def convolved(
-    x: torch.Tensor, before: Sequence[torch.Tensor], convolution: Any, activation: str
+    x: torch.Tensor, before: Sequence[torch.Tensor], convolution: Any, activation: str | None
 ) -> torch.Tensor:
     """Return the causal convolution of each channel of `x` `[T, channels]`, after its activation."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -269,7 +273,8 @@ def convolved(
         y = y + earlier.to(wide) * weight[:, -back]
     if convolution.bias is not None:
         y = y + convolution.bias.to(wide)
-    return ACT2FN[activation](y.to(x.dtype))  # type: ignore[no-any-return]
+    y = y.to(x.dtype)
+    return ACT2FN[activation](y) if activation else y  # type: ignore[no-any-return]
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
@@ -307,7 +312,41 @@ def gated_delta_net(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch
     return module.out_proj(gated.view(*hidden_states.shape[:2], -1))  # type: ignore[no-any-return]
 
 
-def state_shape(module: Any) -> StateShape:
+def mamba(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Return the output of a Mamba 2 mixer `[1, T, d]`, each sequence with its own state (Dao, Gu 2024)."""
+    projected = module.in_proj(hidden_states * getattr(module, "ssm_in_multiplier", 1))
+    projected = projected * getattr(module, "mup_vector", 1)  # Falcon-H1
+    inner, heads = module.intermediate_size, module.num_heads
+    gate, x, dt = projected.split([inner, module.conv_dim, heads], dim=-1)
+    x, layer = x.squeeze(0), module.cotrain_layer
+    rows = rows_of(module.cotrain_router, module.conv_kernel_size)
+    x = convolved(x, rows.before(layer, x), module.conv1d, module.activation)
+    wide = module.n_groups * module.ssm_state_size
+    v, k, q = x.split([inner, wide, wide], dim=-1)
+    q, k = (each.unflatten(-1, (module.n_groups, -1)) for each in (q, k))
+    v = v.unflatten(-1, (heads, -1)).float()
+    dt = functional.softplus(dt.squeeze(0) + module.dt_bias.to(dt.dtype))
+    dt = dt.clamp(*module.time_step_limit).float()
+    g = -module.A_log.float().exp() * dt
+    out = rows.scan(layer, q, k, v * dt[..., None], g, None) + module.D[:, None] * v
+    out = out.flatten(1)[None]
+    if isinstance(module.norm, nn.Identity):
+        out = out * functional.silu(gate)
+    else:
+        out = module.norm(out, gate)
+    return module.out_proj(out.to(hidden_states.dtype))  # type: ignore[no-any-return]
+
+
+def short_convolution(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    """Return the output of a gated convolution `[1, T, d]` of LFM2, each sequence by itself."""
+    b, c, x = module.in_proj(hidden_states).chunk(3, dim=-1)
+    x = (b * x).squeeze(0)
+    rows = rows_of(module.cotrain_router, module.conv_kernel_size)
+    y = convolved(x, rows.before(module.cotrain_layer, x), module.conv, None)
+    return module.out_proj(c * y[None])  # type: ignore[no-any-return]
+
+
+def shape_of_gated_delta_net(module: Any) -> StateShape:
     """Return the shape of the state of a gated delta net."""
     return StateShape(
         (module.conv_kernel_size - 1, module.conv_dim),
@@ -315,8 +354,35 @@ def state_shape(module: Any) -> StateShape:
     )
 
 
-def attach(module: nn.Module, router: Router, layer: int) -> None:
-    """Attach the router to a layer with a state, number `layer` of those, and replace its forward."""
-    module.cotrain_router = router  # type: ignore[assignment]
-    module.cotrain_layer = layer  # type: ignore[assignment]
-    module.forward = MethodType(gated_delta_net, module)
+def shape_of_mamba(module: Any) -> StateShape:
+    """Return the shape of the state of a Mamba 2 mixer."""
+    return StateShape(
+        (module.conv_kernel_size - 1, module.conv_dim),
+        (module.num_heads, module.ssm_state_size, module.head_dim),
+    )
+
+
+def shape_of_convolution(module: Any) -> StateShape:
+    """Return the shape of the state of a gated convolution, which has no matrices."""
+    return StateShape((module.conv_kernel_size - 1, module.conv.in_channels), (0, 0, 0))
+
+
+#: Forward and shape of each kind of layer with a state, by the name of its module in a decoder layer.
+KINDS: Mapping[str, tuple[Callable[..., torch.Tensor], Callable[[Any], StateShape]]] = {
+    "linear_attn": (gated_delta_net, shape_of_gated_delta_net),
+    "mamba": (mamba, shape_of_mamba),
+    "conv": (short_convolution, shape_of_convolution),
+}
+
+
+def attach(decoder: Any, router: Router) -> tuple[StateShape, ...]:
+    """Replace the forward of the layers with a state by ours; return the shapes of their states."""
+    shapes: list[StateShape] = []
+    for layer in decoder.layers:
+        for name, (forward, shape) in KINDS.items():
+            module = getattr(layer, name, None)
+            if module is not None:
+                module.cotrain_router, module.cotrain_layer = router, len(shapes)
+                module.forward = MethodType(forward, module)
+                shapes.append(shape(module))
+    return tuple(shapes)

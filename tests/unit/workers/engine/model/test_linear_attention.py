@@ -32,7 +32,8 @@ def nets(kind: str) -> tuple[Any, Any]:
     theirs = layer(config(**HYBRID, hidden_size=WIDTH, num_hidden_layers=2), 0)
     theirs.requires_grad_(requires_grad=False)
     ours = deepcopy(theirs)
-    linear_attention.attach(ours, SimpleNamespace(step=None), 0)  # type: ignore[arg-type]
+    router: Any = SimpleNamespace(step=None)
+    linear_attention.attach(SimpleNamespace(layers=[SimpleNamespace(linear_attn=ours)]), router)
     return theirs, ours
 
 
