@@ -51,7 +51,7 @@ class Recompute:
         return output[0] if self._in_tuple else output  # type: ignore[no-any-return]
 
     def _output(self, hidden: torch.Tensor) -> Any:
-        return (hidden,) if self._in_tuple else hidden
+        return (hidden, None) if self._in_tuple else hidden
 
     def _replace_layers(self, run: Callable[[], Any], instead: Any) -> Any:
         self._instead = instead

@@ -1,4 +1,4 @@
-"""One gated delta net: packed sequences compared with transformers on each of them, and with each alone."""
+"""One layer with a state: packed sequences compared with transformers on each of them, and with each alone."""
 
 from __future__ import annotations
 
@@ -8,32 +8,38 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig, Qwen3NextConfig
+from transformers import BambaConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.bamba.modeling_bamba import BambaMixer
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from cotrain_workers.engine.model import linear_attention
 from cotrain_workers.engine.routing import SequenceTable, bucket
-from tests.support.tiny_models import HYBRID
+from tests.support.tiny_models import HYBRIDS
 
 CPU = torch.device("cpu")
 WIDTH = 24
 LENGTHS = (1, 200, 3, 64, 65, 2)  # around blocks of 64 and the three tokens of the convolution
-KINDS: dict[str, Any] = {
-    "qwen3_next": (Qwen3NextGatedDeltaNet, Qwen3NextConfig),
-    "qwen3_5": (Qwen3_5GatedDeltaNet, Qwen3_5TextConfig),
+#: Layer of transformers, its configuration, and its name in a decoder layer.
+KINDS: dict[str, tuple[Any, Any, str]] = {
+    "qwen3_next": (Qwen3NextGatedDeltaNet, Qwen3NextConfig, "linear_attn"),
+    "qwen3_5": (Qwen3_5GatedDeltaNet, Qwen3_5TextConfig, "linear_attn"),
+    "bamba": (BambaMixer, BambaConfig, "mamba"),
+    "lfm2": (Lfm2ShortConv, Lfm2Config, "conv"),
 }
 
 
 def nets(kind: str) -> tuple[Any, Any]:
     """Return a random layer of transformers, and ours with the same weights."""
     torch.manual_seed(0)
-    layer, config = KINDS[kind]
-    theirs = layer(config(**HYBRID, hidden_size=WIDTH, num_hidden_layers=2), 0)
+    layer, config, name = KINDS[kind]
+    settings = {**HYBRIDS[kind][1], "hidden_size": WIDTH, "num_hidden_layers": 2}
+    theirs = layer(config(**settings), 0).eval()
     theirs.requires_grad_(requires_grad=False)
     ours = deepcopy(theirs)
     router: Any = SimpleNamespace(step=None)
-    linear_attention.attach(SimpleNamespace(layers=[SimpleNamespace(linear_attn=ours)]), router)
+    linear_attention.attach(SimpleNamespace(layers=[SimpleNamespace(**{name: ours})]), router)
     return theirs, ours
 
 
