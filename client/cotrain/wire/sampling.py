@@ -4,9 +4,11 @@ The limits here are those of the message format; the server checks limits of bas
 are exported by `cotrain.types`.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
@@ -180,6 +182,13 @@ class SampleResponse(WireModel):
     """float32 in the requested shape; 0 where the request had -1."""
     prompt_cache_hit_tokens: int = 0
     type: Literal["sample"] = "sample"
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "sequences", len(self.sequences)
+        yield "tokens", sum(len(each.tokens) for each in self.sequences)
+        if self.prompt_logprobs is not None:
+            yield "prompt_tokens", len(self.prompt_logprobs)
 
 
 # ---- Batch polling and cancelling ----------------------------------------------------------------
