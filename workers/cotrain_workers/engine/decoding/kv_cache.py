@@ -108,7 +108,7 @@ class KvCache:
 def default_page_tokens(shape: KvShape, dtype: torch.dtype, device: str, state_bytes: int) -> int:
     """Return the default size of a page.
 
-    On a GPU, pages grow until their keys and values take as much memory as the states beside them.
+    On a GPU, pages grow until their keys and values take as much memory as their states.
     """
     tokens, most = PAGE_TOKENS[device], MOST_PAGE_TOKENS[device]
     while tokens < most and tokens * shape.values * dtype.itemsize < state_bytes:
@@ -134,7 +134,7 @@ def affordable_tokens(
 ) -> int:
     """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU.
 
-    Each page of `page_tokens` has `state_bytes` beside its keys and values.
+    Each page of `page_tokens` has `state_bytes` besides its keys and values.
     """
     token_bytes = shape.values * dtype.itemsize + -(-state_bytes // page_tokens)
     if free_bytes is not None:

@@ -15,8 +15,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     kernel_takes,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.layer_states import StepStates
-from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
+from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
 from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Slot

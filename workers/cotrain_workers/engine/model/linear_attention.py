@@ -82,15 +82,15 @@ class Moved(torch.autograd.Function):
 
 
 class Run(NamedTuple):
-    """Adjacent rows of one sequence, in pieces that begin at a block."""
+    """Adjacent rows of one sequence, in parts that begin at a block."""
 
     row: int
-    pieces: Sequence[int]  # rows of each
+    parts: Sequence[int]  # rows of each
 
     @property
     def rows(self) -> int:
         """Number of rows."""
-        return sum(self.pieces)
+        return sum(self.parts)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Blocks:
     back: Move  # rows of blocks in the packed row, [T]
     counts: Sequence[int]  # of first blocks, second blocks and so on
     order: Sequence[int]  # number of the run of each first block
-    ends: Sequence[int]  # last block of each piece, run by run
+    ends: Sequence[int]  # last block of each part, run by run
 
     @property
     def offsets(self) -> list[int]:
@@ -112,25 +112,25 @@ class Blocks:
 def blocks_of(runs: Sequence[Run], rows: int, device: torch.device) -> Blocks:
     """Return the blocks of runs within a packed row of `rows`."""
     cut = [
-        [min(BLOCK, piece - at) for piece in run.pieces for at in range(0, piece, BLOCK)]
+        [min(BLOCK, part - at) for part in run.parts for at in range(0, part, BLOCK)]
         for run in runs
     ]
     order = sorted(range(len(runs)), key=lambda run: -len(cut[run]))
     counts = [sum(len(own) > depth for own in cut) for depth in range(max(map(len, cut)))]
     offsets = [0, *accumulate(counts)]
     to, back = np.full((offsets[-1], BLOCK), -1), np.full(rows, -1)
-    place = {run: rank for rank, run in enumerate(order)}
+    ranks = {run: rank for rank, run in enumerate(order)}
     ends = []
     for number, run in enumerate(runs):
         row, ended = run.row, 0
         for depth, size in enumerate(cut[number]):
-            block = offsets[depth] + place[number]
+            block = offsets[depth] + ranks[number]
             to[block, :size] = np.arange(row, row + size)
             back[row : row + size] = block * BLOCK + np.arange(size)
             row += size
-        for piece in run.pieces:
-            ended += -(-piece // BLOCK)
-            ends.append(offsets[ended - 1] + place[number])
+        for part in run.parts:
+            ended += -(-part // BLOCK)
+            ends.append(offsets[ended - 1] + ranks[number])
     return Blocks(move_of(to.ravel(), device), move_of(back, device), counts, order, ends)
 
 
@@ -158,20 +158,20 @@ def by_blocks(
 
     q, k, v, g = (cut(x) for x in (q, k, v, g))
     lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).tril()
-    # Decay between two rows: a sum of its own, because the difference of two long sums loses digits.
+    # Decay from one row to another: a sum of its own, because the difference of two long sums loses digits.
     steps = g[..., None].expand(-1, -1, -1, BLOCK).masked_fill(~lower.tril(-1), 0)
-    between = steps.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
+    decays = steps.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
     since = g.cumsum(-1).exp()  # the decay since the block began
     olds = None
     if beta is not None:
         rates = cut(beta)[..., None]
-        system = (k * rates) @ k.mT * between
+        system = (k * rates) @ k.mT * decays
         v, olds = (
             torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
             for x in (v * rates, k * rates * since[..., None])
         )
-    within = q @ k.mT * between
-    q, k = q * since[..., None], k * between[..., -1, :, None]
+    within = q @ k.mT * decays
+    q, k = q * since[..., None], k * decays[..., -1, :, None]
     whole = since[..., -1, None, None]
     if state is None:
         state = q.new_zeros(blocks.counts[0], heads, q.shape[-1], v.shape[-1])
@@ -338,7 +338,7 @@ def mamba(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
 
 
 def short_convolution(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Return the output of a gated convolution `[1, T, d]` of LFM2, each sequence by itself."""
+    """Return the output of a gated convolution `[1, T, d]` of LFM2, each sequence alone."""
     b, c, x = module.in_proj(hidden_states).chunk(3, dim=-1)
     x = (b * x).squeeze(0)
     rows = rows_of(module.cotrain_router, module.conv_kernel_size)

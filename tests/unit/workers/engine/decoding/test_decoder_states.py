@@ -1,4 +1,4 @@
-"""Decoder of models with states beside the pages: compared with the trainer, and with itself alone."""
+"""Decoder of models with states in the pages: compared with the trainer, and with itself alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_states_follow_pages(new_engine: NewEngine) -> None:
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_pages_grow_with_the_states_beside_them() -> None:
+def test_pages_grow_with_the_their_states() -> None:
     """The numbers of Qwen3-Next-80B-A3B: 36 states, and keys and values in 12 layers."""
     shape, dtype = KvShape(12, 2, 256), torch.bfloat16
     state_bytes = 36 * StateShape((3, 8192), (32, 128, 128)).sizes(dtype.itemsize)
