@@ -53,7 +53,7 @@ class StatefulRows(Protocol):
         beta: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
-        `model/linear_attention.py`."""
+        `model/delta_rule.py`."""
 
 
 @dataclass

@@ -19,7 +19,7 @@ from torch.nn import functional
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.model.attention import adjusted_attention
-from cotrain_workers.engine.model.linear_attention import (
+from cotrain_workers.engine.model.delta_rule import (
     Blocks,
     Run,
     blocks_of,
@@ -227,8 +227,9 @@ class StepStates:
         if prompts:
             parts = [Run(run[0].row, [span.stop - span.start for span in run]) for run in prompts]
             self._blocks = blocks_of(parts, total, device)
-            self._first = at([read[run] for run in self._blocks.order])
-            self._ends = at(self._blocks.ends)
+            (grid,) = self._blocks.grids
+            self._first = at([read[run] for run in grid.order])
+            self._ends = at(grid.ends)
         # Sequences with most tokens first, so that those with another token are the first ones.
         order = sorted(range(len(tokens)), key=lambda run: -len(tokens[run]))
         self._depths = [
@@ -266,9 +267,11 @@ class StepStates:
         out = torch.zeros(v.shape, dtype=memory.dtype, device=v.device)
         if self._blocks is not None:
             first = memory.index_select(0, self._first)
-            out, states = by_blocks(q, k, v, g, beta, self._blocks, first)
+            out, after = by_blocks(q, k, v, g, beta, self._blocks, first)
             with unordered_writes():
-                memory.index_copy_(0, self._to_prompts, states.index_select(0, self._ends))
+                memory.index_copy_(
+                    0, self._to_prompts, torch.cat(after).index_select(0, self._ends)
+                )
         if not self._depths:
             return out
         state = memory.index_select(0, self._of_tokens)

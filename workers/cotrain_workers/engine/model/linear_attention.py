@@ -1,12 +1,7 @@
-"""Layers with a state: convolution and gated delta rule of each sequence of a packed row.
+"""Layers with a state instead of attention: gated delta nets, Mamba 2 and short convolutions.
 
 transformers computes a packed row as one sequence, so the state of a sequence would reach its neighbour. The
 functions here replace the forward of such a layer, and its projections and norms remain those of the model.
-
-A sequence is cut into blocks. Within a block the rule is a few products (Yang, Kautz, Hatamizadeh 2024,
-"Gated Delta Networks"). The state passes from block to block, at once for all sequences. No value of a sequence is
-multiplied into another one, and a product of a block has the same bits for every number of blocks. So the bits of
-a run do not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +18,16 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.model.delta_rule import (
+    Moved,
+    Run,
+    blocks_of,
+    by_blocks,
+    move_of,
+    size_for,
+)
 from cotrain_workers.engine.routing import Router, SequenceTable, StatefulRows
 
-BLOCK = 64  # rows, as in transformers
 EPS = 1e-6  # of the norm of queries and keys
 
 
@@ -44,172 +45,6 @@ class StateShape:
         return int(np.prod(self.inputs)) * item + int(np.prod(self.matrices)) * 4
 
 
-class Move(NamedTuple):
-    """Source row of each row; a row without a source is zero."""
-
-    source: torch.Tensor  # int64 [n]
-    empty: torch.Tensor | None  # bool [n], or None if each has a source
-
-
-def move_of(index: np.ndarray, device: torch.device) -> Move:
-    """Return the move of source rows `index` int64 `[n]`, where -1 is none."""
-    empty = index < 0
-    found = to_device(empty, device) if empty.any() else None
-    return Move(to_device(np.maximum(index, 0), device), found)
-
-
-def moved(x: torch.Tensor, move: Move) -> torch.Tensor:
-    """Return the rows of `x` `[m, ...]` as `[n, ...]`."""
-    found = x.index_select(0, move.source)
-    if move.empty is not None:
-        found.masked_fill_(move.empty.view(-1, *[1] * (x.dim() - 1)), 0)
-    return found
-
-
-class Moved(torch.autograd.Function):
-    """Rows of `x` in another place, each at most once. Its backward adds nothing, so it is deterministic."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, to: Move, back: Move) -> torch.Tensor:  # type: ignore[explicit-override]
-        """Return the rows."""
-        ctx.back = back
-        return moved(x, to)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradient of `x`."""
-        return moved(grads[0], ctx.back), None, None
-
-
-class Run(NamedTuple):
-    """Adjacent rows of one sequence, in parts that begin at a block."""
-
-    row: int
-    parts: Sequence[int]  # rows of each
-
-    @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(self.parts)
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """Blocks of runs: first those that begin a run, of the runs with most blocks first, then the second ones."""
-
-    to: Move  # packed rows in blocks, [blocks * BLOCK]
-    back: Move  # rows of blocks in the packed row, [T]
-    counts: Sequence[int]  # of first blocks, second blocks and so on
-    order: Sequence[int]  # number of the run of each first block
-    ends: Sequence[int]  # last block of each part, run by run
-
-    @property
-    def offsets(self) -> list[int]:
-        """First block of each count."""
-        return [0, *accumulate(self.counts)]
-
-
-def blocks_of(runs: Sequence[Run], rows: int, device: torch.device) -> Blocks:
-    """Return the blocks of runs within a packed row of `rows`."""
-    cut = [
-        [min(BLOCK, part - at) for part in run.parts for at in range(0, part, BLOCK)]
-        for run in runs
-    ]
-    order = sorted(range(len(runs)), key=lambda run: -len(cut[run]))
-    counts = [sum(len(own) > depth for own in cut) for depth in range(max(map(len, cut)))]
-    offsets = [0, *accumulate(counts)]
-    to, back = np.full((offsets[-1], BLOCK), -1), np.full(rows, -1)
-    ranks = {run: rank for rank, run in enumerate(order)}
-    ends = []
-    for number, run in enumerate(runs):
-        row, ended = run.row, 0
-        for depth, size in enumerate(cut[number]):
-            block = offsets[depth] + ranks[number]
-            to[block, :size] = np.arange(row, row + size)
-            back[row : row + size] = block * BLOCK + np.arange(size)
-            row += size
-        for part in run.parts:
-            ended += -(-part // BLOCK)
-            ends.append(offsets[ended - 1] + ranks[number])
-    return Blocks(move_of(to.ravel(), device), move_of(back, device), counts, order, ends)
-
-
-def by_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    blocks: Blocks,
-    state: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs `[T, heads, d_v]` and the states after each block `[blocks, heads, d_k, d_v]`, fp32.
-
-    `q` and `k` are `[T, heads of keys, d_k]`, `v` is `[T, heads, d_v]`. The logarithmic decay `g` and the rates
-    `beta` are `[T, heads]`; without rates, nothing is subtracted from `v`. `state` has the run of each first block.
-    """
-    heads = v.shape[1]
-
-    def cut(x: torch.Tensor) -> torch.Tensor:  # [blocks, heads, BLOCK, ...]
-        rows: torch.Tensor = Moved.apply(x.float(), blocks.to, blocks.back)  # type: ignore[no-untyped-call]  # torch gives it no types
-        each = rows.view(-1, BLOCK, *x.shape[1:]).transpose(1, 2).contiguous()
-        times = heads // each.shape[1]
-        return each.repeat_interleave(times, dim=1) if times > 1 else each
-
-    q, k, v, g = (cut(x) for x in (q, k, v, g))
-    lower = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=q.device).tril()
-    # Decay from one row to another: a sum of its own, because the difference of two long sums loses digits.
-    steps = g[..., None].expand(-1, -1, -1, BLOCK).masked_fill(~lower.tril(-1), 0)
-    decays = steps.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
-    since = g.cumsum(-1).exp()  # the decay since the block began
-    olds = None
-    if beta is not None:
-        rates = cut(beta)[..., None]
-        system = (k * rates) @ k.mT * decays
-        v, olds = (
-            torch.linalg.solve_triangular(system, x, upper=False, unitriangular=True)
-            for x in (v * rates, k * rates * since[..., None])
-        )
-    within = q @ k.mT * decays
-    q, k = q * since[..., None], k * decays[..., -1, :, None]
-    whole = since[..., -1, None, None]
-    if state is None:
-        state = q.new_zeros(blocks.counts[0], heads, q.shape[-1], v.shape[-1])
-    outs, states = [], []
-    for first, count in zip(blocks.offsets, blocks.counts, strict=False):
-        own = slice(first, first + count)
-        state = state[:count]
-        new = v[own] if olds is None else v[own] - olds[own] @ state
-        outs.append(q[own] @ state + within[own] @ new)
-        state = state * whole[own] + k[own].mT @ new
-        states.append(state)
-    out = torch.cat(outs).transpose(1, 2).flatten(0, 1)
-    rows: torch.Tensor = Moved.apply(out, blocks.back, blocks.to)  # type: ignore[no-untyped-call]  # torch gives it no types
-    return rows, torch.cat(states)
-
-
-def by_token(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the outputs `[n, heads, d_v]` of one token each, and the states after it `[n, heads, d_k, d_v]`, fp32.
-
-    The arguments are those of `by_blocks`. No product of matrices is used, so bits do not depend on `n`.
-    """
-    heads = v.shape[1]
-    q, k = (x.float().repeat_interleave(heads // x.shape[1], dim=1)[..., None] for x in (q, k))
-    state = state * g.exp()[..., None, None]
-    new = v.float()
-    if beta is not None:
-        new = (new - (state * k).sum(-2)) * beta.float()[..., None]
-    state = state + k * new[..., None, :]
-    return (state * q).sum(-2), state
-
-
 class TrainingRows:
     """Whole sequences, which begin without a state."""
 
@@ -220,7 +55,7 @@ class TrainingRows:
             for start, length in zip(starts, table.lengths, strict=False)
             if length
         ]
-        self._blocks = blocks_of(runs, starts[-1], table.device)
+        self._blocks = blocks_of(runs, starts[-1], table.device, size_for)
         at, left = (
             np.concatenate([np.arange(run.rows)[::step] for run in runs]) for step in (1, -1)
         )
