@@ -17,6 +17,7 @@ from cotrain import data, errors, exceptions, learning_rates, mint, types
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
+from cotrain.clients.sweep import Sweep, SweepOutput, Trial
 from cotrain.clients.training import TrainingClient, TrainOutput
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.requests.futures import Future, Submitted
@@ -83,11 +84,14 @@ __all__ = [
     "ServiceClient",
     "StopReason",
     "Submitted",
+    "Sweep",
+    "SweepOutput",
     "TensorData",
     "TensorDtype",
     "TrainOutput",
     "TrainingClient",
     "TrainingRun",
+    "Trial",
     "__version__",
     "data",
     "exceptions",

@@ -112,6 +112,11 @@ class TrainingClient:
         """Id of the run on the server."""
         return self._model_id
 
+    @property
+    def requests(self) -> RunRequests:
+        """Requests of the run in order, for a sweep that sends some of them."""
+        return self._requests
+
     @override
     def __repr__(self) -> str:
         at = f"{self._base_model} at {self._connection!r}"

@@ -51,6 +51,8 @@ __all__ = [
     "RequestFailedResponse",
     "ReverseKlDatum",
     "ReverseKlResponse",
+    "SweepFuture",
+    "SweepFutures",
     "TryAgainResponse",
     "UnloadModelRequest",
     "UnloadModelResponse",
@@ -289,6 +291,23 @@ class UntypedAPIFuture(WireModel):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+class SweepFuture(WireModel):
+    """Requests of one run of a sweep: the pass, and its optimizer step, if any."""
+
+    model_id: str
+    request_ids: list[str] = Field(default=[])
+    error: str | None = None
+    """Reason why this run accepts no further requests; the other runs are not affected."""
+    status_code: int = 200
+    """HTTP status of `error`, as for a request of this run alone."""
+
+
+class SweepFutures(WireModel):
+    """Response to POST sweep_pass: one entry for each run, in the order sent."""
+
+    runs: list[SweepFuture]
 
 
 class FutureRetrieveRequest(WireModel):

@@ -1,0 +1,391 @@
+"""Sweep: runs with different settings that train on the same batches.
+
+A batch is sent once and stored once for all runs, and they train on it in one clock cycle. Each run is
+exactly what it would be alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from typing_extensions import override
+
+from cotrain.clients.run_factory import Labels, Runs
+from cotrain.clients.training import TrainingClient, TrainOutput
+from cotrain.errors import CotrainError, UnsupportedInput
+from cotrain.requests.connection import Connection
+from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.sweep_requests import RunStep, SweepRequests
+from cotrain.wire.datums import Datum
+from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig
+
+MAX_TRIALS = 64
+"""Runs of one sweep: the server's limit for one request."""
+ALIASES = {"lr": "learning_rate"}
+STEPS_AHEAD = 2
+"""Batches in flight during `halve`, so that the server never waits for this client."""
+
+
+class HasLoss(Protocol):
+    """Result with a loss."""
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch."""
+
+
+Result = TypeVar("Result", bound=HasLoss)
+
+
+@dataclass
+class Trial:
+    """One run of a sweep, with its settings and its losses so far."""
+
+    number: int
+    """Position in the list of settings, from 0."""
+    settings: dict[str, Any]
+    """Settings as passed to `create_sweep`, `lr` under this name."""
+    run: TrainingClient
+    adam: AdamParams
+    losses: list[float] = field(default_factory=list)
+    """Training loss before each optimizer step, as in `ForwardBackwardOutput.loss`; NaN if missing."""
+    evaluations: list[float] = field(default_factory=list)
+    """Losses of `evaluate`, in order."""
+    is_pruned: bool = False
+    failure: str = ""
+    """Error of the last failed request."""
+
+    @property
+    def score(self) -> float:
+        """The last evaluation, or without one the last training loss; infinity without a finite loss."""
+        last = (self.evaluations or self.losses or [math.inf])[-1]
+        return last if math.isfinite(last) else math.inf
+
+    @override
+    def __repr__(self) -> str:
+        state = ", pruned" if self.is_pruned else ""
+        return f"<Trial {self.number} {self.settings}, score {self.score:.4g}{state}>"
+
+
+@dataclass(frozen=True)
+class SweepOutput(Generic[Result]):
+    """Results of one batch, by the number of the trial."""
+
+    outputs: dict[int, Result]
+    failures: dict[int, CotrainError]
+    """Errors of the trials without a result. The other trials are not affected."""
+
+    def __getitem__(self, number: int) -> Result:
+        """Return the result of a trial. Raises its error if it failed."""
+        if number in self.failures:
+            raise self.failures[number]
+        return self.outputs[number]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.outputs)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Losses of the trials with a result."""
+        return {number: output.loss for number, output in self.outputs.items()}
+
+
+def read_settings(settings: Sequence[Mapping[str, Any]]) -> list[tuple[LoraConfig, AdamParams]]:
+    """Return the adapter and the optimizer of each trial. Raises UnsupportedInput, which names the setting."""
+    if not 1 <= len(settings) <= MAX_TRIALS:
+        raise UnsupportedInput(
+            f"a sweep has 1 to {MAX_TRIALS} trials, not {len(settings)}: split it into several"
+        )
+    return [_read(number, given) for number, given in enumerate(settings)]
+
+
+def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams]:
+    named = {ALIASES.get(name, name): value for name, value in given.items()}
+    if len(named) < len(given):
+        raise UnsupportedInput(f"settings[{number}]: lr and learning_rate are one setting")
+    lora = LoraConfig.model_fields.keys()
+    known = [*lora, *AdamParams.model_fields]
+    if unknown := named.keys() - set(known):
+        raise UnsupportedInput(
+            f"settings[{number}] has no {min(unknown)}; it has lr, {', '.join(known)}"
+        )
+    adapter = {name: value for name, value in named.items() if name in lora}
+    optimizer = {name: value for name, value in named.items() if name not in lora}
+    # Runs with one seed differ in the settings under test, and in nothing else.
+    return LoraConfig(**{"seed": 0, **adapter}), AdamParams(**optimizer)
+
+
+class Sweep:
+    """Runs of one base model that train on the same batches. Create it with `ServiceClient.create_sweep`."""
+
+    def __init__(self, connection: Connection, name: str, trials: Sequence[Trial]) -> None:
+        self._loop = connection.loop
+        self._requests = SweepRequests(connection)
+        self._pending: set[Future[Any]] = set()
+        self.name = name
+        """Value of the tag `sweep:NAME` of its runs."""
+        self.trials = list(trials)
+
+    @property
+    def live(self) -> list[Trial]:
+        """Trials that are not pruned."""
+        return [trial for trial in self.trials if not trial.is_pruned]
+
+    @override
+    def __repr__(self) -> str:
+        return f"<Sweep {self.name}: {len(self.live)} of {len(self.trials)} trials are live>"
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Future[SweepOutput[ForwardBackwardOutput]]:
+        """Add the gradient of a batch to that of each live run; see `TrainingClient.forward_backward`."""
+        trials = self.live
+        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=False)
+        return self._joined(trials, steps, [step.passed.result_async() for step in steps])
+
+    forward_backward_async = submitted(forward_backward)
+
+    def train(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        lr_factor: float = 1.0,
+    ) -> Future[SweepOutput[TrainOutput]]:
+        """Train every live run one step on a batch, each with its own optimizer settings.
+
+        `lr_factor` multiplies the learning rate of each trial: pass a schedule of `cotrain.learning_rates`.
+        A trial that fails has its error in the result. If all fail, the future raises the first error.
+        """
+        trials = self.live
+        adams = [_scaled(trial.adam, lr_factor) for trial in trials]
+        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=False, adams=adams)
+        places = [_next_place(trial.losses) for trial in trials]
+        return self._joined(trials, steps, [_trained(step) for step in steps], places)
+
+    train_async = submitted(train)
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+    ) -> Future[SweepOutput[ForwardBackwardOutput]]:
+        """Compute the loss of each live run without a gradient. It becomes the score of the trial."""
+        trials = self.live
+        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=True)
+        places = [_next_place(trial.evaluations) for trial in trials]
+        works = [step.passed.result_async() for step in steps]
+        return self._joined(trials, steps, works, places)
+
+    evaluate_async = submitted(evaluate)
+
+    async def _best(self) -> Trial:
+        """Return the live trial with the lowest score, once all results have arrived."""
+        await self._arrived()
+        return min(self.live, key=lambda trial: (trial.score, trial.number))
+
+    best, best_async = both_ways(_best)
+
+    async def _prune(self, keep: float = 0.5) -> list[Trial]:
+        """End the runs with the highest scores, once all results have arrived; return their trials.
+
+        `keep` is the number of trials to keep, or below 1 their share, rounded up. The best trial is always
+        kept. An ended run cannot be continued: save it before if you need it.
+        """
+        if keep <= 0:
+            raise UnsupportedInput(
+                f"keep must be a number of trials, or a share above 0 and below 1, not {keep:g}"
+            )
+        await self._arrived()
+        ranked = sorted(self.live, key=lambda trial: (trial.score, trial.number))
+        most = math.ceil(len(ranked) * keep) if keep < 1 else int(keep)
+        return await self._end(ranked[max(1, most) :])
+
+    prune, prune_async = both_ways(_prune)
+
+    async def _close(self) -> None:
+        """End all runs of the sweep."""
+        await self._arrived()
+        await self._end(self.live)
+
+    close, close_async = both_ways(_close)
+
+    def halve(
+        self,
+        batches: Sequence[Sequence[Datum]],
+        *,
+        steps: int,
+        evaluation: Sequence[Datum] | None = None,
+        keep: float = 0.5,
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        lr_factor: Callable[[int, int], float] = lambda _step, _steps: 1.0,
+        progress: Callable[[Sweep], None] = lambda _: None,
+    ) -> Trial:
+        """Train by successive halving, and return the best trial, which trained on all batches.
+
+        After `steps` batches the share `keep` of the trials stays; with `keep` 0.5 again after twice as many,
+        and so on. Trials are compared by their loss on `evaluation`, or without it by their last training
+        loss. `lr_factor(step, steps)` is as in `train`. The caller's thread calls `progress` after each batch.
+        """
+        if steps < 1 or not 0 < keep < 1:
+            raise UnsupportedInput(
+                f"steps must be at least 1, and keep above 0 and below 1, not {steps} and {keep:g}"
+            )
+        ahead: deque[Future[SweepOutput[TrainOutput]]] = deque()
+        cut_at = float(steps)
+        for number, batch in enumerate(batches):
+            factor = lr_factor(number, len(batches))
+            ahead.append(self.train(batch, loss_fn, loss_fn_config, lr_factor=factor))
+            is_cut = number + 1 >= cut_at and len(self.live) > 1
+            while len(ahead) >= (1 if is_cut else STEPS_AHEAD):
+                ahead.popleft().result()
+                progress(self)
+            if is_cut:
+                cut_at /= keep
+                if evaluation is not None:
+                    self.evaluate(evaluation, loss_fn, loss_fn_config).result()
+                self.prune(keep)
+                progress(self)
+        for each in ahead:
+            each.result()
+            progress(self)
+        return self.best()
+
+    def _pass(
+        self,
+        trials: Sequence[Trial],
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+        adams: Sequence[AdamParams] | None = None,
+    ) -> list[RunStep]:
+        if not trials:
+            raise UnsupportedInput("all trials of this sweep are ended: create another sweep")
+        runs = [trial.run.requests for trial in trials]
+        return self._requests.pass_over(
+            runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams
+        )
+
+    def _joined(
+        self,
+        trials: Sequence[Trial],
+        steps: Sequence[RunStep],
+        works: Sequence[Coroutine[Any, Any, Result]],
+        places: Sequence[Callable[[float], None]] = (),
+    ) -> Future[SweepOutput[Result]]:
+        async def accept() -> None:
+            accepting = (step.passed.accepted_async() for step in steps)
+            results = await asyncio.gather(*accepting, return_exceptions=True)
+            _raise_if_all(results)
+
+        async def finish() -> SweepOutput[Result]:
+            results = await asyncio.gather(*works, return_exceptions=True)
+            _raise_if_all(results)
+            output = SweepOutput[Result]({}, {})
+            for number, (trial, result) in enumerate(zip(trials, results, strict=True)):
+                if isinstance(result, CotrainError):
+                    output.failures[trial.number], trial.failure = result, str(result)
+                elif isinstance(result, BaseException):
+                    raise result
+                else:
+                    output.outputs[trial.number] = result
+                    if places:
+                        places[number](result.loss)
+            return output
+
+        made = Future(
+            self._loop.start(accept()), self._loop.start(finish()), what=f"a batch of {self.name}"
+        )
+        self._pending = {each for each in self._pending if not each.done()} | {made}
+        return made
+
+    async def _arrived(self) -> None:
+        """Wait for all results; each failure is in its trial."""
+        waiting = (each.result_async() for each in self._pending)
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _end(self, trials: Sequence[Trial]) -> list[Trial]:
+        for trial in trials:
+            trial.is_pruned = True
+        await asyncio.gather(*(trial.run.unload_async() for trial in trials))
+        return list(trials)
+
+
+async def create_sweep(
+    connection: Connection,
+    runs: Runs,
+    base_model: str,
+    settings: Sequence[Mapping[str, Any]],
+    name: str | None,
+    labels: Labels,
+) -> Sweep:
+    """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
+    read = read_settings(settings)
+    name = name or secrets.token_hex(4)
+    made = await asyncio.gather(
+        *(
+            runs.create(
+                base_model,
+                lora,
+                {"sweep": name, "trial": number, **_shown(settings[number], adam)},
+                Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())]),
+            )
+            for number, (lora, adam) in enumerate(read)
+        ),
+        return_exceptions=True,
+    )
+    clients = [each for each in made if isinstance(each, TrainingClient)]
+    failed = next((each for each in made if isinstance(each, BaseException)), None)
+    if failed:
+        await asyncio.gather(*(run.unload_async() for run in clients), return_exceptions=True)
+        raise failed
+    trials = [
+        Trial(number, _shown(settings[number], adam), run, adam)
+        for number, (run, (_, adam)) in enumerate(zip(clients, read, strict=True))
+    ]
+    return Sweep(connection, name, trials)
+
+
+def _shown(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
+    """Return settings for people: the learning rate is always among them, as `lr`."""
+    others = {
+        name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"
+    }
+    return {**others, "lr": adam.learning_rate}
+
+
+async def _trained(step: RunStep) -> TrainOutput:
+    assert step.stepped is not None
+    return TrainOutput(await step.passed, await step.stepped)
+
+
+def _scaled(adam: AdamParams, factor: float) -> AdamParams:
+    if factor == 1.0:
+        return adam
+    return AdamParams(**{**dict(adam), "learning_rate": adam.learning_rate * factor})
+
+
+def _next_place(losses: list[float]) -> Callable[[float], None]:
+    """Reserve the next place in a list, for a result that may arrive after later ones."""
+    at = len(losses)
+    losses.append(math.nan)
+    return lambda loss: losses.__setitem__(at, loss)
+
+
+def _raise_if_all(results: Sequence[Any]) -> None:
+    if all(isinstance(each, BaseException) for each in results):
+        raise results[0]
