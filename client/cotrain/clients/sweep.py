@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
@@ -23,7 +23,7 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
 from cotrain.wire.datums import Datum
-from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig
+from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 
 MAX_TRIALS = 64
 """Runs of one sweep: the server's limit for one request."""
@@ -369,8 +369,14 @@ def _shown(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
 
 
 async def _trained(step: RunStep) -> TrainOutput:
+    """Return both results, or raise the first failure once both have arrived."""
     assert step.stepped is not None
-    return TrainOutput(await step.passed, await step.stepped)
+    both = (step.passed.result_async(), step.stepped.result_async())
+    passed, stepped = await asyncio.gather(*both, return_exceptions=True)
+    for each in (passed, stepped):
+        if isinstance(each, BaseException):
+            raise each
+    return TrainOutput(cast(ForwardBackwardOutput, passed), cast(OptimStepResponse, stepped))
 
 
 def _scaled(adam: AdamParams, factor: float) -> AdamParams:
