@@ -28,7 +28,6 @@ from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
 from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
-from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
@@ -71,8 +70,7 @@ class Services:
     quotas: OwnQuotas
     records: Records
     checkpoints: Checkpoints
-    intake: Intake
-    joint_intake: JointIntake
+    intake: JointIntake
     sample_intake: SampleIntake
     futures: Futures
     completions: Completions
@@ -168,8 +166,7 @@ async def open_services(
                 quotas=quotas,
                 records=records,
                 checkpoints=checkpoints,
-                intake=Intake(connection, spool, quotas.tenant_limits, reserve_bytes),
-                joint_intake=JointIntake(connection, spool, quotas.tenant_limits, reserve_bytes),
+                intake=JointIntake(connection, spool, quotas.tenant_limits, reserve_bytes),
                 sample_intake=SampleIntake(connection, spool, quotas.sample_limits, reserve_bytes),
                 futures=futures,
                 completions=completions,

@@ -29,7 +29,7 @@ from tests.conformance.running import KEYS
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
-TRIALS = [
+TRIALS: list[dict[str, Any]] = [
     {"rank": rank, "lr": lr, "seed": seed}
     for rank in (2, 4)
     for lr in (1e-3, 3e-3, 1e-2, 3e-2)

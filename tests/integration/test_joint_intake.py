@@ -46,11 +46,11 @@ def ops_of(runs: list[RunRecord], seq: int = 1) -> list[JointOp]:
 
 async def test_all_ops_are_in_one_plan_and_share_one_body(log: Log, runs: list[RunRecord]) -> None:
     ops = ops_of(runs)
-    accepted = await intake_of(log).submit(A, ops)
+    accepted = await intake_of(log).submit_together(A, ops)
     assert accepted == [f"{op.run.id}:{op.seq}" for op in ops]
     assert log.queued() == (2 * RUNS, 7 * RUNS, RUNS * (len(BODY) + 2))
     before = log.everything()
-    assert await intake_of(log).submit(A, ops) == accepted
+    assert await intake_of(log).submit_together(A, ops) == accepted
     assert {key: log.everything()[key] for key in before} == before
 
     step = await log.plan()
@@ -63,7 +63,7 @@ async def test_all_ops_are_in_one_plan_and_share_one_body(log: Log, runs: list[R
 
 async def test_an_ended_run_does_not_affect_the_others(log: Log, runs: list[RunRecord]) -> None:
     await log.intake.close_run(runs[1])
-    accepted = await intake_of(log).submit(A, ops_of(runs))
+    accepted = await intake_of(log).submit_together(A, ops_of(runs))
     assert [type(each) for each in accepted[2:4]] == [RunClosed, RunClosed]
     assert len([each for each in accepted if isinstance(each, str)]) == 2 * (RUNS - 1)
     assert len((await log.plan()).ops) == 2 * (RUNS - 1)
@@ -74,14 +74,14 @@ async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(
 ) -> None:
     intake = intake_of(log, replace(TenantLimits(), ops=5))
     with refused(Reason.QUEUE_FULL):
-        await intake.submit(A, ops_of(runs))
+        await intake.submit_together(A, ops_of(runs))
     assert log.queued()[0] == 5
     stored = log.references()
     with refused(Reason.QUEUE_FULL):  # and nothing is stored for it
-        await intake.submit(A, ops_of(runs))
+        await intake.submit_together(A, ops_of(runs))
     assert log.references() == stored
     await log.run_all()
-    assert len(await intake.submit(A, ops_of(runs))) == 2 * RUNS
+    assert len(await intake.submit_together(A, ops_of(runs))) == 2 * RUNS
     assert log.queued()[0] == 2 * RUNS - 5
     assert {op.run for op in (await log.plan()).ops} <= {run.id for run in runs}
 
@@ -89,7 +89,7 @@ async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(
 async def test_a_body_is_removed_with_the_last_log_that_needs_it(
     log: Log, runs: list[RunRecord]
 ) -> None:
-    await intake_of(log).submit(A, ops_of(runs))
+    await intake_of(log).submit_together(A, ops_of(runs))
     await log.run_all()
     for left, run in zip((3, 2, 1, 0), runs, strict=True):
         await log.cover(run, 2)

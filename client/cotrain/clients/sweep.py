@@ -11,22 +11,28 @@ import math
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
-from cotrain.clients.run_factory import Labels, Runs
 from cotrain.clients.training import TrainingClient, TrainOutput
 from cotrain.errors import CotrainError, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
 from cotrain.wire.datums import Datum
-from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from cotrain.wire.runs import (
+    MAX_SWEEP_RUNS,
+    AdamParams,
+    ForwardBackwardOutput,
+    LoraConfig,
+    OptimStepResponse,
+)
 
-MAX_TRIALS = 64
-"""Runs of one sweep: the server's limit for one request."""
+if TYPE_CHECKING:
+    from cotrain.clients.run_factory import Labels, Runs
+
 ALIASES = {"lr": "learning_rate"}
 STEPS_AHEAD = 2
 """Batches in flight during `halve`, so that the server never waits for this client."""
@@ -98,9 +104,9 @@ class SweepOutput(Generic[Result]):
 
 def read_settings(settings: Sequence[Mapping[str, Any]]) -> list[tuple[LoraConfig, AdamParams]]:
     """Return the adapter and the optimizer of each trial. Raises UnsupportedInput, which names the setting."""
-    if not 1 <= len(settings) <= MAX_TRIALS:
+    if not 1 <= len(settings) <= MAX_SWEEP_RUNS:
         raise UnsupportedInput(
-            f"a sweep has 1 to {MAX_TRIALS} trials, not {len(settings)}: split it into several"
+            f"a sweep has 1 to {MAX_SWEEP_RUNS} trials, not {len(settings)}: split it into several"
         )
     return [_read(number, given) for number, given in enumerate(settings)]
 
@@ -342,7 +348,7 @@ async def create_sweep(
                 base_model,
                 lora,
                 {"sweep": name, "trial": number, **_shown(settings[number], adam)},
-                Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())]),
+                replace(labels, tags=[f"sweep:{name}", *(labels.tags or ())]),
             )
             for number, (lora, adam) in enumerate(read)
         ),

@@ -13,7 +13,7 @@ from cotrain.clients.rest_calls import url_of
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import absent, hosted
-from cotrain.errors import UnsupportedInput
+from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop, Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
@@ -30,6 +30,7 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
+    MAX_SWEEP_RUNS,
     AdamParams,
     ForwardBackwardOutput,
     GetInfoRequest,
@@ -45,6 +46,10 @@ from cotrain.wire.runs import (
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 from cotrain.wire.tensors import TensorData
+
+if TYPE_CHECKING:
+    from cotrain.clients.run_factory import Runs
+    from cotrain.clients.sweep import Sweep
 
 T = TypeVar("T")
 
@@ -87,6 +92,17 @@ def joined(
     return Future(loop.start(accept()), loop.start(finish()), what="a train call")
 
 
+def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
+    """Return the optimizer of each copy. Raises UnsupportedInput."""
+    count = n if n is not None else len(lr or ())
+    if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
+        given = "" if lr is None else f", and lr has {len(lr)} rates"
+        raise UnsupportedInput(
+            f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}"
+        )
+    return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
+
+
 class TrainingClient:
     """Client of one run, which trains one adapter.
 
@@ -97,12 +113,18 @@ class TrainingClient:
     """
 
     def __init__(
-        self, connection: Connection, samplers: Samplers, model_id: str, base_model: str
+        self,
+        connection: Connection,
+        samplers: Samplers,
+        model_id: str,
+        base_model: str,
+        forks: Runs,
     ) -> None:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
         self._samplers = samplers
+        self._forks = forks
         self._model_id = model_id
         self._base_model = base_model
         self._requests = RunRequests(connection, model_id)
@@ -282,6 +304,23 @@ class TrainingClient:
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
+    def fork(
+        self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
+    ) -> Sweep:
+        """Copy this run, at this position in its order, to `n` new runs, as one sweep.
+
+        The copies have its weights and its optimizer state, and each the next learning rate of `lr`; without
+        `n` as many as rates. All are made in one cycle, from the memory of the worker. This run continues.
+        Blocks until they exist. Raises UnsupportedInput, RequestFailed or APIError.
+        """
+        return self._loop.run(self._forked(*self._save_for_forks(n, lr), name))
+
+    def fork_async(
+        self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
+    ) -> Coroutine[Any, Any, Sweep]:
+        """Copy this run to new ones; see `fork`."""
+        return self._loop.run_async(self._forked(*self._save_for_forks(n, lr), name))
+
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
         return load_tokenizer(self._connection, self._base_model)
@@ -370,6 +409,24 @@ class TrainingClient:
         )
 
     forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
+
+    def _save_for_forks(
+        self, n: int | None, lr: Sequence[float] | None
+    ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
+        adams = _fork_rates(n, lr)  # before the save, which takes a position
+        number = self._samplers.reserve()
+        return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
+
+    async def _forked(
+        self,
+        saved: Future[SaveWeightsForSamplerResponse],
+        adams: Sequence[AdamParams],
+        name: str | None,
+    ) -> Sweep:
+        sampler_id = (await saved).sampling_session_id
+        if sampler_id is None:
+            raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
+        return await self._forks.fork(sampler_id, self._model_id, self._base_model, adams, name)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:

@@ -293,6 +293,23 @@ class UntypedAPIFuture(WireModel):
     sample_sequence_ids: list[str] | None = None
 
 
+MAX_SWEEP_RUNS = 64
+"""Maximum number of runs in one request. Redis accepts their ops in one script, at 0.1 ms each."""
+
+
+class ForkRunRequest(WireModel):
+    """POST fork_run: create runs with the weights and the optimizer state of an unnamed save."""
+
+    session_id: Name
+    sampling_session_id: Name
+    """Sampler of the save, which had `optimizer` set."""
+    model_seq_ids: Annotated[list[ModelSeqId], Field(min_length=1, max_length=MAX_SWEEP_RUNS)]
+    user_metadata: Annotated[list[dict[str, Any]], Field(max_length=MAX_SWEEP_RUNS)] | None = None
+    """One for each run."""
+    tags: Tags | None = None
+    type: Literal["fork_run"] = "fork_run"
+
+
 class SweepFuture(WireModel):
     """Requests of one run of a sweep: the pass, and its optimizer step, if any."""
 

@@ -12,21 +12,18 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from cotrain_store.disk.capacity import Capacity
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
 from cotrain_store.errors import Refused
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys
-from cotrain_store.messages.ids import RequestId, TenantId, request_id
+from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import current_traceparent
-from cotrain_store.oplog.intake import refusal
+from cotrain_store.oplog.intake import Intake, refusal
 from cotrain_store.oplog.submission import Submission, SubmittedOp, TenantLimits, submission_keys
-from cotrain_store.redis_client.connection import Connection
-from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf
+from cotrain_store.tenants.run_bytes import RunWeight
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class JointOp:
     body: bytes
     tokens: int
     digest: str
+    forked: WeightsRef | None = None
+    """Weights of a fork, for the op that creates its run. They are kept while the log needs it."""
 
 
 #: Request of each op, or the reason why its run accepts no such op.
@@ -47,36 +46,26 @@ Accepted: TypeAlias = list[RequestId | Exception]
 log = structlog.get_logger()
 
 
-class JointIntake:
-    """Accepts ops of several runs."""
+class JointIntake(Intake):
+    """Intake that also accepts ops of several runs together."""
 
-    def __init__(
-        self,
-        connection: Connection,
-        spool: Spool,
-        limits_of: LimitsOf[TenantLimits],
-        disk_reserve_bytes: int = 0,
-    ) -> None:
-        self._limits_of = limits_of
-        self._capacity = Capacity(connection, spool, disk_reserve_bytes)
-        self._submit = async_script(connection, "submit")
-
-    async def submit(self, tenant: TenantId, ops: Sequence[JointOp]) -> Accepted:
+    async def submit_together(self, tenant: TenantId, ops: Sequence[JointOp]) -> Accepted:
         """Accept the ops of a tenant's runs; the accepted ones are durable when this returns.
 
         A run that accepts no further ops does not affect the others: its ops have the error in the
         result. A repeated call returns the same requests.
 
         Raises:
-            QUEUE_FULL, UNREAD_QUOTA_REACHED, STORE_FULL, DISK_RESERVE_REACHED, BODY_SWEPT,
-            CONNECTION_LOST: some ops are not accepted; repeat the call later.
+            QUEUE_FULL, UNREAD_QUOTA_REACHED, RUN_QUOTA_REACHED, RUN_BYTES_QUOTA_REACHED, STORE_FULL,
+            DISK_RESERVE_REACHED, BODY_SWEPT, CONNECTION_LOST: some ops are not accepted; repeat the call later.
         """
         await self._capacity.check()
         limits = await self._limits_of(tenant)
         limits = replace(limits, unread_bytes=self._capacity.unread_bytes(limits.unread_bytes))
         now = time.time()
         copies = Counter(op.body for op in ops)
-        asked = [_submission(op, limits, now) for op in ops]
+        weighs = [await self._weigh(op.run, limits.run_bytes) if op.forked else None for op in ops]
+        asked = [_submission(op, limits, now, w) for op, w in zip(ops, weighs, strict=True)]
         if any(len(body) * count > INLINE_LIMIT_BYTES for body, count in copies.items()):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
@@ -112,13 +101,16 @@ class JointIntake:
         return accepted
 
 
-def _submission(op: JointOp, limits: TenantLimits, now: float) -> Submission:
+def _submission(
+    op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight | None
+) -> Submission:
     """Return the argument that only checks if the op would be accepted."""
     run = op.run
     return Submission(
-        run=run.id, tenant=run.tenant, created_at=run.created_at, record=None, seq=op.seq,
+        run=run.id, tenant=run.tenant, created_at=run.created_at, seq=op.seq,
+        record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
         idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
-        tokens=op.tokens, uses=(), sampler=None, now_ms=int(now * 1000),
+        tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
         pool_tag=fleet_keys.hash_tag(run.pool), limits=limits,
     )  # fmt: skip
 

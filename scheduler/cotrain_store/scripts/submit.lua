@@ -64,10 +64,13 @@ local function submit(keys, args, body, save_body)
   if unread_bytes(tenant) >= max.unread_bytes then
     return { 'UNREAD' }
   end
+  local only_on -- the worker that alone has the weights until they are stored
   for _, ref in ipairs(args.uses) do
-    if (redis.call('HGET', 'cotrain:weights:' .. ref, 'digest') or '') == '' then
+    local digest, worker = unpack(redis.call('HMGET', 'cotrain:weights:' .. ref, 'digest', 'worker'))
+    if not digest or digest == '' and not args.forks then
       return { 'WEIGHTS' }
     end
+    only_on = digest == '' and worker or only_on
   end
   if args.sampler and (count_samplers(tenant) >= max.samplers
     or not make_sampler_room(tenant, max.sampler_bytes, args.sampler_idle_ms, args.sampler_rest_ms)) then
@@ -94,6 +97,9 @@ local function submit(keys, args, body, save_body)
     end
     redis.call('ZADD', training_runs, args.created_at, run)
     redis.call('ZADD', all_runs, args.created_at, run)
+    if only_on then
+      redis.call('HSET', log, 'worker', only_on, 'source', args.uses[1])
+    end
   end
   redis.call('HSET', record_key, 'last_request_at', string.format('%.3f', args.now_ms / 1000))
   if not seq then

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
+from cotrain.wire.runs import MAX_SWEEP_RUNS
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 
@@ -172,8 +173,6 @@ def head_of(body: bytes) -> bytes:
     return body[:end]
 
 
-#: Maximum number of runs that one batch is for. Redis accepts their ops in one script, at 0.1 ms each.
-MAX_SWEEP_RUNS = 64
 _RUN, _PASS_REQUEST = 0x0A, 0x12
 
 

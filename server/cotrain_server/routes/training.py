@@ -99,7 +99,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
         quotas = await services.quotas.of(tenant.id)
         for entry, run in zip(sweep.entries, runs, strict=True):
             joint += joint_ops(run, entry, batch, quotas.tokens, quotas.bytes) if run else ()
-    accepted = await services.joint_intake.submit(tenant.id, joint) if joint else []
+    accepted = await services.intake.submit_together(tenant.id, joint) if joint else []
     by_run: dict[str, list[RequestId | Exception]] = {}
     for op, each in zip(joint, accepted, strict=True):
         by_run.setdefault(op.run.id, []).append(each)
