@@ -18,7 +18,8 @@ from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.sweep import Sweep, SweepOutput, Trial
-from cotrain.clients.training import TrainingClient, TrainOutput
+from cotrain.clients.train_output import TrainOutput
+from cotrain.clients.training import TrainingClient
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.requests.futures import Future, Submitted
 from cotrain.transport.retries import RetryPolicy

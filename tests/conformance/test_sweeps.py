@@ -23,6 +23,7 @@ from cotrain import (
     RequestFailed,
     ServiceClient,
     Sweep,
+    TrainingClient,
     UnsupportedInput,
 )
 from tests.conformance.running import KEYS
@@ -95,7 +96,7 @@ def exact(output: ForwardBackwardOutput) -> Any:
     return output.metrics["loss:sum"], [o["logprobs"].tolist() for o in output.loss_fn_outputs]
 
 
-def numbers_of(sweep: Sweep, world: World | None = None) -> list[dict[int, Any]]:
+def numbers_of(sweep: Sweep[TrainingClient], world: World | None = None) -> list[dict[int, Any]]:
     """Train; with `world`, kill the worker half-way. Return all numbers of each step by trial."""
     numbers: list[dict[int, Any]] = []
     for half in (range(STEPS // 2), range(STEPS // 2, STEPS)):
@@ -182,6 +183,25 @@ def test_halving_keeps_the_better_part_after_doubling_steps(world: World) -> Non
     assert live[-1] == 1
     assert best is sweep.live[0]
     assert best.score == min(trial.score for trial in sweep.trials)
+
+
+def test_forks_continue_as_runs_that_load_the_state_of_their_parent(world: World) -> None:
+    rates = [1e-3, 1e-2]
+    parent = world.service.create_lora_training_client(world.base_model, rank=4, seed=5)
+    for number in range(2):
+        parent.train(batch(number), learning_rate=1e-2)
+    forks = parent.fork(lr=rates)
+    world.kill_worker()
+    trained = [forks.train(batch(number)) for number in (2, 3)]
+    path = parent.save_state().result().path
+    for at, rate in enumerate(rates):
+        loaded = world.service.create_training_client_from_state_with_optimizer(path)
+        for number, each in zip((2, 3), trained, strict=True):
+            output = loaded.train(batch(number), learning_rate=rate).result()
+            assert exact(output.forward_backward) == exact(each.result()[at].forward_backward)
+    with pytest.raises(UnsupportedInput, match="n is 3, and lr has 2 rates"):
+        parent.fork(3, lr=rates)
+    assert parent.train(batch(2)).result().loss == trained[0].result()[0].loss
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 
 from cotrain_store.keys import weights_keys
-from cotrain_store.messages.ids import SamplerId, SessionId, TenantId, WeightsRef, encode, run_id
+from cotrain_store.messages.ids import (
+    RequestId,
+    SamplerId,
+    SessionId,
+    TenantId,
+    WeightsRef,
+    encode,
+    run_id,
+)
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
@@ -23,6 +31,16 @@ from tests.support.stack import MODEL, POOL, Stack, worker
 
 STEP = 4  # ops of one step of the program
 A, S = TenantId("a"), SessionId("a")
+
+
+async def save(server: Stack, run: RunRecord, seq: int) -> RequestId:
+    """Submit an unnamed save with the optimizer state, and wait for its commit."""
+    body = SaveRequest(sampler=SamplerId(f"{run.session}:sample:0"), kind="weights")
+    request = await server.intake.submit(
+        run, seq, OpKind.SAVE, encode(body).encode(), 0, digest="save"
+    )
+    await server.result(run, request)
+    return request
 
 
 async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
@@ -46,7 +64,7 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
         Failpoint("commit", 1, after=True),
         Failpoint("stored", 1, of_weights=True),
     ],
-    ids=str,
+    ids=lambda failpoint: f"{failpoint.method}-{failpoint.after}",
 )
 async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is_killed(
     server: Stack,
@@ -65,24 +83,21 @@ async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is
 
     with monkeypatch.context() as disk:
         disk.setattr(CheckpointFiles, "write", full)
-        parent = await server.create("a", "a", LORA)
+        parent, other = [await server.create(name, name, LORA) for name in "ab"]
         with worker(url, tmp_path, engine, drains=False):
+            await save(server, other, 1)  # a worker recreates its weights first
             await submit(server, parent, 1, STEP)
-            save = SaveRequest(sampler=SamplerId("a:sample:0"), kind="weights")
-            saved = await server.intake.submit(
-                parent, STEP + 1, OpKind.SAVE, encode(save).encode(), 0, digest="save"
-            )
-            await server.result(parent, saved)
+            saved = await save(server, parent, STEP + 1)
         forks = await fork(server, saved, 2)
         requests = [await submit(server, each, STEP + 1, 2 * STEP, place=1) for each in forks]
-        for run in (parent, *forks):
+        for run in (parent, other, *forks):
             engine.adapters.drop(run.id)
         if failpoint.of_weights:
             disk.undo()
         async with dying_worker(url, tmp_path, engine, failpoint):
             pass
         assert redis.hget(weights_keys.weights(WeightsRef(saved)), "digest") == b""
-    for run in (parent, *forks):
+    for run in (parent, other, *forks):
         engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         for run, asked in zip(forks, requests, strict=True):

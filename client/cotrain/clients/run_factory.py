@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from cotrain.clients.sampling import Samplers
 from cotrain.clients.session import Session
-from cotrain.clients.sweep import Sweep, Trial
+from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import MalformedMessage, status_error
 from cotrain.requests.connection import Connection
@@ -114,6 +114,36 @@ class Runs:
             raise MalformedMessage("get_info did not name a base model")
         return self._client(model_id, base_model)
 
+    async def sweep(
+        self,
+        base_model: str,
+        settings: Sequence[Mapping[str, Any]],
+        name: str | None,
+        labels: Labels,
+    ) -> Sweep[TrainingClient]:
+        """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
+        read, name = read_settings(settings), name or secrets.token_hex(4)
+        shown = [
+            shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)
+        ]
+        tagged = Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())])
+        made = await asyncio.gather(
+            *(
+                self.create(base_model, lora, {"sweep": name, "trial": number, **given}, tagged)
+                for number, (given, (lora, _)) in enumerate(zip(shown, read, strict=True))
+            ),
+            return_exceptions=True,
+        )
+        runs = [each for each in made if isinstance(each, TrainingClient)]
+        failed = next((each for each in made if isinstance(each, BaseException)), None)
+        if failed:
+            await asyncio.gather(*(run.unload_async() for run in runs), return_exceptions=True)
+            raise failed
+        trials = [
+            Trial(number, shown[number], run, read[number][1]) for number, run in enumerate(runs)
+        ]
+        return Sweep(self._connection, name, trials)
+
     async def fork(
         self,
         sampler_id: str,
@@ -121,7 +151,7 @@ class Runs:
         base_model: str,
         adams: Sequence[AdamParams],
         name: str | None,
-    ) -> Sweep:
+    ) -> Sweep[TrainingClient]:
         """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state.
 
         Raises RequestFailed or APIError.

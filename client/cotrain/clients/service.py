@@ -19,7 +19,7 @@ from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.session import Outcome, Session
-from cotrain.clients.sweep import Sweep, create_sweep
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
@@ -110,7 +110,7 @@ class ServiceClient:
         name: str | None = None,
         note: str | None = None,
         tags: Sequence[str] = (),
-    ) -> Sweep:
+    ) -> Sweep[TrainingClient]:
         """Create runs with different settings that train on the same batches, each sent once.
 
         Each entry of `settings` has any of `lr` (or `learning_rate`), `rank`, `seed`, and the other fields of
@@ -119,7 +119,7 @@ class ServiceClient:
         `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
         """
         labels = Labels(note, list(tags))
-        return await create_sweep(self._connection, self._runs, base_model, settings, name, labels)
+        return await self._runs.sweep(base_model, settings, name, labels)
 
     create_sweep, create_sweep_async = both_ways(_create_sweep)
 

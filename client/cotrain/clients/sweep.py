@@ -1,25 +1,25 @@
 """Sweep: runs with different settings that train on the same batches.
 
-A batch is sent once and stored once for all runs, and they train on it in one clock cycle. Each run is
-exactly what it would be alone.
+A batch is sent once and stored once for all runs, and they train on it in one clock cycle. Each run has the
+numbers of a run alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
-from cotrain.clients.training import TrainingClient, TrainOutput
+from cotrain.clients.train_output import TrainOutput
 from cotrain.errors import CotrainError, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
 from cotrain.wire.datums import Datum
 from cotrain.wire.runs import (
@@ -30,11 +30,8 @@ from cotrain.wire.runs import (
     OptimStepResponse,
 )
 
-if TYPE_CHECKING:
-    from cotrain.clients.run_factory import Labels, Runs
-
 ALIASES = {"lr": "learning_rate"}
-STEPS_AHEAD = 2
+STEPS_IN_FLIGHT = 2
 """Batches in flight during `halve`, so that the server never waits for this client."""
 
 
@@ -46,18 +43,31 @@ class HasLoss(Protocol):
         """The loss of the batch."""
 
 
+class InOrder(Protocol):
+    """Client of one run of a sweep."""
+
+    @property
+    def requests(self) -> RunRequests:
+        """Requests of the run in order."""
+
+    @property
+    def unload_async(self) -> Callable[[], Coroutine[Any, Any, None]]:
+        """End the run."""
+
+
 Result = TypeVar("Result", bound=HasLoss)
+RunT = TypeVar("RunT", bound=InOrder)
 
 
 @dataclass
-class Trial:
+class Trial(Generic[RunT]):
     """One run of a sweep, with its settings and its losses so far."""
 
     number: int
     """Position in the list of settings, from 0."""
     settings: dict[str, Any]
     """Settings as passed to `create_sweep`, `lr` under this name."""
-    run: TrainingClient
+    run: RunT
     adam: AdamParams
     losses: list[float] = field(default_factory=list)
     """Training loss before each optimizer step, as in `ForwardBackwardOutput.loss`; NaN if missing."""
@@ -127,10 +137,10 @@ def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams
     return LoraConfig(**{"seed": 0, **adapter}), AdamParams(**optimizer)
 
 
-class Sweep:
+class Sweep(Generic[RunT]):
     """Runs of one base model that train on the same batches. Create it with `ServiceClient.create_sweep`."""
 
-    def __init__(self, connection: Connection, name: str, trials: Sequence[Trial]) -> None:
+    def __init__(self, connection: Connection, name: str, trials: Sequence[Trial[RunT]]) -> None:
         self._loop = connection.loop
         self._requests = SweepRequests(connection)
         self._pending: set[Future[Any]] = set()
@@ -139,7 +149,7 @@ class Sweep:
         self.trials = list(trials)
 
     @property
-    def live(self) -> list[Trial]:
+    def live(self) -> list[Trial[RunT]]:
         """Trials that are not pruned."""
         return [trial for trial in self.trials if not trial.is_pruned]
 
@@ -176,8 +186,8 @@ class Sweep:
         trials = self.live
         adams = [_scaled(trial.adam, lr_factor) for trial in trials]
         steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=False, adams=adams)
-        places = [_next_place(trial.losses) for trial in trials]
-        return self._joined(trials, steps, [_trained(step) for step in steps], places)
+        notes = [_next_loss(trial.losses) for trial in trials]
+        return self._joined(trials, steps, [_trained(step) for step in steps], notes)
 
     train_async = submitted(train)
 
@@ -190,20 +200,20 @@ class Sweep:
         """Compute the loss of each live run without a gradient. It becomes the score of the trial."""
         trials = self.live
         steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=True)
-        places = [_next_place(trial.evaluations) for trial in trials]
+        notes = [_next_loss(trial.evaluations) for trial in trials]
         works = [step.passed.result_async() for step in steps]
-        return self._joined(trials, steps, works, places)
+        return self._joined(trials, steps, works, notes)
 
     evaluate_async = submitted(evaluate)
 
-    async def _best(self) -> Trial:
+    async def _best(self) -> Trial[RunT]:
         """Return the live trial with the lowest score, once all results have arrived."""
         await self._arrived()
         return min(self.live, key=lambda trial: (trial.score, trial.number))
 
     best, best_async = both_ways(_best)
 
-    async def _prune(self, keep: float = 0.5) -> list[Trial]:
+    async def _prune(self, keep: float = 0.5) -> list[Trial[RunT]]:
         """End the runs with the highest scores, once all results have arrived; return their trials.
 
         `keep` is the number of trials to keep, or below 1 their share, rounded up. The best trial is always
@@ -237,8 +247,8 @@ class Sweep:
         loss_fn: str = "cross_entropy",
         loss_fn_config: Mapping[str, float | str] | None = None,
         lr_factor: Callable[[int, int], float] = lambda _step, _steps: 1.0,
-        progress: Callable[[Sweep], None] = lambda _: None,
-    ) -> Trial:
+        progress: Callable[[Sweep[RunT]], None] = lambda _: None,
+    ) -> Trial[RunT]:
         """Train by successive halving, and return the best trial, which trained on all batches.
 
         After `steps` batches the share `keep` of the trials stays; with `keep` 0.5 again after twice as many,
@@ -249,14 +259,14 @@ class Sweep:
             raise UnsupportedInput(
                 f"steps must be at least 1, and keep above 0 and below 1, not {steps} and {keep:g}"
             )
-        ahead: deque[Future[SweepOutput[TrainOutput]]] = deque()
+        in_flight: deque[Future[SweepOutput[TrainOutput]]] = deque()
         cut_at = float(steps)
         for number, batch in enumerate(batches):
             factor = lr_factor(number, len(batches))
-            ahead.append(self.train(batch, loss_fn, loss_fn_config, lr_factor=factor))
+            in_flight.append(self.train(batch, loss_fn, loss_fn_config, lr_factor=factor))
             is_cut = number + 1 >= cut_at and len(self.live) > 1
-            while len(ahead) >= (1 if is_cut else STEPS_AHEAD):
-                ahead.popleft().result()
+            while len(in_flight) >= (1 if is_cut else STEPS_IN_FLIGHT):
+                in_flight.popleft().result()
                 progress(self)
             if is_cut:
                 cut_at /= keep
@@ -264,14 +274,14 @@ class Sweep:
                     self.evaluate(evaluation, loss_fn, loss_fn_config).result()
                 self.prune(keep)
                 progress(self)
-        for each in ahead:
+        for each in in_flight:
             each.result()
             progress(self)
         return self.best()
 
     def _pass(
         self,
-        trials: Sequence[Trial],
+        trials: Sequence[Trial[RunT]],
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
@@ -288,10 +298,10 @@ class Sweep:
 
     def _joined(
         self,
-        trials: Sequence[Trial],
+        trials: Sequence[Trial[RunT]],
         steps: Sequence[RunStep],
         works: Sequence[Coroutine[Any, Any, Result]],
-        places: Sequence[Callable[[float], None]] = (),
+        notes: Sequence[Callable[[float], None]] = (),
     ) -> Future[SweepOutput[Result]]:
         async def accept() -> None:
             accepting = (step.passed.accepted_async() for step in steps)
@@ -309,8 +319,8 @@ class Sweep:
                     raise result
                 else:
                     output.outputs[trial.number] = result
-                    if places:
-                        places[number](result.loss)
+                    if notes:
+                        notes[number](result.loss)
             return output
 
         made = Future(
@@ -324,49 +334,14 @@ class Sweep:
         waiting = (each.result_async() for each in self._pending)
         await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _end(self, trials: Sequence[Trial]) -> list[Trial]:
+    async def _end(self, trials: Sequence[Trial[RunT]]) -> list[Trial[RunT]]:
         for trial in trials:
             trial.is_pruned = True
         await asyncio.gather(*(trial.run.unload_async() for trial in trials))
         return list(trials)
 
 
-async def create_sweep(
-    connection: Connection,
-    runs: Runs,
-    base_model: str,
-    settings: Sequence[Mapping[str, Any]],
-    name: str | None,
-    labels: Labels,
-) -> Sweep:
-    """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
-    read = read_settings(settings)
-    name = name or secrets.token_hex(4)
-    made = await asyncio.gather(
-        *(
-            runs.create(
-                base_model,
-                lora,
-                {"sweep": name, "trial": number, **_shown(settings[number], adam)},
-                replace(labels, tags=[f"sweep:{name}", *(labels.tags or ())]),
-            )
-            for number, (lora, adam) in enumerate(read)
-        ),
-        return_exceptions=True,
-    )
-    clients = [each for each in made if isinstance(each, TrainingClient)]
-    failed = next((each for each in made if isinstance(each, BaseException)), None)
-    if failed:
-        await asyncio.gather(*(run.unload_async() for run in clients), return_exceptions=True)
-        raise failed
-    trials = [
-        Trial(number, _shown(settings[number], adam), run, adam)
-        for number, (run, (_, adam)) in enumerate(zip(clients, read, strict=True))
-    ]
-    return Sweep(connection, name, trials)
-
-
-def _shown(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
+def shown_settings(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
     """Return settings for people: the learning rate is always among them, as `lr`."""
     others = {
         name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"
@@ -391,7 +366,7 @@ def _scaled(adam: AdamParams, factor: float) -> AdamParams:
     return AdamParams(**{**dict(adam), "learning_rate": adam.learning_rate * factor})
 
 
-def _next_place(losses: list[float]) -> Callable[[float], None]:
+def _next_loss(losses: list[float]) -> Callable[[float], None]:
     """Reserve the next place in a list, for a result that may arrive after later ones."""
     at = len(losses)
     losses.append(math.nan)

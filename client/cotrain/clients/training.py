@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from typing_extensions import override
 
 from cotrain.clients.custom_loss import CustomLoss, LossFn
 from cotrain.clients.rest_calls import url_of
 from cotrain.clients.sampling import Samplers, SamplingClient
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
+from cotrain.clients.train_output import TrainOutput, joined
 from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import BackgroundLoop, Connection
+from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
@@ -45,51 +46,22 @@ from cotrain.wire.runs import (
     UntypedAPIFuture,
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
-from cotrain.wire.tensors import TensorData
-
-if TYPE_CHECKING:
-    from cotrain.clients.run_factory import Runs
-    from cotrain.clients.sweep import Sweep
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TrainOutput:
-    """Result of a training step: the losses of the pass, before the update, and the optimizer's metrics."""
+class Forks(Protocol):
+    """Factory of copies of runs."""
 
-    forward_backward: ForwardBackwardOutput
-    optim_step: OptimStepResponse
-
-    @property
-    def loss(self) -> float:
-        """The loss of the batch; see `ForwardBackwardOutput.loss`."""
-        return self.forward_backward.loss
-
-    @property
-    def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """Named arrays for each datum in the order sent, as in `ForwardBackwardOutput`."""
-        return self.forward_backward.loss_fn_outputs
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of both requests. If both have a name, the pass's value is returned."""
-        return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
-
-
-def joined(
-    loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
-) -> Future[TrainOutput]:
-    """Combine both futures into one, accepted and done when both are. It fails with the first failure."""
-
-    async def accept() -> None:
-        await passed.accepted_async()
-        await stepped.accepted_async()
-
-    async def finish() -> TrainOutput:
-        return TrainOutput(await passed, await stepped)
-
-    return Future(loop.start(accept()), loop.start(finish()), what="a train call")
+    async def fork(
+        self,
+        sampler_id: str,
+        parent: str,
+        base_model: str,
+        adams: Sequence[AdamParams],
+        name: str | None,
+    ) -> Sweep[TrainingClient]:
+        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
 
 
 def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
@@ -118,7 +90,7 @@ class TrainingClient:
         samplers: Samplers,
         model_id: str,
         base_model: str,
-        forks: Runs,
+        forks: Forks,
     ) -> None:
         self._connection = connection
         self._loop = connection.loop
@@ -306,7 +278,7 @@ class TrainingClient:
 
     def fork(
         self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
-    ) -> Sweep:
+    ) -> Sweep[TrainingClient]:
         """Copy this run, at this position in its order, to `n` new runs, as one sweep.
 
         The copies have its weights and its optimizer state, and each the next learning rate of `lr`; without
@@ -317,7 +289,7 @@ class TrainingClient:
 
     def fork_async(
         self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
-    ) -> Coroutine[Any, Any, Sweep]:
+    ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
         """Copy this run to new ones; see `fork`."""
         return self._loop.run_async(self._forked(*self._save_for_forks(n, lr), name))
 
@@ -422,7 +394,7 @@ class TrainingClient:
         saved: Future[SaveWeightsForSamplerResponse],
         adams: Sequence[AdamParams],
         name: str | None,
-    ) -> Sweep:
+    ) -> Sweep[TrainingClient]:
         sampler_id = (await saved).sampling_session_id
         if sampler_id is None:
             raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")

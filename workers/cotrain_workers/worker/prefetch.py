@@ -77,7 +77,7 @@ class Prefetcher:
         queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
         # Drop decoded ops that were abandoned, or that belong to a run of an earlier step.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
-        taken = sum({_place(op): op.size for op in self._decoded}.values())
+        taken = sum({_body_key(op): op.size for op in self._decoded}.values())
         known = {op.ref: each for op, each in self._decoded.items() if op.ref != "inline"}
         for op in queued:
             shared = known.get(op.ref)  # runs of a sweep share bodies
@@ -96,5 +96,5 @@ class Prefetcher:
                 known[op.ref] = self._decoded[op]
 
 
-def _place(op: QueuedOp) -> str:
+def _body_key(op: QueuedOp) -> str:
     return op.request_id if op.ref == "inline" else op.ref
