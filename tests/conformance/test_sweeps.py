@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -9,10 +10,12 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner, Result
 from typing_extensions import override
 
 from cotrain import (
@@ -26,7 +29,8 @@ from cotrain import (
     TrainingClient,
     UnsupportedInput,
 )
-from tests.conformance.running import KEYS
+from cotrain.cli import command_line
+from tests.conformance.running import KEYS, ROOT
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
@@ -217,3 +221,38 @@ def test_wrong_settings_are_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedInput, match=message):
         world.service.create_sweep(world.base_model, settings)
+
+
+def test_the_command_trains_all_combinations_and_saves_the_best(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    chats = [
+        {"messages": [{"role": "user", "content": each}, {"role": "assistant", "content": "yes"}]}
+        for each in ("one", "two", "three", "four")
+    ]
+    file.write_text("\n".join(map(json.dumps, chats)))
+    monkeypatch.setenv("COTRAIN_BASE_URL", world.serving.address)
+    monkeypatch.setenv("COTRAIN_API_KEY", KEYS[2])
+
+    def run(*options: str) -> Result:
+        return CliRunner().invoke(
+            command_line([]), ["sweep", str(file), "--lr", "1e-4,1e-2", "--rank", "1,2", *options]
+        )
+
+    found = json.loads(run("--batch-size=2", f"--evaluate={file}", "--json").stdout)
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    [row] = re.findall(r"^\| `sweep` \|.*", page, re.MULTILINE)
+    fields = set(re.findall(r"`([a-z_]+)`", row))
+    assert fields == {*found, *found["trials"][0]}
+    best = min(found["trials"], key=lambda trial: trial["evaluation"])
+    assert (found["best"], best["steps"], best["lr"]) == (best["trial"], 2, 1e-2)
+    assert found["path"].endswith("/weights/sweep-best")
+    assert {trial["ended"] for trial in found["trials"]} == {False}
+
+    shown = run("--steps=2", "--halve-after=1", "--schedule=cosine", "--seed=3").stdout
+    assert "The best is run" in shown
+    assert shown.count("2/2") == 2
+    assert "1/2" in shown
+    wrong = run("--lr", "fast")
+    assert (wrong.exit_code, "--lr must be numbers" in wrong.stderr) == (1, True)

@@ -73,7 +73,7 @@ class Trial(Generic[RunT]):
     """Training loss before each optimizer step, as in `ForwardBackwardOutput.loss`; NaN if missing."""
     evaluations: list[float] = field(default_factory=list)
     """Losses of `evaluate`, in order."""
-    is_pruned: bool = False
+    is_ended: bool = False
     failure: str = ""
     """Error of the last failed request."""
 
@@ -85,7 +85,7 @@ class Trial(Generic[RunT]):
 
     @override
     def __repr__(self) -> str:
-        state = ", pruned" if self.is_pruned else ""
+        state = ", ended" if self.is_ended else ""
         return f"<Trial {self.number} {self.settings}, score {self.score:.4g}{state}>"
 
 
@@ -150,8 +150,8 @@ class Sweep(Generic[RunT]):
 
     @property
     def live(self) -> list[Trial[RunT]]:
-        """Trials that are not pruned."""
-        return [trial for trial in self.trials if not trial.is_pruned]
+        """Trials whose run has not ended."""
+        return [trial for trial in self.trials if not trial.is_ended]
 
     @override
     def __repr__(self) -> str:
@@ -264,7 +264,7 @@ class Sweep(Generic[RunT]):
         for number, batch in enumerate(batches):
             factor = lr_factor(number, len(batches))
             in_flight.append(self.train(batch, loss_fn, loss_fn_config, lr_factor=factor))
-            is_cut = number + 1 >= cut_at and len(self.live) > 1
+            is_cut = cut_at <= number + 1 < len(batches) and len(self.live) > 1
             while len(in_flight) >= (1 if is_cut else STEPS_IN_FLIGHT):
                 in_flight.popleft().result()
                 progress(self)
@@ -276,7 +276,9 @@ class Sweep(Generic[RunT]):
                 progress(self)
         for each in in_flight:
             each.result()
-            progress(self)
+        if evaluation is not None:
+            self.evaluate(evaluation, loss_fn, loss_fn_config).result()
+        progress(self)
         return self.best()
 
     def _pass(
@@ -336,7 +338,7 @@ class Sweep(Generic[RunT]):
 
     async def _end(self, trials: Sequence[Trial[RunT]]) -> list[Trial[RunT]]:
         for trial in trials:
-            trial.is_pruned = True
+            trial.is_ended = True
         await asyncio.gather(*(trial.run.unload_async() for trial in trials))
         return list(trials)
 
