@@ -188,6 +188,13 @@ def test_halving_keeps_the_better_part_after_doubling_steps(world: World) -> Non
     assert best is sweep.live[0]
     assert best.score == min(trial.score for trial in sweep.trials)
 
+    page = httpx.get(
+        f"{world.serving.address}/ui/compare?sweep=halving", headers={"X-API-Key": KEYS[0]}
+    ).text
+    assert page.count("<polyline") == len(rates)
+    assert "Last loss by learning rate" in page
+    assert page.count("lr 0.1, rank 1") >= 2
+
 
 def test_forks_continue_as_runs_that_load_the_state_of_their_parent(world: World) -> None:
     rates = [1e-3, 1e-2]

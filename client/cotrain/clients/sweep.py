@@ -348,7 +348,7 @@ def shown_settings(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]
     others = {
         name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"
     }
-    return {**others, "lr": adam.learning_rate}
+    return {"lr": adam.learning_rate, **others}
 
 
 async def _trained(step: RunStep) -> TrainOutput:
