@@ -3,8 +3,8 @@ the engine's outputs.
 """
 
 import json
-from dataclasses import asdict
-from typing import Protocol
+from dataclasses import asdict, replace
+from typing import Protocol, TypeAlias
 
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
@@ -50,14 +50,23 @@ class Checkpoints(Protocol):
         """Return the places of an adapter's matrices in its arena."""
 
 
-def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
-    """Decode one op; a Failure when it was rejected at the door or cannot be read."""
+#: Decoded passes by the reference of their body in the spool. Runs of a sweep share bodies.
+Decoded: TypeAlias = dict[str, Pass | Failure]
+
+
+def engine_op(
+    op: QueuedOp, body: bytes, checkpoints: Checkpoints, decoded: Decoded | None = None
+) -> Op | Failure:
+    """Decode one op; a Failure when it was rejected at the door or cannot be read.
+
+    A pass whose body is in `decoded` shares its arrays. Other passes are added.
+    """
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
             return Create(op.run, op.seq, AdapterSpec(**asdict(lora)))
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
-            return decode_op_pass(op, body)
+            return decode_shared_pass(op, body, {} if decoded is None else decoded)
         case OpKind.REVERSE_KL:
             return reverse_kl_op(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
@@ -89,6 +98,17 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
         needs_grad=op.kind is OpKind.FORWARD_BACKWARD,
     )
+
+
+def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Failure:
+    """Decode a pass, or return the one of this body for this run; add it to `decoded`."""
+    known = decoded.get(op.ref) or decode_op_pass(op, body)
+    if op.ref != "inline":
+        decoded[op.ref] = known
+    if isinstance(known, Failure) or (known.run, known.seq) == (op.run, op.seq):
+        return known
+    needs_grad = op.kind is OpKind.FORWARD_BACKWARD
+    return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:

@@ -54,6 +54,8 @@ __all__ = [
     "RequestFailedResponse",
     "ReverseKlDatum",
     "ReverseKlResponse",
+    "SweepFuture",
+    "SweepFutures",
     "TryAgainResponse",
     "UnloadModelRequest",
     "UnloadModelResponse",
@@ -302,6 +304,40 @@ class UntypedAPIFuture(WireModel):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+MAX_SWEEP_RUNS = 64
+"""Maximum number of runs in one request. Redis accepts their ops in one script, at 0.1 ms each."""
+
+
+class ForkRunRequest(WireModel):
+    """POST fork_run: create runs with the weights and the optimizer state of an unnamed save."""
+
+    session_id: Name
+    sampling_session_id: Name
+    """Sampler of the save, which had `optimizer` set."""
+    model_seq_ids: Annotated[list[ModelSeqId], Field(min_length=1, max_length=MAX_SWEEP_RUNS)]
+    user_metadata: Annotated[list[dict[str, Any]], Field(max_length=MAX_SWEEP_RUNS)] | None = None
+    """One for each run."""
+    tags: Tags | None = None
+    type: Literal["fork_run"] = "fork_run"
+
+
+class SweepFuture(WireModel):
+    """Requests of one run of a sweep: the pass, and its optimizer step, if any."""
+
+    model_id: str
+    request_ids: list[str] = Field(default=[])
+    error: str | None = None
+    """Reason why this run accepts no further requests; the other runs are not affected."""
+    status_code: int = 200
+    """HTTP status of `error`, as for a request of this run alone."""
+
+
+class SweepFutures(WireModel):
+    """Response to POST sweep_pass: one entry for each run, in the order sent."""
+
+    runs: list[SweepFuture]
 
 
 class FutureRetrieveRequest(WireModel):

@@ -19,6 +19,7 @@ history: Callable[[RunId], str] = "cotrain:run:{}:history".format
 #: * `given_up_ops`, `given_up_bytes` and `given_up_since` exist while ops behind a gap are given up.
 #: * `begun` exists while a pass is open in a worker: its seq, its executed tokens, and the process' epoch.
 #: * `moved_ms` is the time of the last move.
+#: * `source` is the reference of the weights that a fork began with, if they were not stored then.
 log: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:log:{}".format
 #: Hash seq → envelope; a field is deleted when a snapshot covers it.
 ops: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:ops:{}".format

@@ -151,6 +151,23 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     return ParsedPass(address.model_id, address.seq_id, message, "", _canonical(message))
 
 
+def read_sweep_pass(body: bytes) -> ParsedPass:
+    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
+
+    Raises:
+        Unreadable: not the message, or with a run of its own.
+    """
+    try:
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+    except TooManyObjects:
+        return ParsedPass("", None, None, "", body, is_read=False)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if message.model_id or message.seq_id:
+        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
+    return ParsedPass("", None, message, "", _canonical(message))
+
+
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = parse_pass(head_of(body))

@@ -31,8 +31,8 @@ InternalServerError learning_rates LibraryMissing LoraConfig MalformedMessage mi
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
 RoutedExperts SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient
-SettingsMissing StopReason Submitted TensorData TensorDtype TinkerError TokenizerMissing
-TorchMissing TrainingClient TrainingRun TrainOutput types UnprocessableEntityError
+SettingsMissing StopReason Submitted Sweep SweepOutput TensorData TensorDtype TinkerError TokenizerMissing
+TorchMissing TrainingClient TrainingRun TrainOutput Trial types UnprocessableEntityError
 UnsupportedInput VersionMismatch
 """
 
