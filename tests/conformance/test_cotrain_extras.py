@@ -150,6 +150,45 @@ def test_a_custom_loss_gives_the_same_bits_as_with_the_official_sdk(
         assert (ours["surrogate_loss:sum"], ours["rows"]) == (told["loss:sum"], told["rows"])
 
 
+def test_a_custom_loss_runs_on_the_server_in_one_pass(
+    service: ServiceClient, server: Server
+) -> None:
+    """Compare it to the bit with the same loss computed here, and read the errors of its requests."""
+
+    def clipped(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+        ratio = torch.exp(logprobs + 6)
+        return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2)).sum(), {
+            "custom/r:mean": ratio.mean()
+        }
+
+    def here(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
+        losses = [clipped(*each)[0] for each in zip(rows, weights, strict=True)]
+        return torch.stack(losses).sum(), {}
+
+    handle = service.create_custom_loss(clipped, {"logprobs": 1, "weights": 1})
+    data, results = (of_seed(5), of_seed(9)), []
+    for loss_fn in (handle, here):
+        run = service.create_lora_training_client(server.base_model, rank=4, seed=7)
+        output = run.forward_backward_custom(data, loss_fn)
+        run.optim_step(STEP)
+        results.append((output.result(), logprobs(run, data)))
+    (there, by_server), (_, by_client) = results
+    assert by_server == by_client
+    assert there.metrics["custom/r:mean"] > 0
+
+    bare = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
+    with pytest.raises(RequestFailed, match=r"weights is missing; the custom loss reads it"):
+        run.forward_backward_custom([bare], handle).result()
+    with pytest.raises(RequestFailed, match=r"at most 32768 are allowed. Send fewer datums"):
+        run.forward_backward_custom([of_seed(2)] * 4000, handle).result()
+    with pytest.raises(RequestFailed, match=r"loss_id is not an id that create_custom_loss"):
+        run.forward(data, "custom", {"loss_id": "loss-1"}).result()
+    nan = service.create_custom_loss(lambda logprobs: (logprobs.sqrt().sum(), {}), {"logprobs": 1})
+    with pytest.raises(RequestFailed, match=r"The loss of data\[0\] is nan"):
+        run.forward_backward_custom(data, nan).result()
+
+
 def test_a_preference_is_learned_by_a_loss_over_pairs(
     service: ServiceClient, server: Server
 ) -> None:

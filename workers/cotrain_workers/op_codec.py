@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict
 from typing import Protocol
 
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, decode_loss, loss_and_metrics
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
@@ -20,11 +22,13 @@ from cotrain_workers.engine.ops import (
     Create,
     Datum,
     Failure,
+    GraphNode,
     HostOptimizer,
     HostWeights,
     Import,
     KlDatum,
     Load,
+    LossGraph,
     Op,
     OptimStep,
     Pass,
@@ -77,7 +81,9 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     """Decode a forward or a forward-backward; the same body always gives the same."""
     try:
         request = decode_pass(parse_pass(body))
-    except MalformedBody as malformed:
+        loss_id = request.loss_config.get(LOSS_ID)
+        graph = loss_graph(str(loss_id)) if request.loss_fn == CUSTOM else None
+    except (MalformedBody, UnsupportedInput) as malformed:
         return Failure(str(malformed), "user")
     return Pass(
         run=op.run,
@@ -86,6 +92,18 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
         needs_grad=op.kind is OpKind.FORWARD_BACKWARD,
+        graph=graph,
+    )
+
+
+def loss_graph(loss_id: str) -> LossGraph:
+    """Return the loss that an id contains. Raises UnsupportedInput."""
+    loss = decode_loss(loss_id)
+    return LossGraph(
+        id=loss_id,
+        inputs=[(each.name, each.rank) for each in loss.inputs],
+        nodes=[GraphNode(n.op, n.name, n.target, n.args, n.kwargs) for n in loss.graph.nodes],
+        metrics=loss_and_metrics(loss)[1],
     )
 
 

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
+from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
 from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.run_factory import Labels, Runs, Start
@@ -23,11 +24,17 @@ from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.polling import wait_for_json
 from cotrain.settings import client_settings
 from cotrain.transport.http import reader
 from cotrain.transport.retries import RetryPolicy
+from cotrain.wire.custom_loss import (
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
+    CustomLossInputRank,
+)
 from cotrain.wire.rest import Checkpoint
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, UntypedAPIFuture
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
@@ -61,6 +68,7 @@ class ServiceClient:
         self._samplers = Samplers(self._connection, self._session)
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
+        self._losses = 0
 
     @hosted("optimizer", "lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
@@ -149,6 +157,30 @@ class ServiceClient:
         return await self._samplers.create(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
+
+    async def _create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> LossHandle:
+        """Trace a loss of one datum with `torch.fx`, and return a handle for `forward_backward_custom`.
+
+        `fn(logprobs, …)` receives the log-probs of a datum's targets, and the `loss_fn_inputs` that its other
+        parameters name. `input_ranks` has the number of axes of each. It returns a scalar tensor and a dict of
+        scalar tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`. The server adds the losses of all
+        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/losses.md.
+        """
+        loss, name = trace(fn, input_ranks), getattr(fn, "__name__", "loss")
+        self._losses += 1
+        request = CreateCustomLossRequest(
+            session_id=await self._session.id(),
+            custom_loss_seq_id=self._losses,
+            name=name,
+            **dict(loss),
+        )
+        future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
+        made = await wait_for_json(self._transport, future.request_id, CreateCustomLossResponse)
+        return LossHandle(name, tuple(loss.inputs), made.loss_id)
+
+    create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)
 
     def create_rest_client(self) -> RestClient:
         """Return a client for lists, checkpoints and usage. It opens no session and sends nothing yet."""

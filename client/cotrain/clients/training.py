@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from typing_extensions import override
 
-from cotrain.clients.custom_loss import CustomLoss, LossFn
+from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
 from cotrain.clients.rest_calls import url_of
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.tokenizer import load_tokenizer
@@ -27,6 +27,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID
 from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
@@ -311,7 +312,7 @@ class TrainingClient:
 
     @hosted("loss_type_input")
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: LossFn
+        self, data: Sequence[Datum], loss_fn: LossFn | LossHandle
     ) -> Future[ForwardBackwardOutput]:
         """Compute a custom loss and add its gradient to the accumulated gradient of the run.
 
@@ -319,8 +320,11 @@ class TrainingClient:
         with the shape of its `target_tokens`. It returns the loss and a dict of numbers for the metrics. It
         runs on a thread of this client after the forward; the `seq_id` of the backward is reserved before
         this method returns. Later requests of the run wait for it, at most `COTRAIN_GAP_LIMIT_S` of the
-        server. Raises TorchMissing, or UnsupportedInput for a datum without targets.
+        server. A `LossHandle` of `ServiceClient.create_custom_loss` runs on the server, in one pass. Raises
+        TorchMissing, or UnsupportedInput for a datum without targets.
         """
+        if isinstance(loss_fn, LossHandle):
+            return self.forward_backward(data, CUSTOM, {LOSS_ID: loss_fn.loss_id})
         loss = CustomLoss(data, loss_fn)
         return self._requests.pass_twice(loss.forward_data(), loss)
 

@@ -34,7 +34,6 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 """For each name, the values without effect, and the reason why no others are supported."""
 
 METHODS = {
-    "create_custom_loss": "a loss is a plain function: run.forward_backward_custom(data, loss_fn)",
     "get_console_url": "there is no console; `cotrain top` and `cotrain runs` show what is there",
     "get_telemetry": "nothing is collected",
     "holder": "a client is made of a client here: service.create_sampling_client(…)",

@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from cotrain.errors import Category
+from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import (
     Argument,
@@ -186,9 +187,9 @@ class ForwardBackwardInput(WireModel):
 
     data: Listed[Datum]
     loss_fn: Name
-    """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
+    """cross_entropy, importance_sampling, ppo, cispo, dro, gspo or custom."""
     loss_fn_config: dict[str, float | str] | None = None
-    """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro."""
+    """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro, `loss_id` for custom."""
 
 
 class ForwardBackwardRequest(SequencedRequest):
@@ -294,7 +295,7 @@ class UntypedAPIFuture(WireModel):
 class FutureRetrieveRequest(WireModel):
     """POST retrieve_future."""
 
-    request_id: Name
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID)]  # may contain a custom loss
     allow_metadata_only: bool = False
 
 

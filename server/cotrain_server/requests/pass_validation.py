@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
 from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
@@ -67,10 +69,16 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     """
     if not request.datums:
         raise Invalid("data is empty; send at least one datum.")
-    needs = _needs_of(request.loss_fn)
-    _check_config(request.loss_fn, needs, request.loss_config)
+    custom = _custom_loss(request) if request.loss_fn == CUSTOM else None
+    needs = _needs_of(request.loss_fn) if custom is None else _needs_of_custom(custom)
+    if custom is None:
+        _check_config(request.loss_fn, needs, request.loss_config)
     for number, datum in enumerate(request.datums):
-        _check_shapes(number, datum, request.loss_fn, needs, pool)
+        _check_lengths(number, datum, pool)
+        if custom is None:
+            _check_shapes(number, datum, request.loss_fn, needs)
+        else:
+            _check_custom_shapes(number, datum, custom)
     check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
     targets = [datum.inputs[TARGETS] for datum in request.datums]
     check_tokens("Target token", targets, pool.vocab_size)
@@ -102,6 +110,47 @@ def _needs_of(loss_fn: str) -> LossNeeds:
     if loss_fn not in NEEDS_BY_LOSS:
         raise Invalid(f"loss_fn {loss_fn!r:.80} is not known. Known: {', '.join(NEEDS_BY_LOSS)}.")
     return NEEDS_BY_LOSS[loss_fn]
+
+
+def _custom_loss(request: PassBody) -> CustomLoss:
+    loss_id = request.loss_config.get(LOSS_ID)
+    if len(request.loss_config) > 1 or not isinstance(loss_id, str):
+        raise Invalid(
+            "loss_fn_config of loss custom must be {'loss_id': …}, from create_custom_loss."
+        )
+    try:
+        loss = decode_loss(loss_id)
+    except UnsupportedInput as error:
+        raise Invalid(str(error)) from error
+    runs = len(loss.graph.nodes) * len(request.datums)
+    if runs > MAX_NODE_RUNS:
+        raise Invalid(
+            f"data has {len(request.datums)} datums for a custom loss of {len(loss.graph.nodes)} nodes: {runs} in"
+            f" all, at most {MAX_NODE_RUNS} are allowed. Send fewer datums in one call."
+        )
+    return loss
+
+
+def _needs_of_custom(loss: CustomLoss) -> LossNeeds:
+    return LossNeeds(tuple(each.name for each in loss.inputs[1:] if each.name != TARGETS))
+
+
+def _check_custom_shapes(number: int, datum: DatumArrays, loss: CustomLoss) -> None:
+    """Check that a datum has each input of a custom loss, with its rank."""
+    length = len(datum.tokens)
+    for name, rank in (
+        (TARGETS, loss.inputs[0].rank),
+        *((i.name, i.rank) for i in loss.inputs[1:]),
+    ):
+        if name not in datum.inputs:
+            raise Invalid(
+                f"data[{number}].loss_fn_inputs.{name} is missing; the custom loss reads it."
+            )
+        shape = datum.inputs[name].shape
+        fits = (datum.inputs[name].size == 1, shape == (length,), _is_table(shape, length))[rank]
+        if not fits:
+            expected = ("a scalar", f"[{length}]", f"[{length}, K]")[rank]
+            raise Invalid(_wrong_shape(number, name, shape, f"the custom loss reads {expected}"))
 
 
 def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | str]) -> None:
@@ -137,9 +186,7 @@ def refuse_too_long(subject: str, length: int, pool: PoolRecord) -> None:
         )
 
 
-def _check_shapes(
-    number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds, pool: PoolRecord
-) -> None:
+def _check_lengths(number: int, datum: DatumArrays, pool: PoolRecord) -> None:
     length = len(datum.tokens)
     if not 1 <= length <= pool.context_length:
         raise Invalid(
@@ -147,6 +194,10 @@ def _check_shapes(
             f"{pool.context_length}."
         )
     refuse_too_long(f"Datum {number} has", length, pool)
+
+
+def _check_shapes(number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds) -> None:
+    length = len(datum.tokens)
     for name in (TARGETS, *needs.inputs):
         if name not in datum.inputs:
             unread = sorted(set(datum.inputs) - {TARGETS, *needs.inputs})

@@ -34,14 +34,6 @@ LEFT_OUT = {
         "TelemetrySendRequest",
         "UnhandledExceptionEvent",
     },
-    "custom losses run on the client": {
-        "CreateCustomLossRequest",
-        "CreateCustomLossResponse",
-        "CustomLossGraph",
-        "CustomLossInput",
-        "CustomLossInputRank",
-        "CustomLossNode",
-    },
     "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
     "one class with a `state` here, FutureCompletion": {"FutureFailed", "FutureFinished"},
     "one class with a `type` here, ClientSessionFinishReason": {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -58,6 +58,27 @@ class Create:
 
 
 @dataclass(frozen=True)
+class GraphNode:
+    """One step of a custom loss, as `torch.fx` records it; arguments are encoded as JSON."""
+
+    op: str
+    name: str
+    target: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """A custom loss of one datum: its arguments, log-probabilities first, and its nodes in order."""
+
+    id: str  # identifies all of it
+    inputs: Sequence[tuple[str, int]] = field(compare=False)  # name and number of axes, 0 to 2
+    nodes: Sequence[GraphNode] = field(compare=False)
+    metrics: Mapping[str, str] = field(compare=False)  # name to node
+
+
+@dataclass(frozen=True)
 class Pass:
     """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's
     (summed, never averaged).
@@ -73,6 +94,7 @@ class Pass:
     """Maximum tokens of a slice, where memory does not allow larger ones: its sums then have other last bits.
     None: no limit.
     """
+    graph: LossGraph | None = None  # of loss `custom`
 
 
 @dataclass(frozen=True)
@@ -190,7 +212,7 @@ class PassOutput:
 
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
-    drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy loss
+    drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy or custom loss
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.training.losses import (
     DATUM_LENGTHS,
-    LOSSES,
     TARGETS,
     LossSpec,
+    loss_of,
     value,
     value_and_slope,
 )
@@ -112,7 +112,8 @@ class Head:
 
     def input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
         """Return the head's input for a slice of a pass that starts at row `start`."""
-        loss, datums = LOSSES[op.loss_fn], op.datums[op_slice.first : op_slice.last]
+        datums = op.datums[op_slice.first : op_slice.last]
+        loss = loss_of(op, datums)
         return HeadInput(
             start=start,
             needs_grad=op_slice.needs_grad,

@@ -11,7 +11,7 @@ all of it, but a wrong index on a GPU would crash the process for every tenant.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from cotrain_workers.engine.ops import Datum, KlDatum, Pass, ReverseKl
 from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.engine.training.custom_loss import loss_of_datums
 
 Inputs = Mapping[str, torch.Tensor]
 Config = Mapping[str, float]
@@ -145,6 +146,13 @@ LOSSES: Mapping[str, LossSpec] = {
 }
 
 
+def loss_of(op: Pass, datums: Sequence[Datum]) -> LossSpec:
+    """Return the loss of some datums of a pass, whose `loss_fn` is known."""
+    if op.graph is not None:
+        return LossSpec(loss_of_datums(op.graph, datums), (), per_token=False)
+    return LOSSES[op.loss_fn]
+
+
 def value_and_slope(
     loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,9 +189,9 @@ TARGETS = "target_tokens"
 
 def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
     """Return why this pass cannot run, as a sentence for the tenant, or None."""
-    loss = LOSSES.get(op.loss_fn)
-    if loss is None:
+    if op.loss_fn not in LOSSES and op.graph is None:
         return f"Unknown loss_fn {op.loss_fn!r}; known are {', '.join(sorted(LOSSES))}."
+    loss = loss_of(op, op.datums)
     unknown = sorted(set(op.loss_config) - set(loss.defaults))
     if unknown:
         return f"Loss {op.loss_fn!r} has no setting {unknown[0]!r}."
