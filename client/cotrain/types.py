@@ -9,6 +9,7 @@ from typing import Literal
 
 from cotrain.wire import (
     checkpoints,
+    custom_loss,
     datums,
     model,
     rest,

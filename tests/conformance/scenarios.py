@@ -294,7 +294,10 @@ def on_server(bench: Bench, data: list[types.Datum]) -> Facts:
         run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         facts[f"metrics_of_{name}"] = output.metrics
         facts[f"by_{name}"] = logprobs(run.forward(data, "cross_entropy").result())
-    refused = lambda logprobs: (logprobs @ logprobs, {})  # noqa: E731
+
+    def refused(logprobs: torch.Tensor) -> tuple[torch.Tensor, Facts]:
+        return logprobs @ logprobs, {}
+
     return facts | error_of(
         lambda: bench.service.create_custom_loss(refused, {"logprobs": 1}).result()
     )

@@ -187,7 +187,7 @@ class ForwardBackwardInput(WireModel):
 
     data: Listed[Datum]
     loss_fn: Name
-    """cross_entropy, importance_sampling, ppo, cispo, dro, gspo or custom."""
+    """cross_entropy, importance_sampling, ppo, cispo, dro, gspo, reinforce, grpo, dapo, sapo or custom."""
     loss_fn_config: dict[str, float | str] | None = None
     """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro, `loss_id` for custom."""
 

@@ -9,7 +9,8 @@ run's order (as a rejected op), because its client has already used the seq_id.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -33,26 +34,51 @@ class LossNeeds:
     """Allowed numbers in `loss_fn_config`, each at least 0."""
     bounds_surrogate: bool = False
     """True if a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
+    optional: tuple[str, ...] = ()  # inputs that all datums have, or none
     takes_columns: bool = False  # True if targets may be `(N, K)`: K weighted targets per position
 
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _POLICY = ("logprobs", "advantages")
+_ROLLOUT = ("rollout_logprobs",)
+#: Settings of every policy loss.
+_CORRECTIONS = frozenset({"importance_cap", "sequence_mask_above"})
+#: Inputs that a setting above 0 requires.
+_INPUT_OF = {"importance_cap": "rollout_logprobs", "beta": "reference_logprobs"}
+
+
+def _policy(
+    config: AbstractSet[str] = frozenset(),
+    *more: str,
+    optional: tuple[str, ...] = _ROLLOUT,
+    bounds_surrogate: bool = False,
+) -> LossNeeds:
+    return LossNeeds((*_POLICY, *more), _CORRECTIONS | config, bounds_surrogate, optional)
+
 
 NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
     {
         "cross_entropy": LossNeeds(("weights",), takes_columns=True),
-        "importance_sampling": LossNeeds(_POLICY),
-        "ppo": LossNeeds(_POLICY, _CLIP, bounds_surrogate=True),
-        "cispo": LossNeeds(_POLICY, _CLIP),
-        "dro": LossNeeds(_POLICY, frozenset({"beta"})),
-        "gspo": LossNeeds((*_POLICY, "sequence_ratio_mask"), _CLIP, bounds_surrogate=True),
+        "importance_sampling": _policy(),
+        "ppo": _policy(_CLIP, bounds_surrogate=True),
+        "cispo": _policy(_CLIP),
+        "dro": _policy({"beta"}),
+        "gspo": _policy(_CLIP, "sequence_ratio_mask", bounds_surrogate=True),
+        "reinforce": _policy(),
+        "grpo": _policy(
+            _CLIP | {"beta"}, optional=(*_ROLLOUT, "reference_logprobs"), bounds_surrogate=True
+        ),
+        "dapo": _policy(_CLIP, bounds_surrogate=True),
+        "sapo": _policy({"tau_positive", "tau_negative"}),
     }
 )
 
 
 #: Names of all loss inputs.
-_READ = {TARGETS, *(name for needs in NEEDS_BY_LOSS.values() for name in needs.inputs)}
+_READ = {
+    TARGETS,
+    *(name for needs in NEEDS_BY_LOSS.values() for name in (*needs.inputs, *needs.optional)),
+}
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
 
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
@@ -72,6 +98,7 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     custom = _custom_loss(request) if request.loss_fn == CUSTOM else None
     needs = _needs_of(request.loss_fn) if custom is None else _needs_of_custom(custom)
     if custom is None:
+        needs = _with_optional(request, needs)
         _check_config(request.loss_fn, needs, request.loss_config)
     for number, datum in enumerate(request.datums):
         _check_lengths(number, datum, pool)
@@ -110,6 +137,18 @@ def _needs_of(loss_fn: str) -> LossNeeds:
     if loss_fn not in NEEDS_BY_LOSS:
         raise Invalid(f"loss_fn {loss_fn!r:.80} is not known. Known: {', '.join(NEEDS_BY_LOSS)}.")
     return NEEDS_BY_LOSS[loss_fn]
+
+
+def _with_optional(request: PassBody, needs: LossNeeds) -> LossNeeds:
+    """Return the needs with the optional inputs of the first datum, which all datums then need. Raises Invalid."""
+    given = tuple(name for name in needs.optional if name in request.datums[0].inputs)
+    for setting, wanted in _INPUT_OF.items():
+        number = request.loss_config.get(setting, 0.0)
+        if number and wanted in needs.optional and wanted not in given:
+            raise Invalid(
+                f"data[0].loss_fn_inputs.{wanted} is missing; loss_fn_config.{setting}={number} needs it."
+            )
+    return replace(needs, inputs=(*needs.inputs, *given))
 
 
 def _custom_loss(request: PassBody) -> CustomLoss:
@@ -163,6 +202,8 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
             )
         if isinstance(value, str) or not 0 <= value <= LARGEST:
             raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
+        if name.startswith("tau_") and value <= 0:
+            raise Invalid(f"loss_fn_config.{name} must be above 0.")
         numbers[name] = value
     low = numbers.get("clip_low_threshold", 0.0)
     high = numbers.get("clip_high_threshold", max(low, 1.0))

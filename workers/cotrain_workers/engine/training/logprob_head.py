@@ -28,6 +28,7 @@ from cotrain_workers.engine.training.losses import (
     DATUM_LENGTHS,
     TARGETS,
     LossSpec,
+    inputs_of,
     loss_of,
     value,
     value_and_slope,
@@ -118,7 +119,9 @@ class Head:
             start=start,
             needs_grad=op_slice.needs_grad,
             targets=self._column(datums, TARGETS, torch.int64),
-            inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
+            inputs={
+                name: self._column(datums, name, self._loss_dtype) for name in inputs_of(op, loss)
+            },
             datum_lengths=[len(datum.tokens) for datum in datums],
             loss=loss,
             config={**loss.defaults, **op.loss_config},

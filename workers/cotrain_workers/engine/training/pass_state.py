@@ -16,7 +16,7 @@ from cotrain_workers.engine.training.custom_loss import broken_datum, custom_met
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.losses import loss_of, steepest_target
+from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
@@ -226,7 +226,7 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         loss = loss_of(op, [datum])
         config = {**loss.defaults, **op.loss_config}
-        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in inputs_of(op, loss)}
         slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
         if adapter.steepest is None or slope > adapter.steepest.slope:
             index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))

@@ -67,25 +67,17 @@ def test_a_graph_has_the_loss_and_the_derivative_of_its_function() -> None:
     loss, slope = value_and_slope(loss_of(op, datums), logprobs, {}, {})
 
     leaf = logprobs[:, 0].clone().requires_grad_()
-    plain = [
-        policy(
-            rows,
-            *(_double(each.inputs[name]) for name in ("q", "advantages", "group")),
-            torch.tensor(0.1),
-        )[0]
-        for each, rows in zip(datums, leaf.split([7, 3]), strict=True)
-    ]
+    plain = []
+    for each, rows in zip(datums, leaf.split([7, 3]), strict=True):
+        floats = [torch.from_numpy(each.inputs[name]).double() for name in ("q", "advantages")]
+        group = torch.from_numpy(each.inputs["group"])
+        plain.append(policy(rows, floats[0], floats[1], group, torch.tensor(0.1))[0])
     torch.stack(plain).sum().backward()
     assert loss.item() == pytest.approx(
         sum(each.item() for each in plain), abs=1e-8
     )  # 0.1 is a float32 there
     assert leaf.grad is not None
     torch.testing.assert_close(slope[:, 0], leaf.grad, rtol=0, atol=1e-8)
-
-
-def _double(array: np.ndarray) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @pytest.mark.parametrize(
@@ -97,7 +89,7 @@ def _double(array: np.ndarray) -> torch.Tensor:
         (lambda logprobs: (logprobs.detach().sum(), {}), "the loss does not depend on logprobs"),
         (lambda logprobs: (torch.zeros(logprobs.shape[0] * 10**12).sum() + logprobs.sum(), {}), "more than 16777216"),
         (lambda logprobs: (logprobs.expand(10**9, 4).sum(), {}), "more than 16777216 elements"),
-        (lambda logprobs: (torch.outer(*[logprobs.repeat(1) if 0 else torch.zeros(logprobs.shape[0] * 2000)] * 2).sum()
+        (lambda logprobs: (torch.outer(*[torch.zeros(logprobs.shape[0] * 2000)] * 2).sum()
                            * logprobs.sum(), {}), "(torch.outer): its values"),
         (lambda logprobs: (logprobs.sum() * logprobs.shape[0] ** (10**8), {}), "(operator.pow): math range error"),
         (lambda logprobs: (logprobs.sum() * (logprobs.shape * 10**9)[0], {}), "must be tensors or numbers"),
@@ -113,11 +105,9 @@ def test_a_custom_loss_leaves_its_neighbours_bits_and_fails_alone(
     new_engine: Callable[..., Engine],
 ) -> None:
     """Its runs are alone, then in a mix with a run of an impossible graph and one of NaN."""
-    ours = [
-        Create("a", 0, AdapterSpec(4, 1)),
-        custom("a", 1, [datum(9), datum(30, 1)], graph_of(policy, POLICY)),
-    ]
-    bad = {
+    own = custom("a", 1, [datum(9), datum(30, 1)], graph_of(policy, POLICY))
+    ours: list[Op] = [Create("a", 0, AdapterSpec(4, 1)), own]
+    bad: dict[str, Loss] = {
         "nan": lambda logprobs: (logprobs.sqrt().sum(), {}),
         "impossible": lambda logprobs: (logprobs[99].sum(), {}),
     }
@@ -147,7 +137,8 @@ def test_a_custom_loss_leaves_its_neighbours_bits_and_fails_alone(
     assert "index 99 is out of bounds" in failed["impossible"].message  # type: ignore[union-attr]
     output = mixed.outputs["a", 1]
     assert isinstance(output, PassOutput)
-    assert output.drift["custom/above:sum"] == sum(
-        float((now > each.inputs["q"]).sum())
-        for now, each in zip(output.logprobs, ours[1].datums, strict=True)  # type: ignore[union-attr]
-    )
+    above = [
+        int((now > each.inputs["q"]).sum())
+        for now, each in zip(output.logprobs, own.datums, strict=True)
+    ]
+    assert output.drift["custom/above:sum"] == sum(above)
