@@ -23,6 +23,8 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.rest import (
     AccessScope,
     AssignProjectRequest,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     GetSessionResponse,
     ListSessionsResponse,
@@ -257,6 +259,14 @@ class RestClient:
     def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
         """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
         return self._start(self._calls.post("sessions/search", request, SessionSearchResponse))
+
+    def search_checkpoints(
+        self, request: CheckpointSearchRequest
+    ) -> Future[CheckpointSearchResponse]:
+        """Search your checkpoints; pass `next_cursor` of a result as `cursor` to get its next page."""
+        return self._start(
+            self._calls.post("checkpoints/search", request, CheckpointSearchResponse)
+        )
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session to a project. A project is only a name and needs no creation."""
