@@ -181,13 +181,37 @@ def test_a_custom_loss_runs_on_the_server_in_one_pass(
     bare = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
     with pytest.raises(RequestFailed, match=r"weights is missing; the custom loss reads it"):
         run.forward_backward_custom([bare], handle).result()
-    with pytest.raises(RequestFailed, match=r"at most 32768 are allowed. Send fewer datums"):
-        run.forward_backward_custom([of_seed(2)] * 4000, handle).result()
     with pytest.raises(RequestFailed, match=r"loss_id is not an id that create_custom_loss"):
         run.forward(data, "custom", {"loss_id": "loss-1"}).result()
     nan = service.create_custom_loss(lambda logprobs: (logprobs.sqrt().sum(), {}), {"logprobs": 1})
     with pytest.raises(RequestFailed, match=r"The loss of data\[0\] is nan"):
         run.forward_backward_custom(data, nan).result()
+
+
+def test_a_run_with_muon_continues_from_its_checkpoint(
+    service: ServiceClient, server: Server
+) -> None:
+    run = service.create_lora_training_client(
+        server.base_model, rank=4, seed=7, optimizer=types.MuonOptimizerConfig()
+    )
+    assert run.get_info().optimizer_config.type == "muon"
+    data, muon = (of_seed(9),), types.MuonParams(learning_rate=RATE)
+    run.forward_backward(data, "cross_entropy")
+    run.optim_step(muon)
+    path = run.save_state("after-one").result().path
+    twin = service.create_training_client_from_state_with_optimizer(path)
+    assert twin.get_info().optimizer_config.type == "muon"
+    for each in (run, twin):
+        each.forward_backward(data, "cross_entropy")
+        each.optim_step(muon).result()
+    assert logprobs(run, data) == logprobs(twin, data)
+
+    with pytest.raises(RequestFailed, match="created with optimizer muon, not adamw"):
+        run.optim_step(STEP).result()
+    plain = service.create_training_client_from_state(path)
+    assert plain.get_info().optimizer_config.type == "adamw"
+    with pytest.raises(RequestFailed, match="has an optimizer state of muon, the run has adamw"):
+        plain.load_state_with_optimizer(path).result()
 
 
 def test_a_preference_is_learned_by_a_loss_over_pairs(

@@ -126,8 +126,9 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
         return Failure(f"Checkpoint {request.path} cannot be read on the server{why}", "server")
     if request.optimizer and optimizer is None:
         return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
+    kind = request.lora.optimizer if request.lora else "adamw"
     creates = request.lora is not None
-    return Load(op.run, op.seq, request.path, weights, optimizer, creates)
+    return Load(op.run, op.seq, request.path, weights, optimizer, creates, kind)
 
 
 def _weights(request: LoadRequest, checkpoints: Checkpoints) -> HostWeights:

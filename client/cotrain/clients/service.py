@@ -34,7 +34,13 @@ from cotrain.wire.custom_loss import (
     CustomLossInputRank,
 )
 from cotrain.wire.rest import Checkpoint
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, UntypedAPIFuture
+from cotrain.wire.runs import (
+    InterpolateRequest,
+    InterpolateResponse,
+    LoraConfig,
+    OptimizerConfig,
+    UntypedAPIFuture,
+)
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
@@ -70,7 +76,7 @@ class ServiceClient:
         self._checkpoints = Checkpoints(self._transport, self._runs)
         self._losses = 0
 
-    @hosted("optimizer", "lora_alpha", "lora_rank", "target_modules")
+    @hosted("lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
         self,
         base_model: str,
@@ -83,12 +89,13 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
+        optimizer: OptimizerConfig | None = None,
         note: str | None = None,
         tags: Sequence[str] = (),
     ) -> TrainingClient:
         """Create a run: a new adapter on a base model. Its output matrix is zero, so it changes nothing yet.
 
-        The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
+        `optimizer` is AdamW, or `types.MuonOptimizerConfig()`. The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
         dashboard find the run by its note (at most 2,000 characters) and tags (at most 16, each at most 64
         characters). Waits until the server has created the run. Raises RequestFailed, APIError, or
         ValidationError for another dropout or a note or tag that is too long.
@@ -103,19 +110,20 @@ class ServiceClient:
             train_unembed=train_unembed,
         )
         labels = Labels(note, list(tags) or None)
-        return await self._runs.create(base_model, lora, user_metadata, labels)
+        return await self._runs.create(base_model, lora, user_metadata, labels, optimizer)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(
         _create_lora_training_client
     )
 
-    @hosted("optimizer")
     async def _create_training_client_from_state(
         self,
         path: str,
         base_model: str | None = None,
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
+        *,
+        optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         """Create a run with the weights of a checkpoint and a new optimizer state.
 
@@ -123,7 +131,7 @@ class ServiceClient:
         that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
-        start = Start(path, base_model, user_metadata, weights_access_token)
+        start = Start(path, base_model, user_metadata, weights_access_token, optimizer)
         return await self._runs.load(start, optimizer=False)
 
     create_training_client_from_state, create_training_client_from_state_async = both_ways(

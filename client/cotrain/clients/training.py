@@ -35,6 +35,7 @@ from cotrain.wire.runs import (
     ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
+    MuonParams,
     OptimStepRequest,
     OptimStepResponse,
     PlacedReverseKlRequest,
@@ -155,23 +156,28 @@ class TrainingClient:
 
     @hosted("learning_rate", "lr")
     def optim_step(
-        self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
+        self,
+        adam_params: AdamParams | MuonParams | None = None,
+        *,
+        optim_params: AdamParams | MuonParams | None = None,
     ) -> Future[OptimStepResponse]:
-        """Apply one AdamW step with the accumulated gradient, then zero the gradient.
+        """Apply one step of the run's optimizer with the accumulated gradient, then zero the gradient.
 
-        `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if both are passed.
+        A run with Muon takes MuonParams. `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if
+        both are passed.
         """
         if adam_params is not None and optim_params is not None:
             raise UnsupportedInput(
                 "adam_params and optim_params are one argument: give one of them"
             )
         params = adam_params or optim_params or AdamParams()
-        if not isinstance(params, AdamParams):
+        if not isinstance(params, AdamParams | MuonParams):
             raise UnsupportedInput(
                 f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}"
             )
+        named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
         return self._requests.ask(
-            "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
+            "optim_step", OptimStepRequest, OptimStepResponse, **{named: params}
         )
 
     optim_step_async = submitted(optim_step)

@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.runs import OptimizerConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +24,6 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
         "a sampler is a snapshot, always; make another one to see newer weights",
     ),
     "loss_type_input": ((None, "logprobs"), "a custom loss is of log-probs"),
-    "optimizer": ((None, OptimizerConfig()), "AdamW is the only optimizer"),
     "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
     "record_stability_info": ((False,), "this server records none"),
     "target_modules": ((), "train_attn, train_mlp and train_unembed choose the modules"),

@@ -17,7 +17,7 @@ import numpy as np
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
-from cotrain.wire.runs import AdamParams
+from cotrain.wire.runs import AdamParams, MuonParams
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord
@@ -113,13 +113,20 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
 
 
-def check_adam(params: AdamParams) -> None:
-    """Check the numbers of an optim_step that the wire type does not constrain. Raises Invalid."""
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+def check_steps(field: str, params: AdamParams | MuonParams) -> None:
+    """Check the numbers of an optim_step that its wire type does not constrain. Raises Invalid."""
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
         if abs(getattr(params, name)) > LARGEST:
-            raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
+            raise Invalid(f"{field}.{name} is larger than a float32 can be.")
     if params.grad_clip_norm < 0:
-        raise Invalid("adam_params.grad_clip_norm must be 0, which is no limit, or more.")
+        raise Invalid(f"{field}.grad_clip_norm must be 0, which is no limit, or more.")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Check the numbers of an AdamW step that the wire type does not constrain. Raises Invalid."""
+    check_steps("adam_params", params)
+    if params.eps > LARGEST:
+        raise Invalid("adam_params.eps is larger than a float32 can be.")
     # A row without any gradient has m = v = 0, and 0 / (0 + 0) is NaN.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")

@@ -34,7 +34,7 @@ LEFT_OUT = {
         "TelemetrySendRequest",
         "UnhandledExceptionEvent",
     },
-    "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
+    "the rule of dimuon is not published in full": {"DimuonOptimizerConfig", "DimuonParams"},
     "one class with a `state` here, FutureCompletion": {"FutureFailed", "FutureFinished"},
     "one class with a `type` here, ClientSessionFinishReason": {
         "ClientSessionFinishErrored",

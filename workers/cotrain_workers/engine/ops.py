@@ -116,7 +116,7 @@ class ReverseKl:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """AdamW step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
+    """Optimizer step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
     no limit.
     """
 
@@ -128,6 +128,7 @@ class OptimStep:
     eps: float
     weight_decay: float
     grad_clip_norm: float
+    type: str = "adamw"  # or "muon", whose momentum is `beta1`
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Load:
     weights: HostWeights
     optimizer: HostOptimizer | None  # None: zero moments, step 0
     creates: bool = False
+    optimizer_type: str = "adamw"  # of the run that it creates
 
 
 @dataclass(frozen=True)
