@@ -315,9 +315,13 @@ class RestClient:
 
     # ---- Webhook ---------------------------------------------------------------------------------
 
-    def set_webhook(self, url: str) -> Future[NewWebhook]:
-        """Set the URL that receives this account's events; returns the signing secret, only once."""
-        return self._start(self._calls.put_for("webhook", SetWebhookRequest(url=url), NewWebhook))
+    def set_webhook(self, url: str, drift_above: float | None = None) -> Future[NewWebhook]:
+        """Set the URL that receives this account's events; returns the signing secret, only once.
+
+        A pass with a mean rollout gap above `drift_above` nats causes an event `run.drift`.
+        """
+        request = SetWebhookRequest(url=url, drift_above=drift_above)
+        return self._start(self._calls.put_for("webhook", request, NewWebhook))
 
     def get_webhook(self) -> Future[Webhook]:
         """Return the webhook's URL and the state of its deliveries."""
