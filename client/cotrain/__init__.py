@@ -13,7 +13,7 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import data, errors, exceptions, learning_rates, mint, types
+from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
@@ -99,6 +99,7 @@ __all__ = [
     "data",
     "exceptions",
     "learning_rates",
+    "losses",
     "mint",
     "types",
 ]

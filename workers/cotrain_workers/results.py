@@ -295,7 +295,7 @@ def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
 
 def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]:
     """Return the fields of a PassEntry for the drift of a pass with `rewarded` tokens with an advantage."""
-    if not drift:
+    if "sampled_tokens:sum" not in drift:
         return {}
     sampled = drift["sampled_tokens:sum"]
     is_bounded = "clip_fraction:mean" in drift
@@ -311,8 +311,10 @@ def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]
 
 def _weight(request: Pass | ReverseKl) -> float:
     """Return the sum of the weights, or the number of non-zero advantages if the loss has no
-    weights.
+    weights. For a custom loss it is the number of datums, over which its losses are summed.
     """
+    if isinstance(request, Pass) and request.graph is not None:
+        return float(len(request.datums))
     if isinstance(request, ReverseKl):
         weights = [datum.weights for datum in request.datums]
     elif all("weights" in datum.inputs for datum in request.datums):

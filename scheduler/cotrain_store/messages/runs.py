@@ -37,6 +37,7 @@ class LoraSpec:
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
     per_expert: bool = False  # True if each expert of a layer has both matrices, as in some uploads
+    optimizer: str = "adamw"  # or "muon"
 
 
 @dataclass(frozen=True)
