@@ -25,6 +25,7 @@ from cotrain_workers.engine.ops import (
     Import,
     KlDatum,
     Load,
+    NoteOutput,
     Op,
     OptimStep,
     Pass,
@@ -50,8 +51,8 @@ class Checkpoints(Protocol):
         """Return the places of an adapter's matrices in its arena."""
 
 
-def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
-    """Decode one op; a Failure when it was rejected at the door or cannot be read."""
+def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read."""
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
@@ -68,6 +69,8 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
             return import_op(op, body)
+        case OpKind.METRICS:
+            return NoteOutput()
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])

@@ -74,6 +74,10 @@ class Checkpoint(WireModel):
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     """None: the checkpoint does not expire."""
+    step: int | None = None
+    """Optimizer steps of its run before the save."""
+    metrics: dict[str, float] | None = None
+    """Metrics that its run received between that step and the save."""
 
 
 class CheckpointsListResponse(WireModel):
@@ -175,12 +179,28 @@ class HistoryPoint(WireModel):
         return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
 
 
+class MetricPoint(WireModel):
+    """Value of an own metric, or of an evaluation."""
+
+    step: int
+    """Number of optimizer steps before it."""
+    steps: int
+    """Number of consecutive points that this one replaces, itself included."""
+    seq: int
+    """Seq of its request in the run's log."""
+    time_s: float
+    """Time when it was recorded, in seconds since the epoch."""
+    value: float
+
+
 class TrainingRunHistory(WireModel):
     """GET training_runs/{run}/history."""
 
     training_run_id: str
     points: list[HistoryPoint]
     """Points in the order of the run's log."""
+    metrics: dict[str, list[MetricPoint]] = Field(default={})
+    """Metrics of `run.log` and `run.evaluate` by name, each in the order of the run's log."""
 
 
 # ---- Sessions ------------------------------------------------------------------------------------

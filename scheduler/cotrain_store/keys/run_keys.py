@@ -11,6 +11,10 @@ run: Callable[[RunId], str] = "cotrain:run:{}".format
 steps: Callable[[RunId], str] = "cotrain:run:{}:steps".format
 #: List of a run's forwards between optimizer steps; limits as in `steps`.
 evaluations: Callable[[RunId], str] = "cotrain:run:{}:evaluations".format
+#: Hash metric → number of its points so far. The names that a run's history has.
+metric_names: Callable[[RunId], str] = "cotrain:run:{}:metrics".format
+#: List of the points of one metric; limits as in `steps`.
+metric: Callable[[RunId, str], str] = "cotrain:run:{}:metric:{}".format
 #: Packed state of a run's history: its counters, and the passes since the last optimizer step.
 #: Kept as long as the run.
 history: Callable[[RunId], str] = "cotrain:run:{}:history".format

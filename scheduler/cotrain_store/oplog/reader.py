@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cotrain.wire.rest import HistoryPoint
+from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
@@ -16,7 +16,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState, read_points
+from cotrain_store.messages.runs import RunState, read_metric, read_points
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 
@@ -167,6 +167,29 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         weights_epoch=int(row.get("epoch", 0)),
         rolled_back_to=row.get("rolled_back_to", ""),
     )
+
+
+async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:
+    """Return the names of a run's own metrics. The caller has checked the tenant."""
+    return frozenset(name.decode() for name in await connection.hkeys(run_keys.metric_names(run)))
+
+
+async def read_metrics(
+    connection: Connection, run: RunId, after_step: int = -1
+) -> dict[str, list[MetricPoint]]:
+    """Return the points of a run's own metrics after a step, by name. The caller has checked the
+    tenant.
+    """
+    names = sorted(await metric_names(connection, run))
+    pipeline = connection.pipeline(transaction=True)
+    for name in names:
+        pipeline.lrange(run_keys.metric(run, name), 0, -1)
+    rows = await pipeline.execute() if names else []
+    found = {
+        name: [point for point in read_metric(row) if point.step > after_step]
+        for name, row in zip(names, rows, strict=True)
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 async def read_history(

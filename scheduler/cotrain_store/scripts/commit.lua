@@ -34,9 +34,18 @@ for _, part in ipairs(args.back) do
   end
 end
 
+-- Histories of the step's runs, each read and written once.
+local histories = {}
+local function history_of(run)
+  if not histories[run] then
+    histories[run] = parse_history(redis.call('GET', 'cotrain:run:' .. run .. ':history'))
+  end
+  return histories[run]
+end
+
 -- Reserve the name of a save until its weights are stored. The result is published then. Returns false if the
 -- name is in use. The request id identifies the weights. A sampler, unlike a name, refers to them at once.
-local function reserve(ref, seq, save, result, ttl_ms)
+local function reserve(ref, run, seq, save, result, ttl_ms)
   local checkpoint = 'cotrain:checkpoint:' .. save.name
   local pending = 'cotrain:checkpoint:' .. save.name .. ':pending'
   if save.collision and redis.call('EXISTS', checkpoint, pending) > 0 then
@@ -44,7 +53,9 @@ local function reserve(ref, seq, save, result, ttl_ms)
   end
   redis.call('ZADD', pending, seq, ref)
   redis.call('SADD', 'cotrain:tenant:' .. save.tenant .. ':owed', ref)
-  redis.call('HSET', 'cotrain:weights:' .. ref, 'checkpoint', save.user, 'result', result,
+  -- Of two fields with one name, every reader uses the second.
+  local user = string.sub(save.user, 1, -2) .. ',' .. metrics_json(history_of(run), run) .. '}'
+  redis.call('HSET', 'cotrain:weights:' .. ref, 'checkpoint', user, 'result', result,
     'ttl', ttl_ms, 'last', save.last)
   return true
 end
@@ -56,15 +67,6 @@ local function add_sampler(ref, save)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
     redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
   end
-end
-
--- Histories of the step's runs, each read and written once.
-local histories = {}
-local function history_of(run)
-  if not histories[run] then
-    histories[run] = parse_history(redis.call('GET', 'cotrain:run:' .. run .. ':history'))
-  end
-  return histories[run]
 end
 
 local function note_unstored(ref, run, save)
@@ -81,7 +83,7 @@ end
 local function write_save(ref, run, seq, save, result, ttl_ms)
   if save.kind == 's' then
     add_sampler(ref, save)
-  elseif reserve(ref, seq, save, result, ttl_ms) then
+  elseif reserve(ref, run, seq, save, result, ttl_ms) then
     result = nil
   else
     return save.collision

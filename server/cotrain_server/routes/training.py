@@ -1,4 +1,4 @@
-"""Endpoints forward, forward_backward and optim_step: check, accept, and answer at once.
+"""Endpoints forward, forward_backward, optim_step and log_metrics: check, accept, and answer at once.
 
 A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
 an answer that waited for an earlier chunk would never end.
@@ -12,6 +12,7 @@ from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
+    LogMetricsRequest,
     OptimStepRequest,
     UntypedAPIFuture,
 )
@@ -27,8 +28,10 @@ from cotrain_server.http.tenant_routes import (
 from cotrain_server.requests.passes import (
     Op,
     ParsedPass,
+    metrics_op,
     pass_op,
     read_binary_pass,
+    read_fields,
     read_json_pass,
     read_step,
     step_op,
@@ -37,6 +40,7 @@ from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused
 from cotrain_store.messages.runs import PoolRecord, Tenant
+from cotrain_store.oplog.reader import metric_names
 
 router = tenant_router("training", kind=DataRoute)
 
@@ -64,6 +68,17 @@ async def optim_step(
     step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
+
+
+@router.post("/log_metrics", **queued_body(LogMetricsRequest))
+async def log_metrics(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue metrics for the run's history, after all earlier requests of the run."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    known = await metric_names(services.connection, run.id)
+    return await submit(services, run, wanted.seq, metrics_op(wanted, known))
 
 
 async def _queue_pass(

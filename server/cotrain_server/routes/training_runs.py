@@ -25,8 +25,8 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     tenant_router,
 )
-from cotrain_server.views.records import checkpoint_of, csv_of, history_of, training_run_of
-from cotrain_store.oplog.reader import read_history
+from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
+from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 
@@ -126,7 +126,8 @@ async def get_history(
     )
     if wants_csv:
         return Response(csv_of(points), media_type="text/csv")
-    return history_of(run.id, points)
+    metrics = await read_metrics(services.connection, run.id, after_step)
+    return TrainingRunHistory(training_run_id=run.id, points=points, metrics=metrics)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")

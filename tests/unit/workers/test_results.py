@@ -10,7 +10,7 @@ import torch
 
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.runs import LoraSpec, PassEntry, StepEntry
+from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, StepEntry
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
@@ -22,6 +22,7 @@ from cotrain_workers.engine.ops import (
     HostOptimizer,
     HostWeights,
     KlDatum,
+    NoteOutput,
     OptimStep,
     Output,
     Pass,
@@ -40,7 +41,9 @@ from cotrain_workers.results import (
     compute_seconds,
     counted_cycle,
     cycle_record,
+    finished_outputs,
     history_by,
+    metrics_of,
     saves_of,
     usage_of,
 )
@@ -270,3 +273,15 @@ def test_what_failed_or_is_open_or_is_no_number_for_json_is_left_out() -> None:
     assert history_by([training, OPTIM], failed) == {}
     endless: dict[tuple[str, int], Output] = {("a", 1): PassOutput([], float("inf"))}
     assert history_by([training], endless) == {}
+
+
+def test_an_op_that_does_not_run_waits_for_an_open_pass_before_it() -> None:
+    note, failed = NoteOutput(), Failure("no", "user")
+    ops = [*STEP.ops, QueuedOp(A, 3, OpKind.METRICS, 0, "inline", 1, 0.0)]
+    outputs: dict[tuple[str, int], Output] = {("a", 2): failed, ("a", 3): note, ("b", 1): failed}
+    assert finished_outputs(ops, outputs) == {("b", 1): failed}
+    whole = {("a", 1): failed, **outputs}
+    assert finished_outputs(ops, whole) == whole
+    entry = MetricsEntry({"reward": 0.5}, "eval/nll", 2)
+    assert metrics_of(ops, {("a", 3): encode(entry).encode()}) == {("a", 3): entry}
+    assert metrics_of(ops, {("a", 3): b""}) == {}  # its run was stopped

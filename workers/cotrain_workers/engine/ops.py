@@ -236,8 +236,20 @@ class Failure:
     )
 
 
+@dataclass(frozen=True)
+class NoteOutput:
+    """Result of an op that only changes records, without the engine."""
+
+
 Output = (
-    CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | Failure
+    CreateOutput
+    | PassOutput
+    | ReverseKlOutput
+    | StepOutput
+    | SaveOutput
+    | LoadOutput
+    | NoteOutput
+    | Failure
 )
 
 

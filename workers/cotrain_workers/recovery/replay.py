@@ -26,7 +26,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Op, Output, SaveOutput
+from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.restore_progress import RestoreProgress
@@ -76,7 +76,7 @@ def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: 
 log = structlog.get_logger()
 
 #: Ops that change no state leave no body in the log and are not run again.
-_STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
+_STATELESS = (OpKind.FORWARD, OpKind.METRICS, OpKind.REJECTED)
 #: These run last in a cycle, in order.
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: A cycle contains no further ops of the run after one of these.
@@ -199,10 +199,11 @@ class Replay:
         runnable: list[Op] = []
         for op, body in zip(group, bodies, strict=True):
             request = engine_op(op, body, self._weights)
-            if not isinstance(request, Failure):
+            if isinstance(request, Failure):
+                if request.category == "server":  # it ran before, so the request is not the cause
+                    raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
+            elif not isinstance(request, NoteOutput):
                 runnable.append(request)
-            elif request.category == "server":  # it ran before, so the request is not the cause
-                raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
         return runnable
 
     def _check(

@@ -38,6 +38,8 @@ log = structlog.get_logger()
 #: Maximum number of copies in host memory that wait for the disk.
 COPIES_AT_ONCE = 4
 _PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
+#: These do not change the state of their run.
+_WITHOUT_EFFECT = (OpKind.FORWARD, OpKind.SAVE, OpKind.METRICS, OpKind.REJECTED)
 
 
 class ResidentRuns:
@@ -172,7 +174,7 @@ class ResidentRuns:
                 continue
             if (op.run, op.seq) not in outputs:
                 backlog.used_at = now
-            elif op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
+            elif op.kind in _WITHOUT_EFFECT:
                 backlog.pass_by(op.seq, now)
             else:
                 compute_s, is_pass = device_s[op.run, op.seq], op.kind in _PASSES

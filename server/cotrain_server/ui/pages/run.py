@@ -10,7 +10,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
-from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
+from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
 from cotrain_server.ui.data.runs import (
     STATES,
     keeps,
@@ -30,7 +30,7 @@ from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
-from cotrain_store.oplog.reader import read_history
+from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import read_pauses
 
@@ -47,6 +47,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     names = await tenant_names(services.connection, {run.tenant})
     pauses = await read_pauses(services.connection)
     points = await read_history(services.connection, run.id)
+    metrics = await read_metrics(services.connection, run.id)
     ops = await newest_ops(services.connection, run, position.accepted, OPS_SHOWN)
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
@@ -71,7 +72,11 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
         "accepted": position.accepted,
         "points": len(points),
         "newest": position.newest,
-        "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else [])],
+        "charts": [
+            *curves_of({run.id: points}),
+            *([evaluation] if evaluation else []),
+            *metric_charts(metrics),
+        ],
         "log": log,
         "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
         "cycles_read": READ_AT_ONCE,
@@ -89,6 +94,8 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
         "created_at": record.created_at,
         "expires_at": record.expires_at,
         "public": record.public,
+        "step": record.step,
+        "metrics": dict(record.metrics),
     }
 
 
