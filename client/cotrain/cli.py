@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from cotrain.commands import checkpoints, data, runs, webhooks
 from cotrain.commands.admin.app import app as admin
-from cotrain.commands.runs import models
+from cotrain.commands.runs import models, why
 from cotrain.commands.sample import sample_text
 from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
@@ -89,6 +89,7 @@ def _options(
 def _add_own(app: typer.Typer) -> None:
     app.command(epilog=examples("cotrain models --json"))(models)
     app.add_typer(runs.app, name="runs")
+    app.command(epilog=examples("cotrain why 1f2e3d4c:train:0"))(why)
     app.add_typer(checkpoints.app, name="checkpoints")
     app.add_typer(data.app, name="data")
     app.add_typer(admin, name="admin")

@@ -131,3 +131,14 @@ def test_a_bad_metric_is_refused_by_name(run: TrainingClient) -> None:
     with pytest.raises(RequestFailed, match="'more' would be one name too many"):
         run.log({"more": 1.0}).result()
     run.log({"m1": 2.0}).result()
+
+
+def test_an_idle_run_has_a_cause_and_another_tenant_does_not_read_it(
+    run: TrainingClient, service: ServiceClient, server: Server
+) -> None:
+    run.log({"reward": 1.0}).result()
+    found = service.create_rest_client().get_wait_reason(run.model_id).result()
+    assert (found.cause, found.training_run_id) == ("idle", run.model_id)
+    foreign = {"X-API-Key": KEYS[1]}
+    path = f"{server.address}/api/v1/training_runs/{run.model_id}/why"
+    assert httpx.get(path, headers=foreign).status_code == 404

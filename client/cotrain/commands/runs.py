@@ -179,6 +179,13 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
     return rows
 
 
+def why(run: Run, as_json: AsJson = False) -> None:
+    """Show the cause for which a run waits, in one sentence."""
+    with opened() as service:
+        found = service.create_rest_client().get_wait_reason(run).result()
+    print_result(found, found.reason, as_json=as_json)
+
+
 def models(as_json: AsJson = False) -> None:
     """List the base models of the server."""
     with opened() as service:

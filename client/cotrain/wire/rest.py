@@ -121,6 +121,21 @@ class TrainingRun(WireModel):
     """Number of requests of an own run that failed."""
 
 
+WaitCause = Literal[
+    "ended", "failed", "idle", "quota", "paused", "no_scheduler", "no_worker", "restarting", "restoring", "draining",
+    "gap", "running", "large_pass", "disk", "gather", "share", "cycle",
+]  # fmt: skip
+
+
+class WaitReason(WireModel):
+    """GET training_runs/{run}/why: the cause for which a run waits."""
+
+    training_run_id: str
+    cause: WaitCause
+    reason: str
+    """The cause in one sentence, with its numbers."""
+
+
 class UpdateTrainingRunRequest(WireModel):
     """PATCH training_runs/{run}. Omitted fields keep their values."""
 

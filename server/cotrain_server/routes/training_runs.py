@@ -16,6 +16,7 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
+    WaitReason,
 )
 from cotrain_server.http.tenant_routes import (
     Limit,
@@ -26,6 +27,7 @@ from cotrain_server.http.tenant_routes import (
     tenant_router,
 )
 from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
+from cotrain_server.views.waiting import read_why
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
@@ -87,6 +89,12 @@ async def get_training_run(
     shown = training_run_of(entry, tenant.id, positions[entry.run.id])
     notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
     return shown.model_copy(update={"waiting": notice})
+
+
+@router.get("/training_runs/{run_id}/why")
+async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> WaitReason:
+    """Return the cause for which a run waits, in one sentence."""
+    return await read_why(services, await services.records.run(tenant.id, run_id))
 
 
 @router.patch("/training_runs/{run_id}")

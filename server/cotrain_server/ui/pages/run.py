@@ -24,6 +24,7 @@ from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
 from cotrain_server.views.server_status import list_workers
+from cotrain_server.views.waiting import read_why
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
@@ -55,6 +56,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
+        "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
