@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from cotrain.commands import checkpoints, data, runs, webhooks
 from cotrain.commands.admin.app import app as admin
+from cotrain.commands.admin.selfcheck import selfcheck
 from cotrain.commands.runs import models, why
 from cotrain.commands.sample import sample_text
 from cotrain.commands.terminal import AsJson, examples, print_result
@@ -93,6 +94,9 @@ def _add_own(app: typer.Typer) -> None:
     app.add_typer(checkpoints.app, name="checkpoints")
     app.add_typer(data.app, name="data")
     app.add_typer(admin, name="admin")
+    app.command(epilog=examples("cotrain selfcheck", "cotrain selfcheck --worker w0 --json"))(
+        selfcheck
+    )
     app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
     app.command(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 
 import httpx
 import pytest
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from cotrain.cli import command_line
 from cotrain.errors import RequestFailed, UnsupportedInput
 from tests.conformance.running import KEYS, Server
 from tests.support.ui import csrf_of
@@ -142,3 +146,22 @@ def test_an_idle_run_has_a_cause_and_another_tenant_does_not_read_it(
     foreign = {"X-API-Key": KEYS[1]}
     path = f"{server.address}/api/v1/training_runs/{run.model_id}/why"
     assert httpx.get(path, headers=foreign).status_code == 404
+
+
+def test_the_workers_of_a_server_in_use_pass_their_self_check(
+    run: TrainingClient, server: Server
+) -> None:
+    training = [run.train(DATA) for _ in range(3)]
+    where = ["--base-url", server.address, "--data-dir", str(server.data_dir), "--json"]
+    found = CliRunner().invoke(
+        command_line([]), ["selfcheck", *where], env={"COTRAIN_ADMIN_KEY": ""}
+    )
+    assert found.exit_code == 0, found.output
+    [row] = json.loads(found.output)
+    assert (row["ok"], row["runs"], row["logprobs"], row["problem"]) == (True, 6, 0.0, "")
+    key = (server.data_dir / "admin-key").read_text().strip()
+    path = f"{server.address}/metrics/fleet"
+    metrics = httpx.get(path, headers={"Authorization": f"Bearer {key}"}).text
+    assert re.search(r"cotrain_worker_self_check_ok\{.*\} 1.0", metrics)
+    for each in training:
+        each.result()

@@ -273,6 +273,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/drain": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/undrain": _bare,
+    f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/selfcheck": _bare,
     # ---- Pages ---------------------------------------------------------------------------------------
     "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
     "POST /ui/logout": _form(),
@@ -300,6 +301,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/close": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/selfcheck": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: PinnedBuffer(
         form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
     ),
