@@ -2,7 +2,7 @@
 
 Order. The ops of a run execute in seq order. A cycle takes the longest prefix that matches
 
-    (create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
+    (create | import | rewind)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
 
 so that a complete training step runs in one cycle, weights do not change between the forwards of a
 cycle, and a save stores the weights after the step. A barrier delays only its own run.
@@ -20,7 +20,7 @@ Guarantees:
 * A tenant that becomes active is served before another tenant gets more than the new request's tokens
   plus two quanta. A tenant with `n` times its weight may get `n` times as much.
 
-Ops without tokens (create, optim_step, save, load, metrics) are free and always selected, because delaying them
+Ops without tokens (create, rewind, optim_step, save, load, metrics) are free and always selected, because delaying them
 would block their run. The saves and loads of a run in one cycle are bounded by `LIMITS`.
 """
 
@@ -58,6 +58,8 @@ def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> l
             if not left[op.kind]:
                 break
             left[op.kind] -= 1
+        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
+            break
         if op.kind not in _ANYWHERE:
             if takes_only_tail and op.kind not in _TAIL:
                 break

@@ -165,3 +165,19 @@ def test_the_workers_of_a_server_in_use_pass_their_self_check(
     assert re.search(r"cotrain_worker_self_check_ok\{.*\} 1.0", metrics)
     for each in training:
         each.result()
+
+
+def test_a_rewound_run_trains_like_one_that_never_went_on(
+    run: TrainingClient, service: ServiceClient
+) -> None:
+    first = [run.train(DATA[:2], learning_rate=1e-2) for _ in range(4)]
+    run.log({"reward": 1.0})
+    back = run.rewind(2)
+    second = [run.train(DATA[:2], learning_rate=1e-2) for _ in range(2)]
+    assert (back.result().step, back.result().seq) == (2, 4)
+    assert [each.result().loss for each in second] == [each.result().loss for each in first[2:]]
+    history = run.history()
+    assert ([point.step for point in history.points], history.metrics) == ([1, 2, 3, 4], {})
+    assert service.create_rest_client().get_training_run(run.model_id).result().rewind_from == 0
+    with pytest.raises(RequestFailed, match="go back to steps 0 to 4"):
+        run.rewind(9).result()

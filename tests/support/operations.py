@@ -195,6 +195,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
         }
     ),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
+    f"POST {API}rewind": _of_run(29, step=0),
     f"POST {API}log_metrics": _of_run(28, metrics={"reward": 0.5}),
     f"POST {API}asample": lambda own: PinnedBuffer(json=sample_body(own.sampler, 9)),
     f"POST {API}auth/token": _json(),

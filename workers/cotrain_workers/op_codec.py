@@ -69,7 +69,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteO
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
             return import_op(op, body)
-        case OpKind.METRICS:
+        case OpKind.METRICS | OpKind.REWIND:
             return NoteOutput()
         case OpKind.REJECTED:
             rejected = json.loads(body)

@@ -25,6 +25,7 @@ from cotrain_store.messages.runs import (
     MetricsEntry,
     PassEntry,
     PoolRecord,
+    RewindEntry,
     StepEntry,
 )
 from cotrain_store.messages.samples import SamplerRecord
@@ -156,7 +157,7 @@ def commit_of(
         usage=usage_of(step, outputs, device_s),
         opened={op_id: open_tokens[op_id] for op_id in op_ids if op_id in open_tokens},
         device_s=device_s,
-        history={**ran.history, **metrics_of(ops, bodies)},
+        history={**ran.history, **notes_of(ops, bodies, outputs)},
         ended=tuple(op.run for op in failed if ends_run(op, bodies[op.run, op.seq])),
         is_exact=ran.is_exact,
     )
@@ -181,8 +182,9 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
             return Result.of_json({"model_id": op.run, "type": "create_model"})
         case LoadOutput(path):
             return Result.of_json({"path": path, "model_id": op.run, "type": "load_weights"})
-        case NoteOutput():
-            return Result.of_json({"type": "log_metrics"})
+        case NoteOutput(answer):
+            kind = "rewind" if op.kind is OpKind.REWIND else "log_metrics"
+            return Result.of_json({"type": kind, **answer})
         case SaveOutput():
             raise AssertionError("the result of a save is made with its records")
         case Failure(message, category):
@@ -288,15 +290,22 @@ def history_by(
     return found
 
 
-def metrics_of(
-    ops: Iterable[QueuedOp], bodies: Mapping[tuple[str, int], bytes]
+def notes_of(
+    ops: Iterable[QueuedOp],
+    bodies: Mapping[tuple[str, int], bytes],
+    outputs: Mapping[tuple[str, int], Output],
 ) -> dict[OpId, HistoryEntry]:
-    """Return the history entries of a step's METRICS ops. Those of a stopped run have no body."""
-    return {
-        (op.run, op.seq): decode(MetricsEntry, json.loads(body))
-        for op in ops
-        if op.kind is OpKind.METRICS and (body := bodies[op.run, op.seq])
-    }
+    """Return the history entries of a step's METRICS and REWIND ops that did not fail."""
+    found: dict[OpId, HistoryEntry] = {}
+    for op in ops:
+        output = outputs[op.run, op.seq]
+        if not isinstance(output, NoteOutput):
+            continue
+        if op.kind is OpKind.REWIND:
+            found[op.run, op.seq] = RewindEntry(output.answer["seq"], output.answer["step"])
+        else:
+            found[op.run, op.seq] = decode(MetricsEntry, json.loads(bodies[op.run, op.seq]))
+    return found
 
 
 def _entry(request: Op, output: Output | None) -> HistoryEntry | None:

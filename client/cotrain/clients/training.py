@@ -44,6 +44,8 @@ from cotrain.wire.runs import (
     PlacedReverseKlRequest,
     ReverseKlDatum,
     ReverseKlResponse,
+    RewindRequest,
+    RewindResponse,
     UnloadModelRequest,
     UnloadModelResponse,
     UntypedAPIFuture,
@@ -313,6 +315,17 @@ class TrainingClient:
         return await self._transport.get(query, reader(TrainingRunHistory))
 
     history, history_async = both_ways(_history)
+
+    def rewind(self, step: int) -> Future[RewindResponse]:
+        """Return this run to its state after optimizer step `step`, at this position in the order.
+
+        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
+        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
+        """
+        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
+
+    rewind_async = submitted(rewind)
 
     def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
         """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.

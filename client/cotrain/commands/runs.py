@@ -170,6 +170,8 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
         rows.append(("note", run.note))
     if run.tags:
         rows.append(("tags", ", ".join(run.tags)))
+    if run.rewind_from is not None:
+        rows.append(("can rewind to", f"step {run.rewind_from} or later"))
     if run.waiting:
         rows.append(("waiting", run.waiting.removeprefix("waiting ")))
     if run.corrupted:

@@ -119,6 +119,8 @@ class TrainingRun(WireModel):
     """Loss of the newest step in nats per token; None before the first step, and without weights."""
     failed_requests: int | None = None
     """Number of requests of an own run that failed."""
+    rewind_from: int | None = None
+    """Oldest step to which `run.rewind` can return; only set when the owner requests this run by id."""
 
 
 WaitCause = Literal[

@@ -307,6 +307,23 @@ class LogMetricsResponse(WireModel):
     type: Literal["log_metrics"] = "log_metrics"
 
 
+class RewindRequest(SequencedRequest):
+    """POST rewind: return a run to its state after an earlier optimizer step."""
+
+    step: int = Field(ge=0, lt=2**53)
+    """Number of optimizer steps at that state; 0 is the start of the run."""
+
+
+class RewindResponse(WireModel):
+    """Result of a rewind."""
+
+    step: int
+    """Number of optimizer steps of the run now."""
+    seq: int
+    """Seq in the run's log of the op after which it continues."""
+    type: Literal["rewind"] = "rewind"
+
+
 class UntypedAPIFuture(WireModel):
     """Response to every queued request: the id for polling its result."""
 

@@ -47,6 +47,8 @@ class OpKind(StrEnum):
     LOAD = "load"
     #: A request that failed validation: it takes its seq in the order and fails.
     REJECTED = "rejected"
+    #: Returns the run to its state after an earlier optimizer step. Always the first of its run in a step.
+    REWIND = "rewind"
     #: Adds a tenant's own metrics to the history of its run, or begins or ends an evaluation.
     METRICS = "metrics"
 

@@ -190,7 +190,15 @@ class MetricsEntry:
     """Number of forwards that the evaluation had, at its end; 0 at its beginning."""
 
 
-HistoryEntry = PassEntry | StepEntry | MetricsEntry
+@dataclass(frozen=True)
+class RewindEntry:
+    """Return of a run to its state after an earlier op: its history continues from there."""
+
+    to_seq: int
+    to_step: int  # number of optimizer steps at that op
+
+
+HistoryEntry = PassEntry | StepEntry | MetricsEntry | RewindEntry
 
 
 #: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.

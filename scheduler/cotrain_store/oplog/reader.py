@@ -6,7 +6,7 @@ Nothing here writes, so nothing is fenced.
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_store.disk.result_storage import is_spooled, whole_result
@@ -47,6 +47,15 @@ class LogPosition:
     older_numerics_id: str  # numerics of the workers that wrote the log since `older_snap`
     weights_epoch: int  # number of rollbacks of the run
     rolled_back_to: str  # path of the checkpoint of the last rollback; empty for none
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Seq of each optimizer step in the log to its number."""
+    rewinds: Mapping[int, int] = field(default_factory=dict)
+    """Seq of each REWIND in the log to the seq to which it returned."""
+
+    @property
+    def reaches_start(self) -> bool:
+        """True if the log still has all ops of the run."""
+        return min(self.snap, self.older_snap) < 0
 
 
 class RunLogs:
@@ -166,7 +175,26 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         else older or numerics,
         weights_epoch=int(row.get("epoch", 0)),
         rolled_back_to=row.get("rolled_back_to", ""),
+        steps=_numbered(row, "step:"),
+        rewinds=_numbered(row, "rewind:"),
     )
+
+
+def _numbered(row: Mapping[str, str], prefix: str) -> dict[int, int]:
+    return {
+        int(name.removeprefix(prefix)): int(float(value))
+        for name, value in row.items()
+        if name.startswith(prefix)
+    }
+
+
+async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int | None:
+    """Return the oldest optimizer step to which a run can go back; None if there is none."""
+    raw = await connection.hgetall(run_keys.log(pool, run))
+    if not raw:
+        return None
+    position = log_position({name.decode(): value.decode() for name, value in raw.items()})
+    return 0 if position.reaches_start else min(position.steps.values(), default=None)
 
 
 async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:

@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
+-- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, rewind
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -117,8 +117,13 @@ for i, op in ipairs(args.ops) do
     if row[3] then
       redis.call('HDEL', log, 'begun')
     end
-    if op.found then
+    if op.found and op.found.to_seq then
+      points[run] = (points[run] or 0) + rewind_run(history_of(run), run, log, seq, op.found)
+    elseif op.found then
       points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
+      if op.found.norm then
+        redis.call('HSET', log, 'step:' .. seq, history_of(run).steps)
+      end
     elseif op.replaces_state then
       forget_passes(history_of(run)) -- the pending gradient was discarded
       points[run] = points[run] or 0

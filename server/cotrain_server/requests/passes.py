@@ -26,6 +26,7 @@ from cotrain.wire.runs import (
     ForwardRequest,
     LogMetricsRequest,
     OptimStepRequest,
+    RewindRequest,
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
@@ -271,6 +272,18 @@ def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
             )
         entry = MetricsEntry(wanted.metrics, wanted.evaluation or "", wanted.passes)
         return Op(OpKind.METRICS, encode(entry).encode(), 0, digest_of(content))
+
+    return op_or_refusal(make, content)
+
+
+def rewind_op(request: AddressedFields) -> Op:
+    """Check a rewind and return its op. Its worker checks that the log of the run reaches the step."""
+    content = canonical_json(request.fields)
+
+    def make() -> Op:
+        wanted = RewindRequest.model_validate(request.fields)
+        body = json.dumps({"step": wanted.step}).encode()
+        return Op(OpKind.REWIND, body, 0, digest_of(content))
 
     return op_or_refusal(make, content)
 

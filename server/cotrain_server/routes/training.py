@@ -1,4 +1,4 @@
-"""Endpoints forward, forward_backward, optim_step and log_metrics: check, accept, and answer at once.
+"""Endpoints forward, forward_backward, optim_step, log_metrics and rewind: check, accept, and answer at once.
 
 A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
 an answer that waited for an earlier chunk would never end.
@@ -14,6 +14,7 @@ from cotrain.wire.runs import (
     ForwardRequest,
     LogMetricsRequest,
     OptimStepRequest,
+    RewindRequest,
     UntypedAPIFuture,
 )
 from cotrain_server.errors import BodyTooLarge
@@ -34,6 +35,7 @@ from cotrain_server.requests.passes import (
     read_fields,
     read_json_pass,
     read_step,
+    rewind_op,
     step_op,
 )
 from cotrain_server.requests.submission import idempotency_key, submit
@@ -79,6 +81,14 @@ async def log_metrics(
     run = await services.records.run(tenant.id, wanted.model_id)
     known = await metric_names(services.connection, run.id)
     return await submit(services, run, wanted.seq, metrics_op(wanted, known))
+
+
+@router.post("/rewind", **queued_body(RewindRequest))
+async def rewind(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
+    """Queue the return of a run to its state after an earlier optimizer step."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    return await submit(services, run, wanted.seq, rewind_op(wanted))
 
 
 async def _queue_pass(

@@ -28,7 +28,7 @@ from cotrain_server.http.tenant_routes import (
 )
 from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
 from cotrain_server.views.waiting import read_why
-from cotrain_store.oplog.reader import read_history, read_metrics
+from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 
@@ -88,7 +88,8 @@ async def get_training_run(
     positions = await services.run_list.positions([entry.run], time.time())
     shown = training_run_of(entry, tenant.id, positions[entry.run.id])
     notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
-    return shown.model_copy(update={"waiting": notice})
+    oldest = await oldest_rewind(services.connection, entry.run.pool, entry.run.id)
+    return shown.model_copy(update={"waiting": notice, "rewind_from": oldest})
 
 
 @router.get("/training_runs/{run_id}/why")

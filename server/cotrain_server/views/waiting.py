@@ -45,10 +45,10 @@ class WaitState:
 def why(state: WaitState) -> WaitReason:
     """Return the true cause for which a run waits, the most severe one first."""
     run, position = state.run, state.position
-    found = _end(run) or _idle(state) or _paused(state) or _away(state)
+    found = _end(run) or _idle(state) or _paused(state) or _unserved(state)
     if found is None and position.planned > position.done:
         found = _running(state)
-    found = found or _gap(state) or _ahead(state) or _share(state)
+    found = found or _gap(state) or _other_work(state) or _share(state)
     cause, text = found
     return WaitReason(training_run_id=run.id, cause=cause, reason=text)
 
@@ -84,7 +84,7 @@ def _paused(state: WaitState) -> Found | None:
     return ("paused", f"{notice[0].upper()}{notice[1:]}.") if notice else None
 
 
-def _away(state: WaitState) -> Found | None:
+def _unserved(state: WaitState) -> Found | None:
     """Return the cause if no process can plan or compute its requests."""
     if not state.has_scheduler:
         return "no_scheduler", "No scheduler is running, so no worker receives a cycle."
@@ -141,7 +141,7 @@ def _gap(state: WaitState) -> Found | None:
     return "gap", state.missing or f"Request {position.planned + 1} of it is missing."
 
 
-def _ahead(state: WaitState) -> Found | None:
+def _other_work(state: WaitState) -> Found | None:
     """Return the cause if its worker computes something else, or cannot store a save."""
     heartbeats = {each.id: each for each in state.pool.workers} if state.pool else {}
     worker: WorkerHeartbeat | None = heartbeats.get(WorkerId(state.position.worker))

@@ -33,7 +33,7 @@ from tests.support.planning import leads, op, waiting_of
 
 TAIL = {OpKind.SAVE, OpKind.LOAD}
 ANYWHERE = {OpKind.REJECTED, OpKind.METRICS}
-KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, *sorted(ANYWHERE)]
+KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REWIND, *sorted(ANYWHERE)]
 
 
 def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
@@ -101,6 +101,16 @@ def test_only_saves_and_loads_follow_a_save_or_load_in_a_cycle(
         first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
         assert set(kinds[first:]) <= TAIL | ANYWHERE
         assert all(kinds.count(kind) <= most for kind, most in LIMITS.items())
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_a_rewind_is_the_first_of_its_run_in_a_cycle(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
+    for row in rows:
+        kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
+        assert OpKind.REWIND not in kinds[1:]
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))

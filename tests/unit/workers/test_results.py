@@ -10,7 +10,7 @@ import torch
 
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, StepEntry
+from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, RewindEntry, StepEntry
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
@@ -43,7 +43,7 @@ from cotrain_workers.results import (
     cycle_record,
     finished_outputs,
     history_by,
-    metrics_of,
+    notes_of,
     saves_of,
     usage_of,
 )
@@ -283,5 +283,9 @@ def test_an_op_that_does_not_run_waits_for_an_open_pass_before_it() -> None:
     whole = {("a", 1): failed, **outputs}
     assert finished_outputs(ops, whole) == whole
     entry = MetricsEntry({"reward": 0.5}, "eval/nll", 2)
-    assert metrics_of(ops, {("a", 3): encode(entry).encode()}) == {("a", 3): entry}
-    assert metrics_of(ops, {("a", 3): b""}) == {}  # its run was stopped
+    back = QueuedOp(A, 4, OpKind.REWIND, 0, "inline", 1, 0.0)
+    notes = {**whole, ("a", 4): NoteOutput({"seq": 2, "step": 1})}
+    bodies = {("a", 3): encode(entry).encode()}
+    found = notes_of([*ops, back], bodies, notes)
+    assert found == {("a", 3): entry, ("a", 4): RewindEntry(2, 1)}
+    assert notes_of([back], {}, {("a", 4): failed}) == {}

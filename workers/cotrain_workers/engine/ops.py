@@ -238,7 +238,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class NoteOutput:
-    """Result of an op that only changes records, without the engine."""
+    """Result of an op that runs outside a cycle, such as a rewind, or that only changes records."""
+
+    answer: Mapping[str, int] = field(default_factory=dict)
+    """Fields of its result."""
 
 
 Output = (

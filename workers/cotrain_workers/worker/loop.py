@@ -205,11 +205,11 @@ class WorkerLoop:
         self._residents.maintain()
         self._handover.go_on()
         self._moves.go_on()
-        if self._self_check.go_on(self._check_between_steps):
+        if self._self_check.go_on(self._run_self_check):
             self._heartbeat.send()
         self._maintained_at = time.monotonic()
 
-    def _check_between_steps(self, work: Yielding[T]) -> T:
+    def _run_self_check(self, work: Yielding[T]) -> T:
         self._time_sharing.training_begins()
         self._device_time.lap(Phase.IDLE)
         try:

@@ -150,10 +150,15 @@ class StepRunner:
         for op in step.ops:
             body = bodies[op.run, op.seq]
             kept = self._open_ops.get((op.run, op.seq))
-            request = runs.stopped.get(op.run) or (
-                kept.request
-                if kept
-                else self._prefetcher.take(op, body) or engine_op(op, body, self._weights)
+            rewound = runs.rewinds.get((op.run, op.seq))
+            request = (
+                runs.stopped.get(op.run)
+                or rewound
+                or (
+                    kept.request
+                    if kept
+                    else self._prefetcher.take(op, body) or engine_op(op, body, self._weights)
+                )
             )
             if isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request

@@ -75,7 +75,7 @@ def _ask(context: typer.Context, worker: WorkerShown) -> float:
 def _results(
     context: typer.Context, asked: dict[tuple[str, str], float]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the results of the requested checks that are there."""
+    """Return the results of the requested checks so far."""
     found = {}
     for each in _workers(context):
         result = (each.heartbeat or {}).get("self_check")

@@ -210,11 +210,9 @@ local function count_points(tenant, run, more, time_s, quota)
   end
 end
 
--- Delete the points after an op, and reset the history to `packed`. Without `packed`, its counters continue.
-local function cut_history(tenant, run, seq, packed)
-  local key, more = 'cotrain:run:' .. run .. ':history', 0
-  local history = parse_history(packed or redis.call('GET', key))
-  local lists = metric_lists(run)
+-- Delete the points after an op. Returns the change of the number of points.
+local function cut_points(run, seq)
+  local more, lists = 0, metric_lists(run)
   lists[#lists + 1], lists[#lists + 2] = points_of(run)
   for _, list in ipairs(lists) do
     local last = redis.call('LINDEX', list, -1)
@@ -224,6 +222,13 @@ local function cut_history(tenant, run, seq, packed)
       last = redis.call('LINDEX', list, -1)
     end
   end
+  return more
+end
+
+-- Delete the points after an op, and reset the history to `packed`. Without `packed`, its counters continue.
+local function cut_history(tenant, run, seq, packed)
+  local key, more = 'cotrain:run:' .. run .. ':history', cut_points(run, seq)
+  local history = parse_history(packed or redis.call('GET', key))
   forget_passes(history)
   redis.call('SET', key, pack_history(history))
   if more < 0 then
