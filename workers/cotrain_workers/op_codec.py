@@ -29,6 +29,7 @@ from cotrain_workers.engine.ops import (
     KlDatum,
     Load,
     LossGraph,
+    NoteOutput,
     Op,
     OptimStep,
     Pass,
@@ -60,8 +61,8 @@ Decoded: TypeAlias = dict[str, Pass | Failure]
 
 def engine_op(
     op: QueuedOp, body: bytes, checkpoints: Checkpoints, decoded: Decoded | None = None
-) -> Op | Failure:
-    """Decode one op; a Failure when it was rejected at the door or cannot be read.
+) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read.
 
     A pass whose body is in `decoded` shares its arrays. Other passes are added.
     """
@@ -81,6 +82,8 @@ def engine_op(
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
             return import_op(op, body)
+        case OpKind.METRICS | OpKind.REWIND:
+            return NoteOutput()
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])

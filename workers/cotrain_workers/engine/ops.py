@@ -263,8 +263,23 @@ class Failure:
     )
 
 
+@dataclass(frozen=True)
+class NoteOutput:
+    """Result of an op that runs outside a cycle, such as a rewind, or that only changes records."""
+
+    answer: Mapping[str, int] = field(default_factory=dict)
+    """Fields of its result."""
+
+
 Output = (
-    CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | Failure
+    CreateOutput
+    | PassOutput
+    | ReverseKlOutput
+    | StepOutput
+    | SaveOutput
+    | LoadOutput
+    | NoteOutput
+    | Failure
 )
 
 
