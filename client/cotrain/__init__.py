@@ -13,7 +13,7 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import data, errors, exceptions, learning_rates, mint, types
+from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
@@ -40,6 +40,7 @@ from cotrain.types import (
     OptimStepRequest,
     OptimStepResponse,
     ParsedCheckpointTinkerPath,
+    RoutedExperts,
     SampledSequence,
     SampleRequest,
     SampleResponse,
@@ -77,6 +78,7 @@ __all__ = [
     "ParsedCheckpointTinkerPath",
     "RestClient",
     "RetryPolicy",
+    "RoutedExperts",
     "SampleRequest",
     "SampleResponse",
     "SampledSequence",
@@ -97,6 +99,7 @@ __all__ = [
     "data",
     "exceptions",
     "learning_rates",
+    "losses",
     "mint",
     "types",
 ]

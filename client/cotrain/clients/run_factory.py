@@ -13,11 +13,11 @@ from cotrain.clients.sampling import Samplers
 from cotrain.clients.session import Session
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
-from cotrain.errors import MalformedMessage, status_error
+from cotrain.errors import MalformedMessage, UnsupportedInput, status_error
 from cotrain.requests.connection import Connection
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.http import reader
-from cotrain.wire.checkpoints import CreateFromWeightsRequest
+from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import (
     AdamParams,
@@ -26,6 +26,7 @@ from cotrain.wire.runs import (
     GetInfoRequest,
     GetInfoResponse,
     LoraConfig,
+    OptimizerConfig,
     SweepFutures,
     UntypedAPIFuture,
 )
@@ -48,6 +49,8 @@ class Start:
     """Metadata of the new run."""
     weights_access_token: str | None = field(repr=False)
     """API key of the tenant that owns the checkpoint, if that is another tenant."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer of the new run."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,14 @@ class Runs:
         lora: LoraConfig,
         user_metadata: dict[str, Any] | None,
         labels: Labels,
+        optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
-        """Create a run with a new adapter. Raises RequestFailed or APIError."""
+        """Create a run with a new adapter. Raises RequestFailed, APIError, or UnsupportedInput."""
+        if not isinstance(optimizer, OptimizerConfig | None):
+            raise UnsupportedInput(
+                "optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(),"
+                f" not {optimizer!r:.80}"
+            )
         session_id, seq_id = await self.reserve()
         request = CreateModelRequest(
             session_id=session_id,
@@ -88,6 +97,7 @@ class Runs:
             base_model=base_model,
             lora_config=lora,
             user_metadata=user_metadata,
+            optimizer_config=optimizer or OptimizerConfig(),
             note=labels.note,
             tags=labels.tags,
         )
@@ -104,6 +114,7 @@ class Runs:
             base_model=start.base_model,
             user_metadata=start.user_metadata,
             weights_access_token=start.weights_access_token,
+            optimizer_config=start.optimizer and OptimizerChoice(type=start.optimizer.type),
         )
         model_id = await self._made("load_weights", request)
         found = await self._transport.post(

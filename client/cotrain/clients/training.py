@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from typing_extensions import override
 
-from cotrain.clients.custom_loss import CustomLoss, LossFn
+from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
 from cotrain.clients.rest_calls import url_of
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.sweep import Sweep
@@ -28,6 +28,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID
 from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
@@ -36,6 +37,7 @@ from cotrain.wire.runs import (
     ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
+    MuonParams,
     OptimStepRequest,
     OptimStepResponse,
     PlacedReverseKlRequest,
@@ -153,23 +155,28 @@ class TrainingClient:
 
     @hosted("learning_rate", "lr")
     def optim_step(
-        self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
+        self,
+        adam_params: AdamParams | MuonParams | None = None,
+        *,
+        optim_params: AdamParams | MuonParams | None = None,
     ) -> Future[OptimStepResponse]:
-        """Apply one AdamW step with the accumulated gradient, then zero the gradient.
+        """Apply one step of the run's optimizer with the accumulated gradient, then zero the gradient.
 
-        `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if both are passed.
+        A run with Muon takes MuonParams. `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if
+        both are passed.
         """
         if adam_params is not None and optim_params is not None:
             raise UnsupportedInput(
                 "adam_params and optim_params are one argument: give one of them"
             )
         params = adam_params or optim_params or AdamParams()
-        if not isinstance(params, AdamParams):
+        if not isinstance(params, AdamParams | MuonParams):
             raise UnsupportedInput(
                 f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}"
             )
+        named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
         return self._requests.ask(
-            "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
+            "optim_step", OptimStepRequest, OptimStepResponse, **{named: params}
         )
 
     optim_step_async = submitted(optim_step)
@@ -327,7 +334,7 @@ class TrainingClient:
 
     @hosted("loss_type_input")
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: LossFn
+        self, data: Sequence[Datum], loss_fn: LossFn | LossHandle
     ) -> Future[ForwardBackwardOutput]:
         """Compute a custom loss and add its gradient to the accumulated gradient of the run.
 
@@ -335,8 +342,11 @@ class TrainingClient:
         with the shape of its `target_tokens`. It returns the loss and a dict of numbers for the metrics. It
         runs on a thread of this client after the forward; the `seq_id` of the backward is reserved before
         this method returns. Later requests of the run wait for it, at most `COTRAIN_GAP_LIMIT_S` of the
-        server. Raises TorchMissing, or UnsupportedInput for a datum without targets.
+        server. A `LossHandle` of `ServiceClient.create_custom_loss` runs on the server, in one pass. Raises
+        TorchMissing, or UnsupportedInput for a datum without targets.
         """
+        if isinstance(loss_fn, LossHandle):
+            return self.forward_backward(data, CUSTOM, {LOSS_ID: loss_fn.loss_id})
         loss = CustomLoss(data, loss_fn)
         return self._requests.pass_twice(loss.forward_data(), loss)
 

@@ -21,7 +21,7 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
+from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_scan import (
@@ -30,7 +30,7 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.pass_validation import check_adam, check_pass
+from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import SamplerId, WeightsRef
@@ -267,10 +267,24 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
 
 
 def _step_op(fields: dict[str, Any]) -> Op:
-    params = OptimStepRequest.model_validate(_with_default_seq(fields)).adam_params
-    check_adam(params)
-    body = params.model_dump_json().encode()
+    request = OptimStepRequest.model_validate(_with_default_seq(fields))
+    if request.adam_params is not None:
+        check_adam(request.adam_params)
+        body = request.adam_params.model_dump_json().encode()
+    else:
+        assert request.optimizer_params is not None  # the wire type requires one of them
+        check_steps("optimizer_params", request.optimizer_params)
+        body = json.dumps(_muon_fields(request.optimizer_params)).encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def _muon_fields(params: MuonParams) -> dict[str, Any]:
+    """Return the fields of the engine's step; `eps` and `beta2` are AdamW's alone."""
+    return {
+        "type": params.type, "learning_rate": params.learning_rate, "beta1": params.momentum,
+        "beta2": 0.0, "eps": 1e-7, "weight_decay": params.weight_decay,
+        "grad_clip_norm": params.grad_clip_norm,
+    }  # fmt: skip
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Endpoints load_weights and fork_run: load a checkpoint into an existing run or a new one, and copy a run."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -26,7 +27,7 @@ from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import SessionRecord, Tenant
+from cotrain_store.messages.runs import LoraSpec, SessionRecord, Tenant
 from cotrain_store.oplog.joint_intake import JointOp
 
 router = tenant_router("weights")
@@ -132,15 +133,28 @@ async def _start(
     weights = source.weights
     if session.finished_at is not None:
         raise Refused(Reason.SESSION_FINISHED)
-    if wanted.optimizer_config.type != "adamw":
-        raise Invalid("optimizer_config.type: adamw is the only optimizer here.")
+    lora = _with_optimizer(weights.lora, wanted)
     if wanted.base_model not in (None, weights.base_model):
         raise Invalid(f"The checkpoint is of base model {weights.base_model}.")
     check_optimizer(weights, optimizer=wanted.optimizer)
     pool = await services.records.pool_of(weights.base_model)
     check_rank(weights.lora.rank, pool.max_rank)
-    run = new_run(session, wanted.model_seq_id, pool, weights.lora, wanted.user_metadata)
-    body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=weights.lora)
+    run = new_run(session, wanted.model_seq_id, pool, lora, wanted.user_metadata)
+    body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=lora)
     return await services.intake.create_run(
         run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)
     )
+
+
+def _with_optimizer(lora: LoraSpec, wanted: CreateFromWeightsRequest) -> LoraSpec:
+    """Return the adapter of a new run with its optimizer: that of the state, if it is loaded. Raises Invalid."""
+    chosen = wanted.optimizer_config.type if wanted.optimizer_config else None
+    if chosen not in (None, "adamw", "muon"):
+        raise Invalid(f"optimizer_config.type: {chosen!r:.40} is not served. Known: adamw, muon.")
+    if wanted.optimizer:
+        if chosen not in (None, lora.optimizer):
+            raise Invalid(
+                f"optimizer_config.type: the optimizer state is of {lora.optimizer}; load it without."
+            )
+        chosen = lora.optimizer
+    return replace(lora, optimizer=chosen or "adamw")

@@ -17,6 +17,7 @@ MODULES = {
     "cotrain.errors",
     "cotrain.exceptions",
     "cotrain.learning_rates",
+    "cotrain.losses",
     "cotrain.mint",
     "cotrain.settings",
     "cotrain.types",
@@ -27,10 +28,10 @@ __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIErr
 APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
 BillingError BiosAPIError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
 CotrainError data Datum DmelChunk EncodedTextChunk exceptions ExportFailed ForeignAnswer ForwardBackwardOutput Future
-InternalServerError learning_rates LibraryMissing LoraConfig MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
+InternalServerError learning_rates LibraryMissing LoraConfig losses MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
-SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient
+RoutedExperts SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient
 SettingsMissing StopReason Submitted Sweep SweepOutput TensorData TensorDtype TinkerError TokenizerMissing
 TorchMissing TrainingClient TrainingRun TrainOutput Trial types UnprocessableEntityError
 UnsupportedInput VersionMismatch
