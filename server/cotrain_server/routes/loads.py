@@ -71,8 +71,8 @@ async def fork_run(
     check_optimizer(weights, optimizer=True)
     if weights.lora.optimizer != "adamw":
         raise Invalid(
-            f"sampling_session_id is of a run with {weights.lora.optimizer}. Only runs with adamw can be forked; load a "
-            "checkpoint with its optimizer instead."
+            f"sampling_session_id: forks train with adamw, and this run has {weights.lora.optimizer}. "
+            "Save its state, and create runs from the checkpoint."
         )
     numbers, metadata = request.model_seq_ids, request.user_metadata or [{}] * MAX_SWEEP_RUNS
     if len(set(numbers)) < len(numbers) or len(metadata) < len(numbers):
