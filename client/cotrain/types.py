@@ -24,6 +24,7 @@ from cotrain.wire.custom_loss import *  # noqa: F403
 from cotrain.wire.datums import *  # noqa: F403
 from cotrain.wire.model import *  # noqa: F403
 from cotrain.wire.rest import *  # noqa: F403
+from cotrain.wire.routed_experts import *  # noqa: F403
 from cotrain.wire.runs import *  # noqa: F403
 from cotrain.wire.sampling import *  # noqa: F403
 from cotrain.wire.sessions import *  # noqa: F403

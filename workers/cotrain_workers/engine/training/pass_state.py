@@ -18,6 +18,7 @@ from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
+from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
@@ -42,6 +43,7 @@ class PassState:
     """
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
     shapes: Sequence[tuple[int, ...]] = ()  # of the results
+    shared: Sequence[int] = ()  # tokens of each datum whose rows may belong to an earlier one
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
@@ -90,9 +92,22 @@ class PassState:
         """Number of tokens that have run in this cycle."""
         return self.done_rows - self.rows_before
 
-    def cut(self, at: int, limit: int) -> None:
-        """Cut the pass, with index `at` among the running ones, into slices of at most `limit`
-        tokens.
+    def shared_in(self, op_slice: OpSlice) -> Sequence[int]:
+        """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
+        return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
+
+    def spans(self, op_slice: OpSlice, start: int) -> list[Span]:
+        """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
+        shared = self.shared_in(op_slice)
+        datums = self.op.datums[op_slice.first : op_slice.last]
+        return (
+            spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
+        )
+
+    def cut(self, at: int, limit: int, *, shares: bool) -> None:
+        """Cut the pass, with index `at` among the running ones, into slices of at most `limit` rows.
+
+        With `shares`, neighbouring datums share the rows of a common prompt.
         """
         if self.rows or self.long:  # the rest of an open pass was cut when it started
             self.slices = deque(replace(each, owner=at) for each in self.slices)
@@ -102,9 +117,19 @@ class PassState:
         columns = [math.prod(shape[1:]) for shape in self.shapes]
         if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
             limit, self.is_exact = self.op.slice_tokens, False
-        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
+        self.shared = [0] * len(lengths)
+        if shares and isinstance(self.op, Pass) and _can_share(self.op):
+            self.shared = shared_prompts([datum.tokens for datum in self.op.datums])
+        needs_grad = self.op.needs_grad
+        cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
+        self.slices = deque(cuts)
         if not self.slices:
-            self.output = output_of(self.op, [], 0.0)
+            self.output = output_of(self.op, [], 0.0, 0)
+
+
+def _can_share(op: Pass) -> bool:
+    """Return False if equal tokens of two datums may be computed in different ways."""
+    return all(datum.routed_experts is None for datum in op.datums)
 
 
 def collect(
@@ -150,7 +175,7 @@ def finish(passes: Sequence[PassState]) -> None:
             if isinstance(done.op, Pass) and abs(loss_sum) > STEEP_LOSS:
                 record_steepest(done.adapter, done.op, found)
         done.output = (
-            output_of(done.op, found, loss_sum)
+            output_of(done.op, found, loss_sum, done.rows)
             if is_finite
             else not_finite(done.op, found, done.adapter)
         )
@@ -197,14 +222,15 @@ def give_up(failed: PassState, failure: Failure) -> None:
 
 
 def output_of(
-    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
+    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float, rows: int
 ) -> PassOutput | ReverseKlOutput:
-    """Return the output of a complete pass; `found` are log-probabilities or divergences, per
-    datum.
+    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or
+    divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
         own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
-        return PassOutput(found, loss_sum, own)
+        tokens = sum(len(datum.tokens) for datum in op.datums)
+        return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
