@@ -18,6 +18,8 @@ from cotrain.commands.admin.app import app as admin
 from cotrain.commands.admin.selfcheck import selfcheck
 from cotrain.commands.runs import models, why
 from cotrain.commands.sample import sample_text
+from cotrain.commands.sweep import EXAMPLES as SWEEP_EXAMPLES
+from cotrain.commands.sweep import sweep
 from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
@@ -117,6 +119,7 @@ def _add_own(app: typer.Typer) -> None:
             "cotrain sample --chat 'What is a LoRA?' --temperature 0",
         ),
     )(sample_text)
+    app.command(epilog=SWEEP_EXAMPLES)(sweep)
     app.command(epilog=TOP_EXAMPLES)(top)
     app.command(epilog=examples("cotrain version --json"))(version)
 

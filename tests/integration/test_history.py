@@ -3,6 +3,7 @@ quota."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,7 @@ from cotrain_store.messages.runs import (
 )
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.redis_client.scripts import SCRIPTS
+from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples
 from tests.support.stack import POOL
@@ -46,6 +48,27 @@ async def train(log: Log, run: RunRecord, first: int, count: int) -> int:
                  (run.id, seq + 1): StepEntry(NORM * seq, RATE)}  # fmt: skip
         commit(log, await log.plan(), found)
     return first + 2 * count
+
+
+async def test_a_pass_above_the_limit_of_drift_is_one_event_until_one_is_below(log: Log) -> None:
+    hooks = Webhooks(log.connection, "api")
+    run = await log.new_run()
+    await hooks.set(run.tenant, "https://example.com", drift_above=0.25)
+    for seq, gap in enumerate((0.2, 0.3, 0.4, 0.1, 0.5), 1):
+        await log.submit(run, seq)
+        drift = {"sampled": 10.0, "gap": 10 * gap, "gap_max": 1.0}
+        found = {(run.id, seq): PassEntry(LOSS, 3.0, False, **drift)}
+        commit(log, await log.plan(), found)
+    stored = log.redis.hvals(tenant_keys.events(run.tenant))
+    events = [json.loads(row.split(b"|", 2)[2]) for row in stored]
+    assert {event["type"] for event in events} == {"run.drift"}
+    assert sorted(event["data"]["seq"] for event in events) == [2, 5]
+    first = min(events, key=lambda event: event["data"]["seq"])["data"]
+    assert first == {"training_run_id": run.id, "seq": 2, "rollout_gap": 0.3, "limit": 0.25}
+
+    assert (await hooks.find(run.tenant)).drift_above == 0.25
+    await hooks.set(run.tenant, "https://example.com")
+    assert (await hooks.find(run.tenant)).drift_above is None
 
 
 async def points(log: Log, run: RunRecord, after_step: int = -1) -> list[HistoryPoint]:

@@ -13,6 +13,9 @@ from cotrain.wire.model import Name, WireModel
 __all__ = [
     "AccessibleSearchOwner",
     "Checkpoint",
+    "CheckpointSearchCursor",
+    "CheckpointSearchRequest",
+    "CheckpointSearchResponse",
     "CheckpointType",
     "CheckpointsListResponse",
     "Cursor",
@@ -74,6 +77,7 @@ class Checkpoint(WireModel):
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     """None: the checkpoint does not expire."""
+    base_model: str | None = None
     step: int | None = None
     """Optimizer steps of its run before the save."""
     metrics: dict[str, float] | None = None
@@ -391,6 +395,35 @@ class SessionSummary(WireModel):
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
     checkpoint_storage_bytes: int | None = None
+
+
+class CheckpointSearchCursor(WireModel):
+    """Start of the next page."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class CheckpointSearchRequest(WireModel):
+    """POST checkpoints/search. An omitted field matches every checkpoint."""
+
+    project_ids: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
+    user_metadata: dict[str, str] = Field(default={})
+    """Key-value pairs; all must match exactly."""
+    checkpoint_type: CheckpointType | None = None
+    owner: SearchOwner = OwnSearchOwner()
+    base_models: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
+    """Any of them; an empty list matches no checkpoint."""
+    limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
+    cursor: CheckpointSearchCursor | None = None
+
+
+class CheckpointSearchResponse(WireModel):
+    """Page of a search, newest first."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
+    """None at the end."""
 
 
 class SessionSearchResponse(WireModel):

@@ -26,6 +26,7 @@ history: Callable[[RunId], str] = "cotrain:run:{}:history".format
 #: * `rewind:<seq>` is the seq to which a REWIND returned.
 #: * `rewound` is the seq of the last REWIND. No recovery copy before it is registered any more.
 #: * `moved_ms` is the time of the last move.
+#: * `source` is the reference of the weights that a fork began with, if they were not stored then.
 log: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:log:{}".format
 #: Hash seq → envelope; a field is deleted when a snapshot covers it.
 ops: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:ops:{}".format

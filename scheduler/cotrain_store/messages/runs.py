@@ -37,6 +37,7 @@ class LoraSpec:
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
     per_expert: bool = False  # True if each expert of a layer has both matrices, as in some uploads
+    optimizer: str = "adamw"  # or "muon"
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class PoolRecord:
     """
     tied_embeddings: bool | None = None
     """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
+    expert_choices: tuple[int, int, int] | None = None
+    """Layers with experts, experts of each token, and experts of a layer; None without experts, or if layers differ."""
     memory_tokens: int = 0
     """Tokens of the longest datum that fits into device memory; 0 if it was not measured."""
 

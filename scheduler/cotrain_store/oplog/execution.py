@@ -215,8 +215,9 @@ class Execution:
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         spooled = [op for op in ops if op.ref != "inline"]
         if spooled:
-            read = self._spool.read_each([op.ref for op in spooled])
-            found |= dict(zip(((op.run, op.seq) for op in spooled), read, strict=True))
+            refs = list(dict.fromkeys(op.ref for op in spooled))  # runs of a sweep share bodies
+            read = dict(zip(refs, self._spool.read_each(refs), strict=True))
+            found |= {(op.run, op.seq): read[op.ref] for op in spooled}
         return [found[op.run, op.seq] for op in ops]
 
     def commit(

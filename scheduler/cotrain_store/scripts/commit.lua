@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, rewind
+-- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -15,6 +15,25 @@ end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
+
+-- Queue an event when the mean rollout gap of a run's pass exceeds the limit of its tenant's webhook. The next event of the run
+-- follows only after a pass below the limit.
+local drift_limits = {}
+local function note_drift(tenant, run, seq, found)
+  if (found.sampled or 0) == 0 then
+    return
+  end
+  drift_limits[tenant] = drift_limits[tenant] or
+    tonumber(redis.call('HGET', 'cotrain:tenant:' .. tenant .. ':webhook', 'drift_above') or '') or math.huge
+  local limit = drift_limits[tenant]
+  local key, gap = 'cotrain:run:' .. run, found.gap / found.sampled
+  if gap <= limit then
+    redis.call('HDEL', key, 'drifts')
+  elseif redis.call('HSETNX', key, 'drifts', seq) == 1 then
+    note_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
+  end
+end
+
 local done = {}
 for i, op in ipairs(args.ops) do
   if is_result_swept(ARGV[RESULTS + i]) then
@@ -121,6 +140,7 @@ for i, op in ipairs(args.ops) do
       points[run] = (points[run] or 0) + rewind_run(history_of(run), run, log, seq, op.found)
     elseif op.found then
       points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
+      note_drift(tenant, run, seq, op.found)
       if op.found.norm then
         redis.call('HSET', log, 'step:' .. seq, history_of(run).steps)
       end

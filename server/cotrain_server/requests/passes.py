@@ -25,6 +25,7 @@ from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
     LogMetricsRequest,
+    MuonParams,
     OptimStepRequest,
     RewindRequest,
 )
@@ -36,7 +37,7 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.pass_validation import check_adam, check_pass
+from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import SamplerId, WeightsRef, encode
@@ -157,6 +158,23 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     address = _address_in(message)
     message.forward_only |= forward_only
     return ParsedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+
+
+def read_sweep_pass(body: bytes) -> ParsedPass:
+    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
+
+    Raises:
+        Unreadable: not the message, or with a run of its own.
+    """
+    try:
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+    except TooManyObjects:
+        return ParsedPass("", None, None, "", body, is_read=False)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if message.model_id or message.seq_id:
+        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
+    return ParsedPass("", None, message, "", _canonical(message))
 
 
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
@@ -289,10 +307,24 @@ def rewind_op(request: AddressedFields) -> Op:
 
 
 def _step_op(fields: dict[str, Any]) -> Op:
-    params = OptimStepRequest.model_validate(_with_default_seq(fields)).adam_params
-    check_adam(params)
-    body = params.model_dump_json().encode()
+    request = OptimStepRequest.model_validate(_with_default_seq(fields))
+    if request.adam_params is not None:
+        check_adam(request.adam_params)
+        body = request.adam_params.model_dump_json().encode()
+    else:
+        assert request.optimizer_params is not None  # the wire type requires one of them
+        check_steps("optimizer_params", request.optimizer_params)
+        body = json.dumps(_muon_fields(request.optimizer_params)).encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def _muon_fields(params: MuonParams) -> dict[str, Any]:
+    """Return the fields of the engine's step; `eps` and `beta2` are AdamW's alone."""
+    return {
+        "type": params.type, "learning_rate": params.learning_rate, "beta1": params.momentum,
+        "beta2": 0.0, "eps": 1e-7, "weight_decay": params.weight_decay,
+        "grad_clip_norm": params.grad_clip_norm,
+    }  # fmt: skip
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -28,8 +28,8 @@ TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
 ANOTHER_TENANT = "another tenant"
 
 
-def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
-    """Return a checkpoint in wire format."""
+def checkpoint_of(record: CheckpointRecord, run: RunRecord | None = None) -> Checkpoint:
+    """Return a checkpoint in wire format, with the base model of its run."""
     return Checkpoint(
         checkpoint_id=f"{record.kind}/{record.name}",
         checkpoint_type=TYPE_BY_KIND[record.kind],
@@ -39,6 +39,7 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
         public=record.public,
         user_metadata=text_by_name(record.user_metadata),
         expires_at=None if record.expires_at is None else utc(record.expires_at),
+        base_model=run.base_model if run else None,
         step=record.step,
         metrics=dict(record.metrics) or None,
     )
@@ -67,9 +68,13 @@ def training_run_of(
             if is_own
             else max((found.created_at for found in newest), default=run.created_at)
         ),
-        last_checkpoint=checkpoint_of(entry.last_checkpoint) if entry.last_checkpoint else None,
+        last_checkpoint=checkpoint_of(entry.last_checkpoint, run)
+        if entry.last_checkpoint
+        else None,
         last_sampler_checkpoint=(
-            checkpoint_of(entry.last_sampler_checkpoint) if entry.last_sampler_checkpoint else None
+            checkpoint_of(entry.last_sampler_checkpoint, run)
+            if entry.last_sampler_checkpoint
+            else None
         ),
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
         weights_epoch=run.weights_epoch if is_own else 0,

@@ -14,7 +14,7 @@ from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import OpId, RunId
-from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
@@ -22,7 +22,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.trainer import StateCopying, Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
-from cotrain_workers.recovery.replay import Replay, Restored, has_other_numerics
+from cotrain_workers.recovery.replay import Replay, Restored, bases_of, has_other_numerics
 from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.rollback import roll_back
 from cotrain_workers.recovery.snapshot_file import (
@@ -147,6 +147,17 @@ class ResidentRuns:
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
         return position.done - position.snap
+
+    def logged(self, run: RunId) -> list[QueuedOp]:
+        """Return the ops that a restore of this run may execute; none if it is in memory.
+
+        Raises SpoolCorrupt if one of them is missing.
+        """
+        position = None if run in self._backlogs else self._execution.logs.position(run)
+        if position is None:
+            return []
+        first = min(base.seq for base in bases_of(position)) + 1 if bases_of(position) else 0
+        return self._execution.logs.logged_ops(run, first, position.done)
 
     def copy_due(self) -> None:
         """Register written copies and start due ones. No run in memory may be ahead of its log."""

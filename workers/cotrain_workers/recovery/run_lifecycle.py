@@ -14,7 +14,7 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.saves import LoadRequest, WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding, run_to_end
@@ -94,6 +94,7 @@ class RunLifecycle:
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
             self._forget_unless(run, seq - 1)
+        yield from self._recreate_sources(step.ops)
         with self._counted(first):
             for run in dict.fromkeys(op.run for op in step.ops):
                 match (yield from self._ensure(run, step.tenant_by_run[run])):
@@ -178,9 +179,22 @@ class RunLifecycle:
         finally:
             self.progress.end()
 
+    def _recreate_sources(self, ops: Iterable[QueuedOp]) -> Yielding[None]:
+        """Recreate lost weights that loads among these ops need: forks of a run that was not stored."""
+        loads = [op for op in ops if op.kind is OpKind.LOAD]
+        if not loads:
+            return
+        self._weights.reload()
+        lost = {record.ref: record for record in self._weights.lost()}
+        for body in self._execution.bodies(loads) if lost else ():
+            for source in LoadRequest.parse(body).sources if body else ():
+                if source.ref in lost and self._weights.is_lost(source.ref):
+                    yield from self.recreate_lost_weights(lost[source.ref])
+
     def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[Ready | RolledBack | Stopped]:
         """Load one run into memory; roll it back or stop it if it cannot be restored."""
         try:
+            yield from self._recreate_sources(self._residents.logged(run))
             restored = yield from self._residents.ensure(run)
         except ReplayDiverged as diverged:
             return Stopped(self.stop(run, tenant, diverged))

@@ -20,7 +20,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output
 from cotrain_workers.engine.trainer import Trainer
-from cotrain_workers.op_codec import engine_op
+from cotrain_workers.op_codec import Decoded, engine_op
 from cotrain_workers.recovery.bisection import (
     MAX_CRASHES,
     POISON,
@@ -147,6 +147,7 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
+        decoded: Decoded = {}
         for op in step.ops:
             body = bodies[op.run, op.seq]
             kept = self._open_ops.get((op.run, op.seq))
@@ -157,7 +158,8 @@ class StepRunner:
                 or (
                     kept.request
                     if kept
-                    else self._prefetcher.take(op, body) or engine_op(op, body, self._weights)
+                    else self._prefetcher.take(op, body)
+                    or engine_op(op, body, self._weights, decoded)
                 )
             )
             if isinstance(request, Failure | NoteOutput):

@@ -89,7 +89,7 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(row[name] for row in recent) / len(recent) if recent else 0.0
 
 
-MAX_COMPARED = 8
+MAX_COMPARED = 64
 
 Measure = tuple[str, str, str]
 """Name, heading, unit."""

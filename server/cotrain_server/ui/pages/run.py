@@ -1,6 +1,7 @@
 """Pages of runs: one run, a comparison of several runs' curves, and the list of all runs."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode
 
@@ -14,11 +15,15 @@ from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_
 from cotrain_server.ui.data.runs import (
     STATES,
     keeps,
-    label_of,
     log_rows,
     run_row,
-    short_id,
     targets_of,
+)
+from cotrain_server.ui.data.sweeps import (
+    differing,
+    loss_by_rate,
+    parallel_coordinates,
+    settings_row,
 )
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
@@ -32,8 +37,9 @@ from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.oplog.reader import read_history, read_metrics
-from cotrain_store.tenants.catalog import tenant_names
+from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.policies import read_pauses
+from cotrain_store.tenants.run_list import LabelQuery
 
 OPS_SHOWN = 50
 
@@ -102,25 +108,43 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
 
 
 async def read_compared(look: PageRequest) -> dict[str, Any]:
-    """Return the curves of several runs."""
-    wanted = list(dict.fromkeys(look.query.getlist("run")))
+    """Return the curves and the settings of several runs: those named, and those of a sweep."""
+    named = [*look.query.getlist("run"), *await _runs_of_sweep(look)]
+    wanted = list(dict.fromkeys(named))
     if len(wanted) > MAX_COMPARED:
         raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
-    labels = {run.id: label_of(run) for run in runs}
+    rows = [settings_row(run, histories[run.id]) for run in runs]
+    labels = {run.id: row.label for run, row in zip(runs, rows, strict=True)}
+    by_rate = loss_by_rate(rows)
     return {
         "runs": [
             {
                 "run": run.id,
-                "label": labels[run.id] or short_id(run.id),
+                "label": labels[run.id],
                 "base_model": run.base_model,
                 "rank": run.lora.rank,
             }
             for run in runs
         ],
+        "by_rate": by_rate,
         "charts": curves_of(histories, labels),
+        "coordinates": parallel_coordinates(rows),
+        "settings": differing(rows),
+        "rows": [asdict(row) for row in rows],
     }
+
+
+async def _runs_of_sweep(look: PageRequest) -> list[str]:
+    """Return the runs of the sweep in the address. The operator's address has the tenant, too."""
+    name = look.query.get("sweep", "")[:64]
+    tenant = look.visitor.tenant.id if look.visitor.tenant else look.query.get("tenant", "")
+    if not name or not tenant:
+        return []
+    tagged = LabelQuery(tags=(f"sweep:{name}",))
+    found = await look.services.run_labels.matching(TenantId(tenant), tagged)
+    return sorted(found, key=lambda run: (len(run), run))[:MAX_COMPARED]
 
 
 @router.get("/ui/runs/{run_id}/history.csv")
@@ -190,6 +214,7 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
+        "tenants": {} if tenant else await offered_tenants(services.connection),
         "asked": asked if tenant is None else {**asked, "tenant": ""},
         "is_narrowed": keep is not None or (tenant is None and bool(asked["tenant"])),
         "states": tuple(STATES),
