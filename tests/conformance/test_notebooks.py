@@ -45,7 +45,7 @@ def test_notebooks_are_stored_without_outputs_and_in_one_format() -> None:
         text = path.read_text(encoding="utf-8")
         notebook = json.loads(text)
         assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
-        nbformat.validate(notebook)  # type: ignore[no-untyped-call]
+        nbformat.validate(notebook)
         ran = [
             each for each in notebook["cells"] if each.get("outputs") or each.get("execution_count")
         ]
