@@ -14,7 +14,6 @@ from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from docs.models import PAGE, described, model_type_of, rows
 from tests.support.draws import variant
-from tests.support.draws import variant
 from tests.support.families import TOLERANCE, measure
 from tests.support.tiny_models import EVERY, build_tiny
 
