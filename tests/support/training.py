@@ -98,7 +98,7 @@ class PeftOracle:
             r=spec.rank,
             lora_alpha=spec.alpha,
             target_modules=modules_of(spec),
-            exclude_modules=r"model\.(vision_tower|multi_modal_projector)\..*",
+            exclude_modules=r"model\.(vision_tower|multi_modal_projector|visual)\..*",
         )
         base: Any = load_plain(folder, dtype)
         with warnings.catch_warnings():

@@ -22,6 +22,7 @@ from cotrain_workers.engine.ops import (
     Failure,
     HostOptimizer,
     HostWeights,
+    Image,
     Import,
     KlDatum,
     Load,
@@ -82,7 +83,10 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     return Pass(
         run=op.run,
         seq=op.seq,
-        datums=[Datum(datum.tokens, datum.inputs) for datum in request.datums],
+        datums=[
+            Datum(datum.tokens, datum.inputs, [Image(**vars(each)) for each in datum.images])
+            for datum in request.datums
+        ],
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
         needs_grad=op.kind is OpKind.FORWARD_BACKWARD,

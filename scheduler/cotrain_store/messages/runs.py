@@ -132,6 +132,8 @@ class PoolRecord:
     """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
     memory_tokens: int = 0
     """Tokens of the longest datum that fits into device memory; 0 if it was not measured."""
+    images: Mapping[str, int] = field(default_factory=dict)
+    """Fields of `ImageRules`; empty if the model reads text only."""
 
     @property
     def longest_datum(self) -> int:

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, Image
 
 # Decodes the generated tokens of one sequence to text. Bytes of an incomplete character at either end
 # become replacement characters.
@@ -60,6 +60,7 @@ class SampleRequest:
     # A tenant of weight 2 gets twice the tokens of one of weight 1. The newest request sets the weight.
     tenant_weight: float = 1.0
     grammar: str | None = None  # holds the generated text; None: any text
+    images: Sequence[Image] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Progress:
     tokens: Sequence[NewTokens]
     decoded_tokens: int
     prompt_tokens: int  # computed, not cached
+    images: int = 0  # computed by the vision tower
 
 
 class Decoder(Protocol):

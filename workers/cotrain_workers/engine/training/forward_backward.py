@@ -24,6 +24,7 @@ from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
@@ -82,6 +83,7 @@ class ForwardBackward:
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
+        self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
@@ -161,6 +163,11 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
+            unusable = yield from self._images.compute(waiting[0], passes, cost)
+            if unusable is not None:
+                left = [batch.without(unusable) for batch in waiting]
+                waiting = deque(batch for batch in left if batch.op_slices)
+                continue
             began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
@@ -394,7 +401,9 @@ class ForwardBackward:
             ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
-        return Route(segments, table, self._lora.of(segments, batch.padded_tokens)), row
+        lora = self._lora.of(segments, batch.padded_tokens)
+        row, images = self._images.insert(batch, passes, row)
+        return Route(segments, table, lora, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
