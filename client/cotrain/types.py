@@ -12,6 +12,7 @@ from cotrain.wire.checkpoints import *  # noqa: F403  # its `__all__`, as with a
 from cotrain.wire.datums import *  # noqa: F403
 from cotrain.wire.model import *  # noqa: F403
 from cotrain.wire.rest import *  # noqa: F403
+from cotrain.wire.routed_experts import *  # noqa: F403
 from cotrain.wire.runs import *  # noqa: F403
 from cotrain.wire.sampling import *  # noqa: F403
 from cotrain.wire.sessions import *  # noqa: F403

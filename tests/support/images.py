@@ -31,7 +31,7 @@ def with_images(datum: Datum, *images: Image) -> Datum:
     tokens = datum.tokens.copy()
     for each in images:
         tokens[each.start : each.start + each.tokens] = PLACEHOLDER
-    return Datum(tokens, datum.inputs, images)
+    return Datum(tokens, datum.inputs, images=images)
 
 
 def pictured_datum(rng: np.random.Generator, length: int, *images: Image) -> Datum:

@@ -256,6 +256,8 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"GET {API}tokenizers": lambda _: PinnedBuffer(query={"base_model": POOL.base_model}),
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
+    "POST /oai/api/v1/responses": _json(model=POOL.base_model, input="a"),
+    "POST /oai/api/v1/responses/input_tokens": _json(model=POOL.base_model, input="a"),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
     "POST /anthropic/api/v1/messages/count_tokens": _json(
         model=POOL.base_model, messages=CHAT["messages"]

@@ -3,9 +3,11 @@ the engine's outputs.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Protocol
 
+from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
@@ -84,13 +86,17 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         run=op.run,
         seq=op.seq,
         datums=[
-            Datum(datum.tokens, datum.inputs, [Image(**vars(each)) for each in datum.images])
+            Datum(datum.tokens, datum.inputs, datum.routed_experts, _images(datum.images))
             for datum in request.datums
         ],
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
         needs_grad=op.kind is OpKind.FORWARD_BACKWARD,
     )
+
+
+def _images(images: Sequence[BodyImage]) -> list[Image]:
+    return [Image(**vars(each)) for each in images]
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:

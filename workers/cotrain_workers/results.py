@@ -41,6 +41,8 @@ from cotrain_workers.fingerprints import fingerprint_of
 
 #: Metric of every training result: the cycle in which it ran.
 CYCLE_METRIC = "clock_cycle:unique"
+#: Share of the tokens of a pass that were not computed, because an earlier datum has the same prompt.
+SHARED_METRIC = "shared_prompts:mean"
 
 #: `type` of a save's result on the wire.
 TYPE_BY_KIND = {
@@ -160,8 +162,9 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
     """
     ran_in = {CYCLE_METRIC: float(cycle)}
     match output:
-        case PassOutput(logprobs, loss_sum, drift):
-            metrics = {"loss:sum": loss_sum, **drift, **ran_in}
+        case PassOutput(logprobs, loss_sum, drift, shared_tokens):
+            shared = {SHARED_METRIC: shared_tokens / op.tokens} if shared_tokens else {}
+            metrics = {"loss:sum": loss_sum, **shared, **drift, **ran_in}
             payload = encode_pass_output(logprobs, metrics)
             return Result(ResultKind.PASS, payload)
         case ReverseKlOutput():
@@ -399,6 +402,8 @@ def cycle_record(
 
     Each op has a digest of its output that does not depend on the cycle; `cotrain replay` shows
     it, too. Saves have none, because their weights are stored under the digest of their content.
+
+    `shared` has the tokens of each pass that were not computed, as its datums have one prompt.
     An open pass has only its tokens in the record, and no op.
     """
     runs: dict[RunId, dict[str, Any]] = {}
@@ -414,6 +419,8 @@ def cycle_record(
             continue
         row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
         row["failed"] += isinstance(output, Failure)
+        if isinstance(output, PassOutput) and output.shared_tokens:
+            row.setdefault("shared", {})[str(op.seq)] = output.shared_tokens
         if not isinstance(output, SaveOutput):
             row["digests"][str(op.seq)] = fingerprint_of(output).digest
     return {

@@ -87,12 +87,17 @@ def _forward_datum(index: int, datum: Datum) -> Datum:
     if weights is None:
         size = len(targets.data)
         weights = TensorData(data=[0.0] * size, dtype="float32", shape=targets.shape)
-    return Datum(model_input=datum.model_input, loss_fn_inputs={TARGETS: targets, WEIGHTS: weights})
+    return _with_inputs(datum, {TARGETS: targets, WEIGHTS: weights})
 
 
 def _linear_datum(datum: Datum, slope: Any) -> Datum:
-    inputs = {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)}
-    return Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+    return _with_inputs(
+        datum, {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)}
+    )
+
+
+def _with_inputs(datum: Datum, inputs: dict[str, TensorData]) -> Datum:
+    return Datum(datum.model_input, inputs, routed_experts=datum.routed_experts)
 
 
 def _number(value: Any) -> float:

@@ -116,7 +116,8 @@ class RunRequests:
         async def wait(request_ids: list[str]) -> ForwardBackwardOutput:
             return (await self._pass_result(request_ids)).with_total_weight(weight_sum)
 
-        return self._send("forward_backward", requests, wait)
+        method = "forward" if forward_only else "forward_backward"
+        return self._send("forward_backward", requests, wait, method)
 
     def pass_twice(
         self, data: Sequence[Datum], custom: CustomPass
@@ -143,12 +144,14 @@ class RunRequests:
         path: str,
         requests: Sequence[SequencedRequest | Message],
         wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+        method: str | None = None,
     ) -> Future[T]:
         accepted, seq_ids = self._start(path, requests)
         outcome = self._loop.start(self._outcome(accepted, wait))
         self._undone.add(outcome)
         outcome.add_done_callback(self._undone.discard)
-        return Future(accepted, outcome, what=f"{path} {seq_ids.start} of run {self._model_id}")
+        what = f"{method or path} {seq_ids.start} of run {self._model_id}"
+        return Future(accepted, outcome, what=what)
 
     def _start(
         self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1

@@ -4,6 +4,7 @@ Requests ignore unknown fields, because SDKs of several versions send them. The 
 of single futures, and the two extensions of the `mint` SDK with its field names.
 """
 
+from collections.abc import Iterator
 from math import inf
 from typing import Annotated, Any, Literal, Never, Self
 
@@ -16,6 +17,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from typing_extensions import override
 
 from cotrain.errors import Category
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
@@ -27,6 +29,7 @@ from cotrain.wire.model import (
     SeqId,
     SequencedRequest,
     WireModel,
+    six_digits,
 )
 from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import TensorData
@@ -239,6 +242,16 @@ class ForwardBackwardOutput(WireModel):
         """Raise TypeError, which names the attributes."""
         raise TypeError(f"a result has no [{name!r}]: use .loss, .metrics or .loss_fn_outputs")
 
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        if "loss:sum" in self.metrics:
+            yield "loss", six_digits(self.loss)
+        yield "datums", len(self.loss_fn_outputs)
+        arrays = [outputs["logprobs"] for outputs in self.loss_fn_outputs if "logprobs" in outputs]
+        yield "targets", sum(len(each.data) for each in arrays)
+        if "clock_cycle:unique" in self.metrics:
+            yield "cycle", int(self.metrics["clock_cycle:unique"])
+
     def with_total_weight(self, total_weight: float) -> Self:
         """Return the same result with `loss` per weight. For the client that sent the weights."""
         weighted = self.model_copy()
@@ -371,6 +384,11 @@ class ReverseKlResponse(WireModel):
     outputs: list[ReverseKlItem]
     metrics: dict[str, float]
     type: Literal["mint_forward_backward_reverse_kl"] = "mint_forward_backward_reverse_kl"
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "datums", len(self.outputs)
+        yield "metrics", self.metrics
 
     @property
     def loss(self) -> float:

@@ -65,7 +65,7 @@ scaling: Callable[[PoolId], str] = "cotrain:{{{}}}:scaling".format
 worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:worker:{}".format
 #: Fencing number of the worker; only increases.
 worker_epoch: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:epoch:{}".format
-#: Hash of a base model (worker id → WorkerExit), written by the supervisor of its workers. It expires (EXITS_TTL_S).
+#: Hash of a base model (worker id → WorkerExit), written by their supervisor or by the workers. It expires (EXITS_TTL_S).
 worker_exits: Callable[[str], str] = "cotrain:exits:{}".format
 #: Hash of one worker's open steps (cycle → Step): planned and not yet committed.
 open_steps: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:open:{}".format
@@ -90,7 +90,7 @@ counters: Callable[[PoolId], str] = "cotrain:{{{}}}:counters".format
 #: Hash of the failed and refused requests of all tenants in the minute that starts at `start_s`
 #: (`failed|<tenant>`, `refused|<tenant>` → count); expires (MINUTE_TTL_S).
 failures: Callable[[int], str] = "cotrain:failures:{}".format
-#: Hash of the newest failure and refusal of each tenant, by the same fields (JSON).
+#: Hash of the newest failure and refusal of each tenant, by the same fields (JSON); expires with them.
 newest_failures: Callable[[], str] = "cotrain:failures:newest".format
 #: Hash `<pool>|<tenant>` → failed requests, for /metrics; they only increase.
 failure_totals: Callable[[], str] = "cotrain:failures:totals".format

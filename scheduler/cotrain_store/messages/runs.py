@@ -130,6 +130,8 @@ class PoolRecord:
     """
     tied_embeddings: bool | None = None
     """True if the unembedding is the embedding's matrix; None if the worker does not report it."""
+    expert_choices: tuple[int, int, int] | None = None
+    """Layers with experts, experts of each token, and experts of a layer; None without experts, or if layers differ."""
     memory_tokens: int = 0
     """Tokens of the longest datum that fits into device memory; 0 if it was not measured."""
     images: Mapping[str, int] = field(default_factory=dict)

@@ -233,6 +233,19 @@ async def tenant_names(
     return _named(ids, await connection.hmget(tenant_keys.tenant_names(), ids)) if ids else {}
 
 
+#: Maximum length of a list of tenants to choose from.
+TENANTS_OFFERED = 500
+
+
+async def offered_tenants(connection: Connection) -> dict[TenantId, str]:
+    """Return the display names of all tenants, sorted; nothing above TENANTS_OFFERED."""
+    if await connection.hlen(tenant_keys.tenant_names()) > TENANTS_OFFERED:
+        return {}
+    rows = await connection.hgetall(tenant_keys.tenant_names())
+    names = {TenantId(id_.decode()): name.decode() for id_, name in rows.items()}
+    return dict(sorted(names.items(), key=lambda row: (row[1].casefold(), row[0])))
+
+
 class TenantNames:
     """Display names for a process that writes a line per cycle; known names are cached."""
 

@@ -14,12 +14,15 @@ from types import MappingProxyType
 
 import numpy as np
 
+from cotrain.wire.pass_codec import ROUTED_EXPERTS
 from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord
 
 TARGETS = "target_tokens"
+NOT_GIVEN = -1
+"""Expert of a token whose experts the router chooses."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,9 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
     targets = [datum.inputs[TARGETS] for datum in request.datums]
     check_tokens("Target token", targets, pool.vocab_size)
+    for number, datum in enumerate(request.datums):
+        if datum.routed_experts is not None:
+            check_experts(number, datum.routed_experts, len(datum.tokens), pool)
     for name in needs.inputs:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
 
@@ -195,6 +201,40 @@ def check_finite(name: str, values: Sequence[np.ndarray]) -> None:
         if len(bad):
             indices = _indices(bad[0])
             raise Invalid(f"data[{number}].{name}[{indices}] is not finite.")
+
+
+def expert_choices(pool: PoolRecord, field: str) -> tuple[int, int, int]:
+    """Return the layers with experts, the experts of a token and those of a layer. Raises Invalid without them."""
+    if pool.expert_choices is None:
+        raise Invalid(f"{field}: {pool.base_model} has no experts to choose from. Leave it out.")
+    return pool.expert_choices
+
+
+def check_experts(number: int, given: np.ndarray, length: int, pool: PoolRecord) -> None:
+    """Check the experts of a datum of `length` tokens. Raises Invalid."""
+    field = f"data[{number}].loss_fn_inputs.{ROUTED_EXPERTS}"
+    layers, chosen, experts = expert_choices(pool, field)
+    if given.shape != (length, layers, chosen):
+        raise Invalid(
+            f"{field} has shape {list(given.shape)}, but must be {[length, layers, chosen]}: tokens of the input, layers "
+            f"with experts of {pool.base_model}, and experts of a token."
+        )
+    bad = (given < NOT_GIVEN) | (given >= experts)
+    if bad.any():
+        at = np.argwhere(bad)[0]
+        raise Invalid(
+            f"{field}[{_indices(at)}] is {given[tuple(at)]}, but must be an expert (0..{experts - 1}), or {NOT_GIVEN} for "
+            "the router's own choice."
+        )
+    ordered = np.sort(given, axis=-1)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != NOT_GIVEN)
+    mixed = (ordered[..., 0] == NOT_GIVEN) & (ordered[..., -1] != NOT_GIVEN)
+    if twice.any():
+        at = np.argwhere(twice.any(axis=-1))[0]
+        raise Invalid(f"{field}[{_indices(at)}] names an expert twice.")
+    if mixed.any():
+        at = np.argwhere(mixed)[0]
+        raise Invalid(f"{field}[{_indices(at)}] must be {NOT_GIVEN} for all experts or for none.")
 
 
 def _indices(index: np.ndarray) -> str:

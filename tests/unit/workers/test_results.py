@@ -8,12 +8,16 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cotrain.wire.pass_codec import decode_pass_output
+from cotrain_server.ui.data.runs import log_rows
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, PassEntry, StepEntry
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
+from cotrain_store.monitoring.status import LoggedOp
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.engine.ops import (
     CycleOutput,
@@ -41,6 +45,7 @@ from cotrain_workers.results import (
     counted_cycle,
     cycle_record,
     history_by,
+    result_of,
     saves_of,
     usage_of,
 )
@@ -87,6 +92,19 @@ def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
         },
         {"run": "b", "tenant": "u", "tokens": 12, "ops": {"forward_backward": 1}, "failed": 0},
     ]
+
+
+def test_a_pass_with_shared_prompts_reports_the_saved_share() -> None:
+    outputs = {**OUTPUTS, (A, 1): PassOutput([np.zeros(30, np.float32)], 1.0, {}, 12)}
+    result = result_of(STEP.ops[0], outputs[A, 1], 4)
+    assert decode_pass_output(result.payload).metrics["shared_prompts:mean"] == 0.4
+    a, b = cycle_record(STEP, outputs, COST, TIMES)["runs"]
+    assert a["shared"] == {"1": 12}
+    assert "shared" not in b
+    op = LoggedOp(1, OpKind.FORWARD_BACKWARD, 30, 90.0, ResultKind.PASS, "")
+    record = cycle_record(STEP, outputs, COST, TIMES)
+    (row,) = log_rows([op], [record], A, planned=1, done=1)
+    assert row["shared"] == 0.4
 
 
 def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:

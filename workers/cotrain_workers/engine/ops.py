@@ -44,6 +44,8 @@ class Datum:
 
     tokens: np.ndarray  # int64 [n]
     inputs: Mapping[str, np.ndarray]
+    routed_experts: np.ndarray | None = None
+    """Experts of each token, integers `[n, layers with experts, k]`; -1 and None: the router chooses."""
     images: Sequence[Image] = ()
 
     @property
@@ -215,6 +217,7 @@ class PassOutput:
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
     drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy loss
+    shared_tokens: int = 0  # not computed, because an earlier datum has the same prompt
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ def sample_request(
         target_prompt_logprobs=_targets(body),
         grammar=body.grammar,
         images=[Image(**vars(each)) for each in body.images],
+        return_routed_experts=body.return_routed_experts,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
     )

@@ -280,6 +280,7 @@ def pool_record(
         tied_embeddings=facts.tied_embeddings,
         memory_tokens=facts.longest_datum,
         images=asdict(facts.images) if facts.images else {},
+        expert_choices=facts.expert_choices,
     )
 
 

@@ -31,7 +31,7 @@ from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.oplog.reader import read_history
-from cotrain_store.tenants.catalog import tenant_names
+from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.policies import read_pauses
 
 OPS_SHOWN = 50
@@ -181,6 +181,7 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
+        "tenants": {} if tenant else await offered_tenants(services.connection),
         "asked": asked if tenant is None else {**asked, "tenant": ""},
         "is_narrowed": keep is not None or (tenant is None and bool(asked["tenant"])),
         "states": tuple(STATES),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
+from cotrain_server.settings import Quotas
 from cotrain_server.ui.admin_forms import _number
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
@@ -24,6 +25,7 @@ from cotrain_server.ui.data.runs import (
 )
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
+from cotrain_server.ui.pages.tenants import LIMITS
 from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
@@ -223,6 +225,21 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     (problem,) = problems_of(status_of(worker_exits=exits), 10**9)
     assert problem.todo == "w0: restarted 4 times, last reason: No such folder."
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
+
+
+@pytest.mark.parametrize("reason", ["No worker for m is running.", "No worker is running."])
+def test_a_crash_loop_is_one_problem(reason: str) -> None:
+    exits = {"w0": {"text": "restarted 4 times, last reason: No such folder."}}
+    looping = status_of(worker_exits=exits)
+    looping["reasons"] = [reason, "worker-w0: exited with status 2, 4 times in the last minute"]
+    (problem,) = problems_of(looping, 10**9)
+    assert (problem.text, problem.todo) == (reason, f"w0: {exits['w0']['text']}")
+    looping["pools"][0]["worker_exits"] = {}  # a loop without stored exits remains visible
+    assert len(problems_of(looping, 10**9)) == 2
+
+
+def test_each_limit_has_a_sentence() -> None:
+    assert LIMITS.keys() == Quotas.model_fields.keys()
 
 
 def test_the_worst_problem_comes_first() -> None:

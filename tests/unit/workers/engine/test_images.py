@@ -118,7 +118,7 @@ def test_images_compute_as_in_transformers_and_peft(
         assert isinstance(result, SampleOutput), result
         tokens = np.concatenate([prompt, result.sequences[0].tokens])
         inputs = {"target_tokens": tokens[1:], "weights": np.ones(len(tokens) - 1, np.float32)}
-        (theirs,) = logprobs(together, [Datum(tokens[:-1], inputs, images)])
+        (theirs,) = logprobs(together, [Datum(tokens[:-1], inputs, images=images)])
         assert result.prompt_logprobs is not None
         ours = np.concatenate([result.prompt_logprobs[1:], result.sequences[0].logprobs])
         assert apart(ours, theirs) < TOLERANCE
@@ -147,6 +147,20 @@ def test_the_tower_runs_once_per_image_and_tenant(model_folder: Callable[..., Pa
     assert vision.runs == 2
     output(decoder_of(engine, {}), replace(ours, tenant="other"))
     assert vision.runs == 3
+
+
+def test_equal_tokens_with_different_images_share_no_rows(
+    model_folder: Callable[..., Path],
+) -> None:
+    engine = Engine.load(str(model_folder("qwen3-vl")), load_base=shared_base)
+    engine.run([Create("mine", 0, SPEC)])
+    plain = random_datum(np.random.default_rng(0), "cross_entropy", 80)  # a shared prompt has 64
+    one, other = (with_images(plain, image(5, 2, 3, seed)) for seed in (1, 2))
+
+    both = logprobs(engine, [one, other])
+    single = [logprobs(engine, [each])[0] for each in (one, other)]
+    assert all(map(np.array_equal, both, single))
+    assert not np.array_equal(*both)
 
 
 def test_a_broken_image_fails_alone(model_folder: Callable[..., Path]) -> None:

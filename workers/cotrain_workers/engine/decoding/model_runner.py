@@ -41,10 +41,13 @@ from cotrain_workers.engine.spec import has_experts
 
 @dataclass(frozen=True)
 class Forward:
-    """The hidden states of a step."""
+    """Results of the base model in a step."""
 
     hidden: torch.Tensor  # [T, d]
     items: Sequence[Item]
+    experts: np.ndarray | None = (
+        None  # int16 [T, layers, k], as routers chose; None without experts
+    )
 
 
 class ModelRunner:
@@ -103,7 +106,10 @@ class ModelRunner:
             if chosen is not None:
                 ids = looked_up(ids, chosen)
             images = image_rows(images_of(items), self._device) if has_images else None
-            hidden = self._run_model(ids, at, self._route(items), images)
+            route = self._route(items)
+            hidden = self._run_model(ids, at, route, images)
+            if route.experts:
+                return Forward(hidden, items, np.stack(route.experts, axis=1))
         return Forward(hidden, items)
 
     def _route(self, items: Sequence[Item]) -> MixedStep:

@@ -20,6 +20,7 @@ from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
+from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
     SHAPED_LAYERS,
@@ -114,6 +115,7 @@ class BaseModel:
     eos_token_ids: tuple[int, ...]
     kv: KvShape
     lock_step: LockStep
+    expert_choices: ExpertChoices | None  # None: no experts, or layers with other numbers of them
     vision: Vision | None = None  # None: it reads text only
 
 
@@ -241,6 +243,7 @@ def make_base_model(
         eos_token_ids=eos_token_ids(network),
         kv=kv_shape(text),
         lock_step=lock_step,
+        expert_choices=experts.choices_of(backbone, text),
         vision=vision,
     )
 

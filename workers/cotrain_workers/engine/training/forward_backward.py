@@ -19,6 +19,7 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.expert_choice import given_experts
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
@@ -48,6 +49,7 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
+    upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -55,6 +57,7 @@ from cotrain_workers.engine.training.reverse_kl import (
     References,
     Referred,
 )
+from cotrain_workers.engine.training.shared_prompts import fold, repeat
 
 
 class ForwardBackward:
@@ -82,6 +85,8 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        # The kernel of packed attention on CUDA takes queries and keys of one table.
+        self._shares_prompts = self._device.type == "cpu"
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
@@ -104,7 +109,7 @@ class ForwardBackward:
         more of each.
         """
         for at, state in enumerate(passes):
-            state.cut(at, self._micro_batch_tokens)
+            state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)
         whole = [state.slices for state in passes if state.allowance is None]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
         divided = [state for state in passes if state.allowance is not None and state.slices]
@@ -219,7 +224,7 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        upcoming = _upcoming(batch, passes)
+        upcoming = upcoming_batch(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -320,7 +325,7 @@ class ForwardBackward:
             of_earlier_slices = [
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
-            with self.watch(_upcoming(batch, passes)):
+            with self.watch(upcoming_batch(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
@@ -348,7 +353,7 @@ class ForwardBackward:
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        match after_oom(batch, lengths, can_recompute=can_recompute):
+        match after_oom(batch, lengths, owner.shared_in(op_slice), can_recompute=can_recompute):
             case Recompute():
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
@@ -398,12 +403,19 @@ class ForwardBackward:
     def _route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
         datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
         row = token_row(
-            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
+            ([datum.tokens for datum in each] for each in datums),
+            batch.padded_tokens,
+            batch.align,
+            [passes[each.owner].shared_in(each) for each in batch.op_slices],
         )
-        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
+        segments = self._segments(batch, passes)
+        table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
         row, images = self._images.insert(batch, passes, row)
-        return Route(segments, table, lora, images), row
+        starts = [start for start, _ in batch.spans]
+        shape = (batch.padded_tokens, self._device)
+        experts = given_experts(self._base.expert_choices, datums, starts, *shape)
+        return Route(segments, table, lora, experts, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -449,6 +461,13 @@ class ForwardBackward:
         hidden: torch.Tensor,
         referred: Mapping[OpSlice, Referred],
     ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
+        spans = {
+            start: of_slice
+            for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
+            if (of_slice := passes[op_slice.owner].spans(op_slice, start))
+        }
+        row_count = len(hidden)
+        hidden, starts = repeat(hidden, spans)
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
         inputs: dict[OpSlice, HeadInput] = {}
@@ -462,20 +481,13 @@ class ForwardBackward:
                 given = (datums, op.temperature, part, referred[op_slice])
                 results[op_slice] = self._kl_head.compare(*given, *states)
             else:
-                inputs[op_slice] = self._head.input(op, op_slice, part, segment.start)
+                start = starts.get(segment.start, segment.start)
+                inputs[op_slice] = self._head.input(op, op_slice, part, start)
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
-        return results, hidden_grad
-
-
-def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+        if batch.needs_grad:
+            fold(hidden_grad, spans, starts)
+        return results, hidden_grad[:row_count]
 
 
 def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:

@@ -11,12 +11,20 @@ import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.ops import (
+    Failure,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    UpcomingBatch,
+)
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import LOSSES, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
+from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
@@ -41,6 +49,7 @@ class PassState:
     """
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
     shapes: Sequence[tuple[int, ...]] = ()  # of the results
+    shared: Sequence[int] = ()  # tokens of each datum whose rows may belong to an earlier one
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
@@ -89,9 +98,22 @@ class PassState:
         """Number of tokens that have run in this cycle."""
         return self.done_rows - self.rows_before
 
-    def cut(self, at: int, limit: int) -> None:
-        """Cut the pass, with index `at` among the running ones, into slices of at most `limit`
-        tokens.
+    def shared_in(self, op_slice: OpSlice) -> Sequence[int]:
+        """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
+        return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
+
+    def spans(self, op_slice: OpSlice, start: int) -> list[Span]:
+        """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
+        shared = self.shared_in(op_slice)
+        datums = self.op.datums[op_slice.first : op_slice.last]
+        return (
+            spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
+        )
+
+    def cut(self, at: int, limit: int, *, shares: bool) -> None:
+        """Cut the pass, with index `at` among the running ones, into slices of at most `limit` rows.
+
+        With `shares`, neighbouring datums share the rows of a common prompt.
         """
         if self.rows or self.long:  # the rest of an open pass was cut when it started
             self.slices = deque(replace(each, owner=at) for each in self.slices)
@@ -101,9 +123,19 @@ class PassState:
         columns = [math.prod(shape[1:]) for shape in self.shapes]
         if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
             limit, self.is_exact = self.op.slice_tokens, False
-        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
+        self.shared = [0] * len(lengths)
+        if shares and isinstance(self.op, Pass) and _can_share(self.op):
+            self.shared = shared_prompts([datum.tokens for datum in self.op.datums])
+        needs_grad = self.op.needs_grad
+        cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
+        self.slices = deque(cuts)
         if not self.slices:
-            self.output = output_of(self.op, [], 0.0)
+            self.output = output_of(self.op, [], 0.0, 0)
+
+
+def _can_share(op: Pass) -> bool:
+    """Return False if equal tokens of two datums may be computed in different ways."""
+    return all(datum.routed_experts is None and not datum.images for datum in op.datums)
 
 
 def collect(
@@ -149,7 +181,7 @@ def finish(passes: Sequence[PassState]) -> None:
             if isinstance(done.op, Pass) and abs(loss_sum) > STEEP_LOSS:
                 record_steepest(done.adapter, done.op, found)
         done.output = (
-            output_of(done.op, found, loss_sum)
+            output_of(done.op, found, loss_sum, done.rows)
             if is_finite
             else not_finite(done.op, found, done.adapter)
         )
@@ -196,13 +228,14 @@ def give_up(failed: PassState, failure: Failure) -> None:
 
 
 def output_of(
-    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
+    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float, rows: int
 ) -> PassOutput | ReverseKlOutput:
-    """Return the output of a complete pass; `found` are log-probabilities or divergences, per
-    datum.
+    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or
+    divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
-        return PassOutput(found, loss_sum, drift(op, found))
+        tokens = sum(len(datum.tokens) for datum in op.datums)
+        return PassOutput(found, loss_sum, drift(op, found), tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
@@ -275,6 +308,17 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
                 " which bounds the ratio."
             )
     return ""
+
+
+def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
 
 
 class OpenPasses:
