@@ -160,7 +160,7 @@ def test_equal_tokens_with_different_images_share_no_rows(
     both = logprobs(engine, [one, other])
     single = [logprobs(engine, [each])[0] for each in (one, other)]
     assert all(map(np.array_equal, both, single))
-    assert not np.array_equal(*both)
+    assert not np.array_equal(both[0], both[1])
 
 
 def test_a_broken_image_fails_alone(model_folder: Callable[..., Path]) -> None:
