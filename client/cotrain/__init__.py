@@ -14,6 +14,7 @@ with ServiceClient() as service:
 """
 
 from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
+from cotrain.clients.evaluation import Evaluation
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
@@ -66,6 +67,7 @@ __all__ = [
     "Datum",
     "DmelChunk",
     "EncodedTextChunk",
+    "Evaluation",
     "ForwardBackwardOutput",
     "Future",
     "LoraConfig",

@@ -3,11 +3,13 @@ the engine's outputs.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol, TypeAlias
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, decode_loss, loss_and_metrics
+from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
@@ -25,10 +27,12 @@ from cotrain_workers.engine.ops import (
     GraphNode,
     HostOptimizer,
     HostWeights,
+    Image,
     Import,
     KlDatum,
     Load,
     LossGraph,
+    NoteOutput,
     Op,
     OptimStep,
     Pass,
@@ -60,8 +64,8 @@ Decoded: TypeAlias = dict[str, Pass | Failure]
 
 def engine_op(
     op: QueuedOp, body: bytes, checkpoints: Checkpoints, decoded: Decoded | None = None
-) -> Op | Failure:
-    """Decode one op; a Failure when it was rejected at the door or cannot be read.
+) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read.
 
     A pass whose body is in `decoded` shares its arrays. Other passes are added.
     """
@@ -81,6 +85,8 @@ def engine_op(
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
             return import_op(op, body)
+        case OpKind.METRICS | OpKind.REWIND:
+            return NoteOutput()
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])
@@ -98,7 +104,8 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         run=op.run,
         seq=op.seq,
         datums=[
-            Datum(datum.tokens, datum.inputs, datum.routed_experts) for datum in request.datums
+            Datum(datum.tokens, datum.inputs, datum.routed_experts, _images(datum.images))
+            for datum in request.datums
         ],
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
@@ -127,6 +134,10 @@ def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Fa
         return known
     needs_grad = op.kind is OpKind.FORWARD_BACKWARD
     return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)
+
+
+def _images(images: Sequence[BodyImage]) -> list[Image]:
+    return [Image(**vars(each)) for each in images]
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:

@@ -16,7 +16,8 @@ from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import checkpoint_url
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.retention import delete_all
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.session import Outcome, Session
@@ -196,7 +197,7 @@ class ServiceClient:
         `fn(logprobs, …)` receives the log-probs of a datum's targets, and the `loss_fn_inputs` that its other
         parameters name. `input_ranks` has the number of axes of each. It returns a scalar tensor and a dict of
         scalar tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`. The server adds the losses of all
-        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/losses.md.
+        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/custom-losses.md.
         """
         loss, name = trace(fn, input_ranks), getattr(fn, "__name__", "loss")
         self._losses += 1
@@ -258,6 +259,12 @@ class ServiceClient:
         await self._transport.delete(checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
+
+    async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
+        """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
+        return await delete_all(RestCalls(self._transport), paths)
+
+    delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
     async def _download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None

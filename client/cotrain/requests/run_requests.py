@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.chunks import chunks_of, combine
+from cotrain.requests.chunks import chunks_of, combine, cut
 from cotrain.requests.connection import Connection, check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
@@ -117,6 +117,26 @@ class RunRequests:
 
         method = "forward" if forward_only else "forward_backward"
         return self._send("forward_backward", requests, wait, method)
+
+    def forwards_over(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+    ) -> list[Future[ForwardBackwardOutput]]:
+        """POST forwards as the run's next requests, in parts as large as the server's chunk size.
+
+        Raises UnsupportedInput for a datum that is not text.
+        """
+        config = self._connection.known_config
+        parts = cut(
+            encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
+        )
+        requests = [
+            wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True)
+            for part in parts
+        ]
+        return [self._send("forward_backward", [each], self._pass_result) for each in requests]
 
     def pass_twice(
         self, data: Sequence[Datum], custom: CustomPass

@@ -1,4 +1,4 @@
-"""Endpoints forward, forward_backward, optim_step and sweep_pass: check, accept, and answer at once.
+"""Endpoints forward, forward_backward, optim_step, sweep_pass, log_metrics and rewind: check, accept, and answer at once.
 
 A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
 an answer that waited for an earlier chunk would never end.
@@ -13,7 +13,9 @@ from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
+    LogMetricsRequest,
     OptimStepRequest,
+    RewindRequest,
     SweepFutures,
     UntypedAPIFuture,
 )
@@ -30,10 +32,13 @@ from cotrain_server.http.tenant_routes import (
 from cotrain_server.requests.passes import (
     Op,
     ParsedPass,
+    metrics_op,
     pass_op,
     read_binary_pass,
+    read_fields,
     read_json_pass,
     read_step,
+    rewind_op,
     step_op,
 )
 from cotrain_server.requests.submission import idempotency_key, submit
@@ -43,6 +48,7 @@ from cotrain_store.errors import BaseModelNotServed, Reason, Refused, RunNotFoun
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
 from cotrain_store.oplog.joint_intake import JointOp
+from cotrain_store.oplog.reader import metric_names
 
 router = tenant_router("training", kind=DataRoute)
 
@@ -70,6 +76,25 @@ async def optim_step(
     step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
+
+
+@router.post("/log_metrics", **queued_body(LogMetricsRequest))
+async def log_metrics(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue metrics for the run's history, after all earlier requests of the run."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    known = await metric_names(services.connection, run.id)
+    return await submit(services, run, wanted.seq, metrics_op(wanted, known))
+
+
+@router.post("/rewind", **queued_body(RewindRequest))
+async def rewind(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
+    """Queue the return of a run to its state after an earlier optimizer step."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    return await submit(services, run, wanted.seq, rewind_op(wanted))
 
 
 @router.post("/sweep_pass", response_model_exclude_none=True, openapi_extra=body_of(binary=True))
@@ -147,7 +172,7 @@ async def _pass_op(
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser
     try:
-        if not addressed.is_read:
+        if addressed.has_images or not addressed.is_read:
             return await parser.run_in_child(tenant.id, pass_op, addressed, pool)
         if is_json:
             return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)

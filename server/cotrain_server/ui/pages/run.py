@@ -11,7 +11,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
-from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
+from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
 from cotrain_server.ui.data.runs import (
     STATES,
     keeps,
@@ -29,13 +29,14 @@ from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
 from cotrain_server.views.server_status import list_workers
+from cotrain_server.views.waiting import read_why
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
-from cotrain_store.oplog.reader import read_history
+from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.policies import read_pauses
 from cotrain_store.tenants.run_list import LabelQuery
@@ -53,6 +54,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     names = await tenant_names(services.connection, {run.tenant})
     pauses = await read_pauses(services.connection)
     points = await read_history(services.connection, run.id)
+    metrics = await read_metrics(services.connection, run.id)
     ops = await newest_ops(services.connection, run, position.accepted, OPS_SHOWN)
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
@@ -60,6 +62,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
+        "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -77,7 +80,11 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
         "accepted": position.accepted,
         "points": len(points),
         "newest": position.newest,
-        "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else [])],
+        "charts": [
+            *curves_of({run.id: points}),
+            *([evaluation] if evaluation else []),
+            *metric_charts(metrics),
+        ],
         "log": log,
         "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
         "cycles_read": READ_AT_ONCE,
@@ -95,6 +102,8 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
         "created_at": record.created_at,
         "expires_at": record.expires_at,
         "public": record.public,
+        "step": record.step,
+        "metrics": dict(record.metrics),
     }
 
 
