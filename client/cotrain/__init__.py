@@ -14,10 +14,13 @@ with ServiceClient() as service:
 """
 
 from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
+from cotrain.clients.evaluation import Evaluation
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
-from cotrain.clients.training import TrainingClient, TrainOutput
+from cotrain.clients.sweep import Sweep, SweepOutput, Trial
+from cotrain.clients.train_output import TrainOutput
+from cotrain.clients.training import TrainingClient
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.requests.futures import Future, Submitted
 from cotrain.transport.retries import RetryPolicy
@@ -64,6 +67,7 @@ __all__ = [
     "Datum",
     "DmelChunk",
     "EncodedTextChunk",
+    "Evaluation",
     "ForwardBackwardOutput",
     "Future",
     "LoraConfig",
@@ -85,11 +89,14 @@ __all__ = [
     "ServiceClient",
     "StopReason",
     "Submitted",
+    "Sweep",
+    "SweepOutput",
     "TensorData",
     "TensorDtype",
     "TrainOutput",
     "TrainingClient",
     "TrainingRun",
+    "Trial",
     "__version__",
     "data",
     "exceptions",

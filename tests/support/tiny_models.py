@@ -20,6 +20,7 @@ from tokenizers import (
     processors,
     trainers,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cotrain_workers.engine.model.families import auto_class
 
@@ -97,6 +98,12 @@ MINISTRAL3: Mapping[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+#: Positions of images in time, height and width.
+MROPE: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "mrope_section": [4, 2, 2],
+}
 GEMMA4: Mapping[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -175,6 +182,8 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     "jais2": ("Jais2Config", {"head_dim": 16}),
+    "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 16, "rope_parameters": dict(MROPE)}),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", {"rope_parameters": dict(MROPE)}),
 }
 SIX_EXPERTS: Mapping[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 #: Shared experts, and a first layer without experts.
@@ -252,15 +261,88 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
     "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
     "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": dict(MROPE),
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
+}
+HYBRID: Mapping[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # The gated norm of small outputs multiplies rounding errors by up to 1 / sqrt(eps).
+    "rms_norm_eps": 1e-2,
+}
+HYBRID_MIXTURE: Mapping[str, Any] = {
+    **HYBRID,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 1e-2,
+}
+HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", HYBRID_MIXTURE),
+    "qwen3_5": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3_5-wrapped": ("Qwen3_5Config", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", HYBRID_MIXTURE),
+    "qwen3_5_moe-wrapped": ("Qwen3_5MoeConfig", HYBRID_MIXTURE),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **MULTIPLIED,
+            **SIX_EXPERTS,
+            "layer_types": HYBRID["layer_types"],
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**MAMBA, "mamba_d_ssm": 48, "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 2.0]},
+    ),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
 }
 #: All families.
-EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
+EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES, **HYBRIDS}
 #: Text models of the models with a vision tower.
 TEXT_OF: Mapping[str, str] = {
     "Gemma3Config": "gemma3_text",
     "Gemma4Config": "gemma4_text",
     "Gemma4UnifiedConfig": "gemma4_unified_text",
     "Mistral3Config": "ministral3",
+    "Qwen3_5Config": "qwen3_5_text",
+    "Qwen3_5MoeConfig": "qwen3_5_moe_text",
+    "Qwen3VLConfig": "qwen3_vl_text",
+    "Qwen3VLMoeConfig": "qwen3_vl_moe_text",
+    "Qwen2_5_VLConfig": "qwen2_5_vl_text",
 }
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,
@@ -269,6 +351,32 @@ TOWER: Mapping[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+#: Towers of the models that read images. A token is 8 x 8 pixels.
+QWEN_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.15,
+}
+QWEN3_TOWER: Mapping[str, Any] = {
+    **QWEN_TOWER,
+    "hidden_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3VLConfig": QWEN3_TOWER,
+    "Qwen3VLMoeConfig": QWEN3_TOWER,
+    "Qwen2_5_VLConfig": {
+        **QWEN_TOWER,
+        "hidden_size": 32,
+        "window_size": 16,  # of 2 x 2 tokens
+        "fullatt_block_indexes": [1],
+    },
 }
 
 
@@ -300,7 +408,7 @@ def build_tiny(
         kind = TEXT_OF[config_class]
         shape = {
             "text_config": {**shape, "model_type": kind},
-            "vision_config": dict(TOWER),
+            "vision_config": {**TOWERS.get(config_class, TOWER), "out_hidden_size": hidden},
             "mm_tokens_per_image": 4,
             "image_token_id": 3,
             "image_token_index": 3,
@@ -313,7 +421,19 @@ def build_tiny(
         if tied:
             model.tie_weights()
     model.save_pretrained(folder)
+    if config_class in TOWERS:
+        write_image_settings(folder)
     return folder
+
+
+def write_image_settings(folder: Path) -> None:
+    """Write the preprocessing of images: 4 to 64 tokens for each of them."""
+    Qwen2VLImageProcessorPil(
+        patch_size=QWEN_TOWER["patch_size"],
+        size={"shortest_edge": 4 * 64, "longest_edge": 64 * 64},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(folder)
 
 
 def build_tiny_qwen3(

@@ -34,6 +34,7 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
+    WaitReason,
 )
 from cotrain.wire.runs import UnloadModelRequest, UntypedAPIFuture
 from cotrain.wire.sampling import GetSamplerResponse
@@ -158,6 +159,10 @@ class RestClient:
         """Return losses, gradient norms and learning rates of a run, for steps after `after_step`."""
         path = url_of("training_runs", training_run_id, "history")
         return self._get(path, TrainingRunHistory, after_step=after_step)
+
+    def get_wait_reason(self, training_run_id: str) -> Future[WaitReason]:
+        """Return the cause for which a run waits: `.reason` is one sentence, `.cause` a word for programs."""
+        return self._get(url_of("training_runs", training_run_id, "why"), WaitReason)
 
     # ---- Checkpoints -----------------------------------------------------------------------------
 
@@ -345,6 +350,7 @@ class RestClient:
     update_training_run_async = update_training_run
     end_training_run_async = end_training_run
     get_training_run_history_async = get_training_run_history
+    get_wait_reason_async = get_wait_reason
     get_training_run_by_tinker_path_async = get_training_run_by_tinker_path
     list_checkpoints_async = list_checkpoints
     list_user_checkpoints_async = list_user_checkpoints

@@ -16,10 +16,12 @@ from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import checkpoint_url
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.retention import delete_all
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.session import Outcome, Session
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
@@ -115,6 +117,27 @@ class ServiceClient:
     create_lora_training_client, create_lora_training_client_async = both_ways(
         _create_lora_training_client
     )
+
+    async def _create_sweep(
+        self,
+        base_model: str,
+        settings: Sequence[Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        note: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> Sweep[TrainingClient]:
+        """Create runs with different settings that train on the same batches, each sent once.
+
+        Each entry of `settings` has any of `lr` (or `learning_rate`), `rank`, `seed`, and the other fields of
+        `LoraConfig` and `AdamParams`. Runs without a `seed` get the same one. A sweep has at most 64 runs.
+        They have the tag `sweep:NAME`. Raises UnsupportedInput for an unknown setting, and the errors of
+        `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
+        """
+        labels = Labels(note, list(tags))
+        return await self._runs.sweep(base_model, settings, name, labels)
+
+    create_sweep, create_sweep_async = both_ways(_create_sweep)
 
     async def _create_training_client_from_state(
         self,
@@ -236,6 +259,12 @@ class ServiceClient:
         await self._transport.delete(checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
+
+    async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
+        """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
+        return await delete_all(RestCalls(self._transport), paths)
+
+    delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
     async def _download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None

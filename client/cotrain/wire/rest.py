@@ -78,6 +78,10 @@ class Checkpoint(WireModel):
     expires_at: datetime | None = None
     """None: the checkpoint does not expire."""
     base_model: str | None = None
+    step: int | None = None
+    """Optimizer steps of its run before the save."""
+    metrics: dict[str, float] | None = None
+    """Metrics that its run received between that step and the save."""
 
 
 class CheckpointsListResponse(WireModel):
@@ -119,6 +123,23 @@ class TrainingRun(WireModel):
     """Loss of the newest step in nats per token; None before the first step, and without weights."""
     failed_requests: int | None = None
     """Number of requests of an own run that failed."""
+    rewind_from: int | None = None
+    """Oldest step to which `run.rewind` can return; only set when the owner requests this run by id."""
+
+
+WaitCause = Literal[
+    "ended", "failed", "idle", "quota", "paused", "no_scheduler", "no_worker", "restarting", "restoring", "draining",
+    "gap", "running", "large_pass", "disk", "gather", "share", "cycle",
+]  # fmt: skip
+
+
+class WaitReason(WireModel):
+    """GET training_runs/{run}/why: the cause for which a run waits."""
+
+    training_run_id: str
+    cause: WaitCause
+    reason: str
+    """The cause in one sentence, with its numbers."""
 
 
 class UpdateTrainingRunRequest(WireModel):
@@ -179,12 +200,28 @@ class HistoryPoint(WireModel):
         return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
 
 
+class MetricPoint(WireModel):
+    """Value of an own metric, or of an evaluation."""
+
+    step: int
+    """Number of optimizer steps before it."""
+    steps: int
+    """Number of consecutive points that this one replaces, itself included."""
+    seq: int
+    """Seq of its request in the run's log."""
+    time_s: float
+    """Time when it was recorded, in seconds since the epoch."""
+    value: float
+
+
 class TrainingRunHistory(WireModel):
     """GET training_runs/{run}/history."""
 
     training_run_id: str
     points: list[HistoryPoint]
     """Points in the order of the run's log."""
+    metrics: dict[str, list[MetricPoint]] = Field(default={})
+    """Metrics of `run.log` and `run.evaluate` by name, each in the order of the run's log."""
 
 
 # ---- Sessions ------------------------------------------------------------------------------------

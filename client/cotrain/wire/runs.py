@@ -57,6 +57,8 @@ __all__ = [
     "RequestFailedResponse",
     "ReverseKlDatum",
     "ReverseKlResponse",
+    "SweepFuture",
+    "SweepFutures",
     "TryAgainResponse",
     "UnloadModelRequest",
     "UnloadModelResponse",
@@ -338,12 +340,87 @@ class OptimStepResponse(WireModel):
     """`grad_norm`: L2, over the whole adapter, before it was scaled down; `clock_cycle:unique`."""
 
 
+MAX_METRICS = 64
+"""Maximum number of metrics in one request."""
+
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@ -]{0,127}$")]
+"""Up to 128 letters, digits, spaces, `_`, `.`, `/`, `@` and `-`, as in `eval/nll`."""
+
+
+class LogMetricsRequest(SequencedRequest):
+    """POST log_metrics: add metrics to the run's history, or begin or end an evaluation."""
+
+    metrics: dict[MetricName, float] = Field(default={}, max_length=MAX_METRICS)
+    """Finite numbers by name."""
+    evaluation: MetricName | None = None
+    """Metric of an evaluation: the loss per weight of the forwards since its begin."""
+    passes: int = Field(default=0, ge=0, lt=2**31)
+    """Number of these forwards; 0 begins the evaluation."""
+
+
+class LogMetricsResponse(WireModel):
+    """Result of log_metrics: the metrics are in the history."""
+
+    type: Literal["log_metrics"] = "log_metrics"
+
+
+class RewindRequest(SequencedRequest):
+    """POST rewind: return a run to its state after an earlier optimizer step."""
+
+    step: int = Field(ge=0, lt=2**53)
+    """Number of optimizer steps at that state; 0 is the start of the run."""
+
+
+class RewindResponse(WireModel):
+    """Result of a rewind."""
+
+    step: int
+    """Number of optimizer steps of the run now."""
+    seq: int
+    """Seq in the run's log of the op after which it continues."""
+    type: Literal["rewind"] = "rewind"
+
+
 class UntypedAPIFuture(WireModel):
     """Response to every queued request: the id for polling its result."""
 
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+
+
+MAX_SWEEP_RUNS = 64
+"""Maximum number of runs in one request. Redis accepts their ops in one script, at 0.1 ms each."""
+
+
+class ForkRunRequest(WireModel):
+    """POST fork_run: create runs with the weights and the optimizer state of an unnamed save."""
+
+    session_id: Name
+    sampling_session_id: Name
+    """Sampler of the save, which had `optimizer` set."""
+    model_seq_ids: Annotated[list[ModelSeqId], Field(min_length=1, max_length=MAX_SWEEP_RUNS)]
+    user_metadata: Annotated[list[dict[str, Any]], Field(max_length=MAX_SWEEP_RUNS)] | None = None
+    """One for each run."""
+    tags: Tags | None = None
+    type: Literal["fork_run"] = "fork_run"
+
+
+class SweepFuture(WireModel):
+    """Requests of one run of a sweep: the pass, and its optimizer step, if any."""
+
+    model_id: str
+    request_ids: list[str] = Field(default=[])
+    error: str | None = None
+    """Reason why this run accepts no further requests; the other runs are not affected."""
+    status_code: int = 200
+    """HTTP status of `error`, as for a request of this run alone."""
+
+
+class SweepFutures(WireModel):
+    """Response to POST sweep_pass: one entry for each run, in the order sent."""
+
+    runs: list[SweepFuture]
 
 
 class FutureRetrieveRequest(WireModel):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self, TypeVar
@@ -21,9 +21,17 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
+from cotrain.wire.runs import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LogMetricsRequest,
+    MuonParams,
+    OptimStepRequest,
+    RewindRequest,
+)
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
+from cotrain_server.requests.images import image_reader
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     TooManyObjects,
@@ -31,17 +39,19 @@ from cotrain_server.requests.pass_scan import (
     strip_unknown_fields,
 )
 from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
-from cotrain_store.bodies.pass_body import decode_pass, parse_pass
+from cotrain_store.bodies.pass_body import decode_pass, has_images, locate_images, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_store.messages.ids import SamplerId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.runs import MetricsEntry, PoolRecord
 
 #: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
 #: 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
 #: A loss uses one or two axes. The product of millions of axes would take minutes.
 MAX_AXES = 8
+#: Maximum number of metrics of one run.
+MAX_NAMES = 128
 #: Fields that are parsed at once: 1,500 datums with three inputs. A field takes as long as a JSON
 #: value. A larger pass is parsed in a child process.
 FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
@@ -112,6 +122,8 @@ class ParsedPass:
     forward_only: bool = False  # endpoint of a pass that is not parsed yet
     is_read: bool = True
     """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
+    has_images: bool = False
+    """True: `pass_op` decodes images, which only a child process may do. Unknown before it is parsed."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +160,33 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return ParsedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+    return _parsed(address, message, "", _canonical(message))
+
+
+def _parsed(
+    address: RunRequest, message: PassMessage | None, refusal: str, content: bytes
+) -> ParsedPass:
+    with_images = message is not None and has_images(message)
+    return ParsedPass(
+        address.model_id, address.seq_id, message, refusal, content, has_images=with_images
+    )
+
+
+def read_sweep_pass(body: bytes) -> ParsedPass:
+    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
+
+    Raises:
+        Unreadable: not the message, or with a run of its own.
+    """
+    try:
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+    except TooManyObjects:
+        return ParsedPass("", None, None, "", body, is_read=False)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if message.model_id or message.seq_id:
+        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
+    return ParsedPass("", None, message, "", _canonical(message))
 
 
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
@@ -186,7 +224,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     except UnsupportedInput as error:
         refusal = str(error)
     content = canonical_json(fields) if message is None else _canonical(message)
-    return ParsedPass(address.model_id, address.seq_id, message, refusal, content)
+    return _parsed(address, message, refusal, content)
 
 
 def read_fields(body: bytes) -> AddressedFields:
@@ -213,12 +251,16 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
         return Op.rejected(request.refusal, request.content)
     try:
         _refuse_vast_shapes(request.message)
+        body = request.content
+        if has_images(request.message):
+            locate_images(request.message, image_reader(pool, "data"))
+            body = _canonical(request.message)
         decoded = decode_pass(request.message)
         check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
         return Op.rejected(str(error), request.content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
+    return Op(kind, body, decoded.num_tokens, digest_of(request.content))
 
 
 def _read_all(request: ParsedPass) -> ParsedPass:
@@ -247,6 +289,37 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     except Invalid as error:
         refusal = str(error)
     return Op.rejected(refusal, content)
+
+
+def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
+    """Check metrics and return their op. `known` are the names in the run's history."""
+    content = canonical_json(request.fields)
+
+    def make() -> Op:
+        wanted = LogMetricsRequest.model_validate(request.fields)
+        names = {*wanted.metrics, wanted.evaluation or ""} - {"", *known}
+        if not wanted.metrics and not wanted.evaluation:
+            raise Invalid("metrics is empty: pass a number by name.")
+        if len(known) + len(names) > MAX_NAMES:
+            raise Invalid(
+                f"metrics: {min(names)!r} would be one name too many. A run may have {MAX_NAMES} of them."
+            )
+        entry = MetricsEntry(wanted.metrics, wanted.evaluation or "", wanted.passes)
+        return Op(OpKind.METRICS, encode(entry).encode(), 0, digest_of(content))
+
+    return op_or_refusal(make, content)
+
+
+def rewind_op(request: AddressedFields) -> Op:
+    """Check a rewind and return its op. Its worker checks that the log of the run reaches the step."""
+    content = canonical_json(request.fields)
+
+    def make() -> Op:
+        wanted = RewindRequest.model_validate(request.fields)
+        body = json.dumps({"step": wanted.step}).encode()
+        return Op(OpKind.REWIND, body, 0, digest_of(content))
+
+    return op_or_refusal(make, content)
 
 
 def _step_op(fields: dict[str, Any]) -> Op:

@@ -20,6 +20,7 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
+    WaitReason,
 )
 from cotrain_server.http.tenant_routes import (
     Limit,
@@ -29,9 +30,10 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     tenant_router,
 )
-from cotrain_server.views.records import checkpoint_of, csv_of, history_of, training_run_of
+from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
 from cotrain_server.views.session_search import has_checkpoint, may_find, time_at, us_of
-from cotrain_store.oplog.reader import read_history
+from cotrain_server.views.waiting import read_why
+from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 
@@ -91,7 +93,14 @@ async def get_training_run(
     positions = await services.run_list.positions([entry.run], time.time())
     shown = training_run_of(entry, tenant.id, positions[entry.run.id])
     notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
-    return shown.model_copy(update={"waiting": notice})
+    oldest = await oldest_rewind(services.connection, entry.run.pool, entry.run.id)
+    return shown.model_copy(update={"waiting": notice, "rewind_from": oldest})
+
+
+@router.get("/training_runs/{run_id}/why")
+async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> WaitReason:
+    """Return the cause for which a run waits, in one sentence."""
+    return await read_why(services, await services.records.run(tenant.id, run_id))
 
 
 @router.patch("/training_runs/{run_id}")
@@ -131,7 +140,8 @@ async def get_history(
     )
     if wants_csv:
         return Response(csv_of(points), media_type="text/csv")
-    return history_of(run.id, points)
+    metrics = await read_metrics(services.connection, run.id, after_step)
+    return TrainingRunHistory(training_run_id=run.id, points=points, metrics=metrics)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")

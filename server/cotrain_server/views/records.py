@@ -12,9 +12,8 @@ from cotrain.wire.rest import (
     CheckpointType,
     HistoryPoint,
     TrainingRun,
-    TrainingRunHistory,
 )
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
@@ -41,6 +40,8 @@ def checkpoint_of(record: CheckpointRecord, run: RunRecord | None = None) -> Che
         user_metadata=text_by_name(record.user_metadata),
         expires_at=None if record.expires_at is None else utc(record.expires_at),
         base_model=run.base_model if run else None,
+        step=record.step,
+        metrics=dict(record.metrics) or None,
     )
 
 
@@ -107,11 +108,6 @@ def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
 def utc(seconds: float) -> datetime:
     """Return a time in UTC from seconds since the epoch."""
     return datetime.fromtimestamp(seconds, UTC)
-
-
-def history_of(run: RunId, points: Sequence[HistoryPoint]) -> TrainingRunHistory:
-    """Return a history in wire format."""
-    return TrainingRunHistory(training_run_id=run, points=list(points))
 
 
 def csv_of(points: Sequence[HistoryPoint]) -> str:

@@ -18,7 +18,7 @@ from cotrain_workers.engine.lora.quantized import (
 )
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts
+from cotrain_workers.engine.model import experts, linear_attention
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
@@ -46,6 +46,7 @@ from cotrain_workers.engine.model.rotary import (
     fix_frequencies,
     rope_types,
 )
+from cotrain_workers.engine.model.vision import Vision, read_processor
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import Target, has_experts
@@ -113,8 +114,10 @@ class BaseModel:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     kv: KvShape
+    states: tuple[linear_attention.StateShape, ...]  # of the layers with a state
     lock_step: LockStep
     expert_choices: ExpertChoices | None  # None: no experts, or layers with other numbers of them
+    vision: Vision | None = None  # None: it reads text only
 
 
 def load_base_model(
@@ -149,7 +152,12 @@ def _load(
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    skeleton = drop_towers(make_skeleton(config))
+    processor = None
+    if MODEL_TYPES[config.model_type].reads_images:
+        processor = read_processor(model, local_files_only=local_files_only)
+    skeleton = make_skeleton(config)
+    if processor is None:
+        drop_towers(skeleton)
     needed_bytes = skeleton.num_parameters() * dtype.itemsize
     refuse_too_large(needed_bytes)  # quantized after they are read
     names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
@@ -158,9 +166,11 @@ def _load(
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
-    network = drop_towers(
-        read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
+    network = read_weights(
+        model, auto_class(config), dtype=dtype, local_files_only=local_files_only
     )
+    if processor is None:
+        drop_towers(network)
     if quantization != "none":
         refuse_not_finite(network.named_parameters())  # NaN would become an integer
         quantize(network, names, quantization)
@@ -172,7 +182,7 @@ def _load(
         raise
     refuse_not_finite((*network.named_parameters(), *network.named_buffers()))
     refuse_failing(network)
-    return make_base_model(network, config, Alone())
+    return make_base_model(network, config, Alone(), processor)
 
 
 @torch.no_grad()
@@ -195,8 +205,13 @@ def refuse_failing(network: Any) -> None:
         )
 
 
-def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
-    """Return a base model with our modules in place; weights may be loaded later (device `meta`)."""
+def make_base_model(
+    network: Any, config: Any, lock_step: LockStep, processor: Any = None
+) -> BaseModel:
+    """Return a base model with our modules in place; weights may be loaded later (device `meta`).
+
+    With the `processor` of its images it has a vision tower.
+    """
     text, backbone = config.get_text_config(), decoder_of(network)
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
@@ -205,7 +220,8 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     adapt(network, targets, router)
     fix_frequencies(backbone)
     scale_outputs(backbone, kind.logit_factor(text))
-    recompute = Recompute()
+    vision = Vision(network, processor, router) if processor is not None else None
+    recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
     return BaseModel(
         backbone=backbone,
@@ -226,9 +242,11 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         num_parameters=num_parameters,
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(text),
+        kv=kv_shape(text, len(attentions(backbone))),
+        states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
         expert_choices=experts.choices_of(backbone, text),
+        vision=vision,
     )
 
 
@@ -259,8 +277,8 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     return {UNEMBED: base.head_weight, **whole}
 
 
-def kv_shape(config: Any) -> KvShape:
-    """Return the size of a token's keys and values."""
+def kv_shape(config: Any, layers: int) -> KvShape:
+    """Return the size of a token's keys and values in some layers."""
     shapes = [
         (
             each.num_key_value_heads,
@@ -272,7 +290,13 @@ def kv_shape(config: Any) -> KvShape:
         for each in layer_configs(config)
     ]
     others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
-    return KvShape(config.num_hidden_layers, *shapes[0], others)
+    return KvShape(layers, *shapes[0], others)
+
+
+def attentions(decoder: Any) -> list[Any]:
+    """Return the attention modules of a decoder, in the order of layers. Some layers of hybrids have none."""
+    found = (getattr(layer, "self_attn", None) for layer in decoder.layers)
+    return [each for each in found if each is not None]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -411,5 +435,5 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = decoder_of(network)
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, layer in enumerate(decoder.layers):
-        attn.attach(layer.self_attn, router, number)
+    for number, attention in enumerate(attentions(decoder)):
+        attn.attach(attention, router, number)

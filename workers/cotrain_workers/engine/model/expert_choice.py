@@ -7,9 +7,10 @@ gradients. Tokens without given experts have the same bits as without replacemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -39,6 +40,23 @@ def expert_choices(config: Any, experts: Sequence[int]) -> ExpertChoices | None:
         return None
     (k,) = chosen
     return ExpertChoices(len(experts), k, experts[0]) if isinstance(k, int) else None
+
+
+def experts_of_rows(
+    choices: ExpertChoices | None, rows: int, given: Iterable[tuple[int, np.ndarray]]
+) -> np.ndarray | None:
+    """Return the given experts of the rows of a packed row, int16 `[layers, T, k]`; None if there are none.
+
+    `given` contains first rows, and the experts `[n, layers, k]` of the rows from there on.
+    """
+    found = None
+    for start, experts in given:
+        if choices is None:
+            break
+        if found is None:
+            found = np.full((choices.layers, rows, choices.chosen), NOT_GIVEN, np.int16)
+        found[:, start : start + len(experts)] = experts.swapaxes(0, 1)
+    return found
 
 
 class GivenExperts(TorchFunctionMode):

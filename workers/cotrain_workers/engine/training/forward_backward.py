@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from cotrain_workers.engine.cycle import Yielding
@@ -21,12 +20,13 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import NOT_GIVEN
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import Datum, KlDatum, Pass, ReverseKl, UpcomingBatch
+from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
@@ -50,6 +50,7 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
+    upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -85,9 +86,11 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
-        # The kernel of packed attention on CUDA takes queries and keys of one table.
-        self._shares_prompts = self._device.type == "cpu"
+        # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
+        # cannot begin with the state after its prompt.
+        self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
+        self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
@@ -167,6 +170,11 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
+            unusable = yield from self._images.compute(waiting[0], passes, cost)
+            if unusable is not None:
+                left = [batch.without(unusable) for batch in waiting]
+                waiting = deque(batch for batch in left if batch.op_slices)
+                continue
             began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
@@ -218,7 +226,7 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        upcoming = _upcoming(batch, passes)
+        upcoming = upcoming_batch(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -319,7 +327,7 @@ class ForwardBackward:
             of_earlier_slices = [
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
-            with self.watch(_upcoming(batch, passes)):
+            with self.watch(upcoming_batch(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
@@ -405,23 +413,14 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
-        return Route(segments, table, lora, self._given_experts(batch, datums)), row
-
-    def _given_experts(
-        self, batch: MicroBatch, datums: Sequence[Sequence[Datum | KlDatum]]
-    ) -> torch.Tensor | None:
-        """Return the experts that datums give to their tokens, int16 `[layers, T, k]`, or None."""
-        choices, given = self._base.expert_choices, None
-        for (start, _), each in zip(batch.spans, datums, strict=True):
-            for datum in each:
-                experts = datum.routed_experts if isinstance(datum, Datum) else None
-                if experts is not None and choices is not None:
-                    if given is None:
-                        shape = (choices.layers, batch.padded_tokens, choices.chosen)
-                        given = np.full(shape, NOT_GIVEN, np.int16)
-                    given[:, start : start + len(experts)] = experts.swapaxes(0, 1)
-                start += len(datum.tokens)
-        return None if given is None else to_device(given, self._device)
+        row, images = self._images.insert(batch, passes, row)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
+        on_device = None if experts is None else to_device(experts, self._device)
+        return Route(segments, table, lora, on_device, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -494,16 +493,6 @@ class ForwardBackward:
         if batch.needs_grad:
             fold(hidden_grad, spans, starts)
         return results, hidden_grad[:row_count]
-
-
-def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
 
 
 def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:

@@ -11,7 +11,16 @@ import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.ops import (
+    Datum,
+    Failure,
+    KlDatum,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    UpcomingBatch,
+)
 from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
@@ -96,6 +105,14 @@ class PassState:
         """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
         return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
 
+    def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
+        datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
+        for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
+            if isinstance(datum, Datum) and datum.routed_experts is not None:
+                yield start, datum.routed_experts[shared:]
+            start += len(datum.tokens) - shared
+
     def spans(self, op_slice: OpSlice, start: int) -> list[Span]:
         """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
         shared = self.shared_in(op_slice)
@@ -118,18 +135,13 @@ class PassState:
         if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
             limit, self.is_exact = self.op.slice_tokens, False
         self.shared = [0] * len(lengths)
-        if shares and isinstance(self.op, Pass) and _can_share(self.op):
-            self.shared = shared_prompts([datum.tokens for datum in self.op.datums])
+        if shares and isinstance(self.op, Pass):
+            self.shared = shared_prompts(self.op.datums)
         needs_grad = self.op.needs_grad
         cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
         self.slices = deque(cuts)
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
-
-
-def _can_share(op: Pass) -> bool:
-    """Return False if equal tokens of two datums may be computed in different ways."""
-    return all(datum.routed_experts is None for datum in op.datums)
 
 
 def collect(
@@ -308,6 +320,17 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
                 " which bounds the ratio."
             )
     return ""
+
+
+def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
 
 
 class OpenPasses:
