@@ -239,8 +239,8 @@ def output_of(
     divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
-        tokens = sum(len(datum.tokens) for datum in op.datums)
         own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
+        tokens = sum(len(datum.tokens) for datum in op.datums)
         return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
