@@ -84,8 +84,9 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
-        # The kernel of packed attention on CUDA takes queries and keys of one table.
-        self._shares_prompts = self._device.type == "cpu"
+        # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
+        # cannot begin with the state after its prompt.
+        self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]

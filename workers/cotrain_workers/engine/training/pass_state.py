@@ -20,10 +20,11 @@ from cotrain_workers.engine.ops import (
     ReverseKl,
     ReverseKlOutput,
 )
+from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.losses import LOSSES, steepest_target
+from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
 
@@ -238,8 +239,9 @@ def output_of(
     divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
+        own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
         tokens = sum(len(datum.tokens) for datum in op.datums)
-        return PassOutput(found, loss_sum, drift(op, found), tokens - rows)
+        return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
@@ -258,10 +260,10 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
     """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper
     one.
     """
-    loss = LOSSES[op.loss_fn]
-    config = {**loss.defaults, **op.loss_config}
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
-        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+        loss = loss_of(op, [datum])
+        config = {**loss.defaults, **op.loss_config}
+        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in inputs_of(op, loss)}
         slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
         if adapter.steepest is None or slope > adapter.steepest.slope:
             index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))
@@ -274,7 +276,12 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
-        why = too_far_apart(op, found)
+        graph, needs_grad = op.graph, op.needs_grad
+        why = (
+            broken_datum(graph, op.datums, found, needs_grad=needs_grad)
+            if graph is not None
+            else too_far_apart(op, found)
+        )
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
@@ -297,7 +304,7 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
     """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if
     there is none.
     """
-    signs = LOSSES[op.loss_fn].unbounded_for
+    signs = loss_of(op, op.datums).unbounded_for
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         if not signs:
             break
