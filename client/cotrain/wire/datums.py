@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Listed, OneLine, in_a_sentence
+from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
 __all__ = [
@@ -143,20 +144,28 @@ class Datum(OneLine):
     * `sequence_ratio_mask`: float32 `[n]`, for gspo.
 
     For cross_entropy, targets and weights may also be `[n, K]`.
+
+    `routed_experts` replaces the router's choice in a mixture of experts: a row for each token of the model input, from
+    samples or `[n, layers, experts of a token]`.
     """
 
     model_config = ConfigDict(protected_namespaces=())
 
     model_input: ModelInput
     loss_fn_inputs: dict[str, TensorData] = Field(default_factory=dict)
+    routed_experts: RoutedExperts | None = None
 
     def __init__(
-        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any] | None = None,
+        routed_experts: Any = None,
     ) -> None:
         given = loss_fn_inputs or {}
         try:
             inputs = {name: as_tensor(name, value) for name, value in given.items()}
-            super().__init__(model_input=model_input, loss_fn_inputs=inputs)
+            experts = None if routed_experts is None else RoutedExperts.of(routed_experts)
+            super().__init__(model_input=model_input, loss_fn_inputs=inputs, routed_experts=experts)
         except ValidationError as refused:
             raise UnsupportedInput(in_a_sentence(refused)) from None
 

@@ -61,7 +61,7 @@ class TensorData(OneLine):
     ) -> None:
         if dtype not in _READ:
             raise UnsupportedInput(f"dtype is {dtype!r}: it must be 'int64' or 'float32'")
-        flat, found = _numbers(() if data is None else data, dtype)
+        flat, found = numbers_and_shape(() if data is None else data, dtype)
         is_sparse = sparse_crow_indices is not None or sparse_col_indices is not None
         if shape is None and len(found) != 1 and not is_sparse:
             shape = found
@@ -87,7 +87,7 @@ class TensorData(OneLine):
         if nested lists are ragged, or contain other types.
         """
         dtype = dtype or ("int64" if _are_whole(values) else "float32")
-        flat, shape = _numbers(values, dtype)
+        flat, shape = numbers_and_shape(values, dtype)
         return cls(data=flat, dtype=dtype, shape=shape)
 
     @classmethod
@@ -200,7 +200,7 @@ def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[An
         raise UnsupportedInput(name + in_a_sentence(refused)) from None
 
 
-def _numbers(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
+def numbers_and_shape(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
     """Convert numbers, nested or not; returns them flat, and their shape. Raises UnsupportedInput."""
     if hasattr(values, "tolist"):
         flat = values if len(values.shape) == 1 else values.reshape(-1)

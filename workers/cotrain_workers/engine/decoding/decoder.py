@@ -159,7 +159,7 @@ class EngineDecoder:
         scores = PromptScores(request) if asks_about_prompt(request) else None
         group = Group(request, self._arrivals, self._page_tokens, limit, scores)
         self._arrivals += 1
-        if group.generates_nothing and scores is None:
+        if group.generates_nothing and scores is None and not request.return_routed_experts:
             self._empty.append((request.id, output_of(group)))
             return
         self._groups[request.id] = group
@@ -273,18 +273,22 @@ class EngineDecoder:
     def _absorb(self, forward: Forward, log: StepLog) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
+            own = slice(span.row, span.row + chunk.stop - chunk.start)
+            experts = None if forward.experts is None else forward.experts[own].copy()
             if not isinstance(chunk, Chunk):
                 chunk.sequence.stored = chunk.stop
+                chunk.sequence.note_experts(experts)
                 continue
             group = chunk.sequence.group
-            hidden = forward.hidden[span.row :][: chunk.stop - chunk.start]
+            hidden = forward.hidden[own]
             log.prompt_tokens += chunk.stop - chunk.start
             if group.request.id not in self._groups:
                 continue  # an earlier page of this prompt failed
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
                 self._fail_not_finite(group, log)
                 continue
-            self.scheduler.memory.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+            last = hidden[-1].clone() if chunk.ends_prompt else None
+            self.scheduler.memory.store(chunk, last, experts)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
         """Compute log-probabilities of a page of a prompt; return False if they are not finite."""
@@ -305,6 +309,7 @@ class EngineDecoder:
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
+                sequence.group.finished[0] = sampled(sequence, "length")
                 self._finish(sequence.group, log)
             else:
                 found.append(sequence)
@@ -332,9 +337,9 @@ class EngineDecoder:
             return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return
+        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         self.scheduler.remove(sequence)
         self._pinned.unpin(sequence.group.request.weights)
-        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         if len(sequence.group.finished) == request.num_samples:
             self._finish(sequence.group, log)
 

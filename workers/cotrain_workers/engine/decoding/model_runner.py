@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, DecodeGraphs
@@ -39,10 +40,13 @@ from cotrain_workers.engine.spec import has_experts
 
 @dataclass(frozen=True)
 class Forward:
-    """The hidden states of a step."""
+    """Results of the base model in a step."""
 
     hidden: torch.Tensor  # [T, d]
     items: Sequence[Item]
+    experts: np.ndarray | None = (
+        None  # int16 [T, layers, k], as routers chose; None without experts
+    )
 
 
 class ModelRunner:
@@ -98,7 +102,10 @@ class ModelRunner:
             )
             if chosen is not None:
                 ids = looked_up(ids, chosen)
-            hidden = self._run_model(ids, at, self._route(items, ids.shape[1]))
+            route = self._route(items, ids.shape[1])
+            hidden = self._run_model(ids, at, route)
+            if route.experts:
+                return Forward(hidden, items, np.stack(route.experts, axis=1))
         return Forward(hidden, items)
 
     def _route(self, items: Sequence[Item], total: int) -> MixedStep:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -100,6 +101,11 @@ class MixedStep:
         self._lora = lora
         self._x: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
+        self.experts: list[np.ndarray] = []  # [T, k] of each layer with experts
+
+    def note_experts(self, chosen: np.ndarray) -> None:
+        """Record the experts `[T, k]` that the router of the next layer has chosen."""
+        self.experts.append(chosen.astype(np.int16))
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -20,6 +20,7 @@ from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts, linear_attention
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
+from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
     SHAPED_LAYERS,
@@ -114,6 +115,7 @@ class BaseModel:
     kv: KvShape
     states: tuple[linear_attention.StateShape, ...]  # of the layers with a state
     lock_step: LockStep
+    expert_choices: ExpertChoices | None  # None: no experts, or layers with other numbers of them
 
 
 def load_base_model(
@@ -229,6 +231,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         kv=kv_shape(text, len(attentions(backbone))),
         states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
+        expert_choices=experts.choices_of(backbone, text),
     )
 
 
