@@ -149,7 +149,9 @@ def decode_loss(loss_id: str) -> CustomLoss:
     """Return the checked loss of a `loss_id`. Raises UnsupportedInput."""
     try:
         compressed = urlsafe_b64decode(loss_id[:MAX_ID].removeprefix(PREFIX))
-        loss = CustomLoss.model_validate_json(zlib.decompressobj().decompress(compressed, _MAX_JSON))
+        loss = CustomLoss.model_validate_json(
+            zlib.decompressobj().decompress(compressed, _MAX_JSON)
+        )
     except (ValueError, zlib.error):
         raise UnsupportedInput(
             "loss_fn_config.loss_id is not an id that create_custom_loss returned."
