@@ -56,7 +56,7 @@ def step(training: Any, learning_rate: float = 1e-3, target: int = 9) -> None:
 
 @contextmanager
 def load(address: str, admin_key: str) -> Iterator[dict[str, str]]:
-    """Let each tenant work until the end of the block. Yield the run of each, by tenant."""
+    """Run a client for each tenant until the end of the block. Yield the run of each, by tenant."""
     stop, runs = threading.Event(), dict[str, str]()
 
     def repeat(work: Callable[[], object]) -> None:
