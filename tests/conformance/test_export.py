@@ -17,7 +17,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from cotrain import AdamParams, Datum, ExportFailed, ModelInput, ServiceClient
+from cotrain import (
+    AdamParams,
+    Datum,
+    ExportFailed,
+    ModelInput,
+    RequestFailed,
+    SamplingParams,
+    ServiceClient,
+)
 from cotrain.cli import command_line
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import Serving
@@ -86,6 +94,38 @@ def cotrain(place: Place) -> Any:
         return CliRunner().invoke(app, arguments, env=environment)
 
     return run
+
+
+def test_experts_of_samples_are_replayed_by_a_pass(place: Place) -> None:
+    """Not an export, but this server has a mixture of experts."""
+    case = place.cases["mixtral"]
+    with ServiceClient(place.address, KEY) as service:
+        sampler = service.create_sampling_client(model_path=case.path)
+        prompt, few = ModelInput.from_ints(case.text[:9]), SamplingParams(max_tokens=8)
+        found = sampler.sample(prompt, 2, few, return_routed_experts=True).result()
+        plain = sampler.sample(prompt, 1, few).result()
+        assert plain.prompt_routed_experts is plain.sequences[0].routed_experts is None
+        run = service.create_training_client_from_state(case.path)
+        assert found.prompt_routed_experts is not None
+        own = given = None
+        for sequence in found.sequences:
+            assert sequence.routed_experts is not None
+            given = found.prompt_routed_experts + sequence.routed_experts
+            tokens = [*case.text[:9], *sequence.tokens]
+            inputs = {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+            own = Datum(ModelInput.from_ints(tokens[:-1]), inputs)
+            other = (given.to_numpy() + 1) % 3
+            data = [own, *(Datum(own.model_input, inputs, each) for each in (given, other))]
+            outputs = run.forward(data, "cross_entropy").result().loss_fn_outputs
+            plainly, replayed, moved = (each["logprobs"].data for each in outputs)
+            assert plainly == replayed
+            assert max(abs(a - b) for a, b in zip(plainly, moved, strict=True)) > EXACT
+            assert sequence.logprobs == pytest.approx(replayed[8:], abs=EXACT)
+        assert own is not None
+        assert given is not None
+        wrong = Datum(own.model_input, own.loss_fn_inputs, given[1:])
+        with pytest.raises(RequestFailed, match=r"routed_experts has shape \[\d+, 2, 2\]"):
+            run.forward([wrong], "cross_entropy").result()
 
 
 def distance(model: Any, case: Case) -> float:

@@ -125,12 +125,14 @@ class SamplingClient:
         target_prompt_logprobs: TensorData | None = None,
         *,
         prompt_logprobs_last_n: int | None = None,
+        return_routed_experts: bool = False,
     ) -> Future[SampleResponse]:
         """Sample `num_samples` continuations of a prompt.
 
         If the server is busy, the request is retried without a time limit. Cancelling the only task that awaits the
         future cancels the sample on the server. Other tokens are scored at the prompt positions of
-        `target_prompt_logprobs` (int64 `[len(prompt) - 1, K]`); -1 means none.
+        `target_prompt_logprobs` (int64 `[len(prompt) - 1, K]`); -1 means none. `return_routed_experts` returns
+        the experts of each token of a mixture, for `Datum(routed_experts=...)`.
         """
         request = SampleRequest(
             sampling_session_id=self._sampler_id,
@@ -143,6 +145,7 @@ class SamplingClient:
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=target_prompt_logprobs,
             prompt_logprobs_last_n=prompt_logprobs_last_n,
+            return_routed_experts=return_routed_experts,
         )
         return self._start(request, lambda response: response)
 

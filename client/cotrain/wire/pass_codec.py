@@ -19,6 +19,9 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
 
+ROUTED_EXPERTS = "routed_experts"
+"""Name of the experts of a datum's tokens among the loss inputs of the message."""
+
 PROTOBUF = "application/x-protobuf"
 """Media type of all these messages."""
 
@@ -106,6 +109,11 @@ def _encode_datum(datum: Datum, index: int) -> wire.Datum:
         message.model_input.add().encoded_text.tokens = to_bytes("i", _tokens_of(chunk, index))
     for name, tensor in datum.loss_fn_inputs.items():
         _fill_tensor(message.loss_fn_inputs[name], tensor)
+    if datum.routed_experts is not None:
+        experts = message.loss_fn_inputs[ROUTED_EXPERTS]
+        experts.dtype = _DTYPE_OF_EXPERTS[datum.routed_experts.dtype]
+        experts.shape.extend(datum.routed_experts.shape)
+        experts.dense = datum.routed_experts.data
     return message
 
 
@@ -169,6 +177,10 @@ def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
 _DTYPE_ON_WIRE: dict[DType, wire.DType] = {
     "float32": wire.DTYPE_FLOAT32,
     "int64": wire.DTYPE_INT64,
+}
+_DTYPE_OF_EXPERTS: dict[str, wire.DType] = {
+    "int8": wire.DTYPE_INT8,
+    "int16": wire.DTYPE_INT16,
 }
 _TYPECODE: dict[DType, str] = {"float32": "f", "int64": "q"}
 _ELEMENT: dict[int, tuple[str, DType]] = {

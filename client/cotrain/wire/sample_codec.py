@@ -4,9 +4,11 @@ from math import isnan
 from typing import Literal
 
 from google.protobuf.message import DecodeError
+from pydantic import ValidationError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.proto import wire_pb2 as wire
+from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain.wire.tensors import DType, TensorData, from_bytes
 
@@ -47,6 +49,11 @@ def decode_sample_response(payload: bytes) -> SampleResponse:
             else None
         ),
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+        prompt_routed_experts=(
+            _experts(message.prompt_routed_experts)
+            if message.HasField("prompt_routed_experts")
+            else None
+        ),
     )
 
 
@@ -69,6 +76,9 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
             if message.HasField("topk_sampled_logprobs")
             else None
         ),
+        routed_experts=(
+            _experts(message.routed_experts) if message.HasField("routed_experts") else None
+        ),
     )
 
 
@@ -81,6 +91,14 @@ def _topk(message: wire.TopkLogprobs) -> list[TopK | None]:
         raise MalformedMessage(f"top-k of {message.length} rows and {message.k} columns is cut")
     rows = (cells[row * message.k : (row + 1) * message.k] for row in range(message.length))
     return [[cell for cell in row if cell != NOTHING] or None for row in rows]
+
+
+def _experts(message: wire.Tensor) -> RoutedExperts:
+    dtype: Literal["int8", "int16"] = "int8" if message.dtype == wire.DTYPE_INT8 else "int16"
+    try:
+        return RoutedExperts(data=message.dense, dtype=dtype, shape=tuple(message.shape))
+    except ValidationError as error:
+        raise MalformedMessage("routed_experts do not fill their shape") from error
 
 
 def _tensor(message: wire.Tensor) -> TensorData:

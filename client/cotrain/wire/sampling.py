@@ -4,12 +4,15 @@ The limits here are those of the message format; the server checks limits of bas
 are exported by `cotrain.types`.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
+from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData, read_numbers
 
 __all__ = [
@@ -86,6 +89,8 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
+    optimizer: bool | None = None
+    """True: save the optimizer state as well, so that the run can be forked. Only without a name."""
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -154,6 +159,8 @@ class SampleRequest(WireModel):
     prompt_alt_tokens_k: Count = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     record_stability_info: bool | None = None
+    return_routed_experts: bool = False
+    """Return the experts of each token; needs a base model with experts."""
     type: Literal["sample"] = "sample"
 
 
@@ -165,6 +172,8 @@ class SampledSequence(WireModel):
     """Includes the token or tokens that stopped it."""
     logprobs: list[LogProb] | None = None
     topk_logprobs: list[TopK | None] | None = None
+    routed_experts: RoutedExperts | None = None
+    """Experts of the tokens before the last, which follow those of the prompt; None if not requested."""
     sequence_id: str | None = None
     """Sent when the request is accepted, not with its result."""
 
@@ -179,7 +188,16 @@ class SampleResponse(WireModel):
     target_prompt_logprobs: TensorData | None = None
     """float32 in the requested shape; 0 where the request had -1."""
     prompt_cache_hit_tokens: int = 0
+    prompt_routed_experts: RoutedExperts | None = None
+    """Experts of the prompt tokens; None if not requested."""
     type: Literal["sample"] = "sample"
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "sequences", len(self.sequences)
+        yield "tokens", sum(len(each.tokens) for each in self.sequences)
+        if self.prompt_logprobs is not None:
+            yield "prompt_tokens", len(self.prompt_logprobs)
 
 
 # ---- Batch polling and cancelling ----------------------------------------------------------------

@@ -15,10 +15,10 @@ from math import prod
 from numbers import Integral
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.model import Listed, in_a_sentence
+from cotrain.wire.model import Listed, OneLine, in_a_sentence
 
 __all__ = ["TensorData"]
 
@@ -35,7 +35,7 @@ _READ: dict[str, TypeAdapter[list[Any]]] = {
 """Parsers of numbers from callers. They also accept NumPy and torch scalars, and whole floats as integers."""
 
 
-class TensorData(BaseModel):
+class TensorData(OneLine):
     """Array of `int64` or `float32`: dense in C order, or a CSR matrix of its non-zero entries.
 
     `data` may be a flat or nested list, a NumPy array or a torch tensor. Without `shape`, a dense
@@ -61,7 +61,7 @@ class TensorData(BaseModel):
     ) -> None:
         if dtype not in _READ:
             raise UnsupportedInput(f"dtype is {dtype!r}: it must be 'int64' or 'float32'")
-        flat, found = _numbers(() if data is None else data, dtype)
+        flat, found = numbers_and_shape(() if data is None else data, dtype)
         is_sparse = sparse_crow_indices is not None or sparse_col_indices is not None
         if shape is None and len(found) != 1 and not is_sparse:
             shape = found
@@ -87,7 +87,7 @@ class TensorData(BaseModel):
         if nested lists are ragged, or contain other types.
         """
         dtype = dtype or ("int64" if _are_whole(values) else "float32")
-        flat, shape = _numbers(values, dtype)
+        flat, shape = numbers_and_shape(values, dtype)
         return cls(data=flat, dtype=dtype, shape=shape)
 
     @classmethod
@@ -200,7 +200,7 @@ def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[An
         raise UnsupportedInput(name + in_a_sentence(refused)) from None
 
 
-def _numbers(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
+def numbers_and_shape(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
     """Convert numbers, nested or not; returns them flat, and their shape. Raises UnsupportedInput."""
     if hasattr(values, "tolist"):
         flat = values if len(values.shape) == 1 else values.reshape(-1)

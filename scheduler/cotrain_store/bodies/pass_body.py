@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from cotrain.wire.pass_codec import ROUTED_EXPERTS
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.errors import MalformedBody
 
@@ -21,6 +22,14 @@ _DTYPES: dict[int, np.dtype] = {
     wire_pb2.DTYPE_INT64: np.dtype("<i8"),
     wire_pb2.DTYPE_INT32: np.dtype("<i4"),
 }
+#: Types of experts. They are as small as possible, and stay so.
+_EXPERTS: Mapping[int, np.dtype] = {
+    wire_pb2.DTYPE_INT8: np.dtype("<i1"),
+    wire_pb2.DTYPE_INT16: np.dtype("<i2"),
+    wire_pb2.DTYPE_INT32: np.dtype("<i4"),
+    wire_pb2.DTYPE_INT64: np.dtype("<i8"),
+}
+_SMALLEST = 4  # bytes of a number that a loss reads
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,8 @@ class DatumArrays:
 
     tokens: np.ndarray
     inputs: Mapping[str, np.ndarray]
+    routed_experts: np.ndarray | None = None
+    """Experts of each token, integers [n, layers, k]; None: the router chooses."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,13 @@ def _datum(index: int, datum: wire_pb2.Datum) -> DatumArrays:
     inputs = {
         name: _tensor(f"datum {index}: loss_fn_inputs.{name}", tensor)
         for name, tensor in datum.loss_fn_inputs.items()
+        if name != ROUTED_EXPERTS
     }
-    return DatumArrays(tokens, inputs)
+    experts = None
+    if ROUTED_EXPERTS in datum.loss_fn_inputs:
+        tensor = datum.loss_fn_inputs[ROUTED_EXPERTS]
+        experts = _tensor(f"datum {index}: loss_fn_inputs.{ROUTED_EXPERTS}", tensor, _EXPERTS)
+    return DatumArrays(tokens, inputs, experts)
 
 
 def _chunk_tokens(index: int, chunk: wire_pb2.Chunk) -> np.ndarray:
@@ -122,10 +138,13 @@ def _chunk_tokens(index: int, chunk: wire_pb2.Chunk) -> np.ndarray:
     return np.frombuffer(raw, "<i4").astype(np.int64)
 
 
-def _tensor(where: str, tensor: wire_pb2.Tensor) -> np.ndarray:
-    dtype = _DTYPES.get(tensor.dtype)
+def _tensor(
+    where: str, tensor: wire_pb2.Tensor, dtypes: Mapping[int, np.dtype] = _DTYPES
+) -> np.ndarray:
+    dtype = dtypes.get(tensor.dtype)
     if dtype is None:
-        raise MalformedBody(f"{where} has an unknown dtype; use int64 or float32.")
+        known = "int64 or float32" if dtypes is _DTYPES else "int8, int16, int32 or int64"
+        raise MalformedBody(f"{where} has an unknown dtype; use {known}.")
     shape = tuple(tensor.shape)
     if any(side < 0 for side in shape) or prod(shape) > MAX_ELEMENTS:
         raise MalformedBody(f"{where} has an impossible shape {list(shape)}.")
@@ -169,4 +188,6 @@ def _flat(where: str, raw: bytes, dtype: np.dtype) -> np.ndarray:
     if len(raw) % dtype.itemsize:
         raise MalformedBody(f"{where} has {len(raw)} bytes, not a whole number of {dtype.name}.")
     values = np.frombuffer(raw, dtype)
+    if dtype.itemsize < _SMALLEST:
+        return values
     return values.astype(np.int64 if dtype.kind == "i" else np.float32)

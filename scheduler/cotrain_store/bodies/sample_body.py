@@ -43,6 +43,7 @@ class SampleBody:
     stream: bool
     grammar: str | None = None
     """Grammar of the generated text, in the format of llguidance; None: any text."""
+    return_routed_experts: bool = False
 
 
 class TopK(Protocol):
@@ -76,6 +77,10 @@ class SampledSequence(Protocol):
     def topk(self) -> TopK | None:
         """Likeliest tokens at each position; None if not requested."""
 
+    @property
+    def routed_experts(self) -> np.ndarray | None:
+        """Experts of the tokens before the last, integers [n - 1, layers, k]; None if not requested."""
+
 
 class SampleOutput(Protocol):
     """Output of a decoder for one request with a prompt of P tokens."""
@@ -99,6 +104,10 @@ class SampleOutput(Protocol):
     @property
     def cached_prompt_tokens(self) -> int:
         """Number of prompt tokens that were not computed for this request."""
+
+    @property
+    def prompt_routed_experts(self) -> np.ndarray | None:
+        """Experts of the prompt, integers [P, layers, k]; None if not requested."""
 
 
 def encode_sample(body: SampleBody) -> bytes:
@@ -160,6 +169,8 @@ def encode_sample_output(output: SampleOutput) -> bytes:
         response.target_prompt_logprobs.dtype = wire_pb2.DTYPE_FLOAT32
         response.target_prompt_logprobs.dense = targets.tobytes()
         response.target_prompt_logprobs.shape.extend(targets.shape)
+    if output.prompt_routed_experts is not None:
+        response.prompt_routed_experts.CopyFrom(_experts(output.prompt_routed_experts))
     return response.SerializeToString(deterministic=True)
 
 
@@ -173,6 +184,18 @@ def _sequence(sequence: SampledSequence) -> wire_pb2.SampledSequence:
         tokens=np.ascontiguousarray(sequence.tokens, "<i4").tobytes(),
         logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
         topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
+        routed_experts=(
+            None if sequence.routed_experts is None else _experts(sequence.routed_experts)
+        ),
+    )
+
+
+def _experts(chosen: np.ndarray) -> wire_pb2.Tensor:
+    is_small = chosen.max(initial=0) <= np.iinfo(np.int8).max
+    return wire_pb2.Tensor(
+        dense=np.ascontiguousarray(chosen, "<i1" if is_small else "<i2").tobytes(),
+        dtype=wire_pb2.DTYPE_INT8 if is_small else wire_pb2.DTYPE_INT16,
+        shape=chosen.shape,
     )
 
 

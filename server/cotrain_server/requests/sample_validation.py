@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 
 from cotrain_server.errors import Invalid
+from cotrain_server.requests.pass_validation import expert_choices
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.runs import PoolRecord
 
@@ -23,6 +24,8 @@ MAX_TARGETS = 1 << 20
 #: Log-probs of alternative tokens that one request may return in total, because a worker holds them
 #: all in memory.
 MAX_TOPK_CELLS = 1 << 24
+#: Experts of tokens that one request may return in total: 256 MB to 512 MB.
+MAX_ROUTED_EXPERTS = 1 << 28
 SKIPPED = -1
 """Value of a `target_prompt_logprobs` cell that requests nothing."""
 
@@ -116,11 +119,29 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
             )
     if body.target_prompt_logprobs is not None:
         _check_targets(body.target_prompt_logprobs, positions, pool.vocab_size)
+    if body.return_routed_experts:
+        _check_routed_experts(body, pool)
+
+
+def _check_routed_experts(body: SampleBody, pool: PoolRecord) -> None:
+    layers, chosen, _ = expert_choices(pool, "return_routed_experts")
+    if pool.sampler == "vllm":
+        raise Invalid("return_routed_experts needs the sampler of the engine, not vLLM.")
+    cells = (len(body.prompt) + body.num_samples * _most_tokens(body, pool)) * layers * chosen
+    if cells > MAX_ROUTED_EXPERTS:
+        raise Invalid(
+            f"return_routed_experts: {body.num_samples} samples of up to {_most_tokens(body, pool)} tokens have {cells} "
+            f"experts. The limit is {MAX_ROUTED_EXPERTS}. Ask for fewer samples or a smaller max_tokens."
+        )
+
+
+def _most_tokens(body: SampleBody, pool: PoolRecord) -> int:
+    left_tokens = pool.max_sequence_tokens - len(body.prompt)
+    return left_tokens if body.max_tokens is None else min(left_tokens, body.max_tokens)
 
 
 def _check_answer(body: SampleBody, pool: PoolRecord) -> None:
-    left_tokens = pool.max_sequence_tokens - len(body.prompt)
-    tokens = left_tokens if body.max_tokens is None else min(left_tokens, body.max_tokens)
+    tokens = _most_tokens(body, pool)
     cells = body.num_samples * tokens * body.topk_sample_logprobs
     if cells > MAX_TOPK_CELLS:
         raise Invalid(

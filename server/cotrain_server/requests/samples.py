@@ -73,6 +73,7 @@ def _body(request: SampleRequest) -> SampleBody:
         prompt_logprobs_last_n=request.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(request.target_prompt_logprobs),
         stream=False,
+        return_routed_experts=request.return_routed_experts,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.spec import Family
 
@@ -26,6 +27,7 @@ class ModelFacts:
         str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
     )
     longest_datum: int = 0  # tokens of a datum that fits into memory
+    expert_choices: ExpertChoices | None = None  # None: no experts, or given ones cannot be used
 
     @property
     def numerics_id(self) -> str:
@@ -53,4 +55,5 @@ def model_facts(
         numerics=numerics,
         lora_fallback=lora_fallback,
         longest_datum=min(longest_datum or base.context_length, base.context_length),
+        expert_choices=base.expert_choices,
     )

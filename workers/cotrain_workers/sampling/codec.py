@@ -40,6 +40,7 @@ def sample_request(
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
         grammar=body.grammar,
+        return_routed_experts=body.return_routed_experts,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
     )

@@ -279,6 +279,7 @@ def pool_record(
         lora_widths=lora_widths(engine.targets),
         tied_embeddings=facts.tied_embeddings,
         memory_tokens=facts.longest_datum,
+        expert_choices=facts.expert_choices,
     )
 
 

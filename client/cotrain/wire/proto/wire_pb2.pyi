@@ -13,6 +13,8 @@ class DType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DTYPE_INT64: _ClassVar[DType]
     DTYPE_INT32: _ClassVar[DType]
     DTYPE_BFLOAT16: _ClassVar[DType]
+    DTYPE_INT8: _ClassVar[DType]
+    DTYPE_INT16: _ClassVar[DType]
 
 class StopReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -23,6 +25,8 @@ DTYPE_FLOAT32: DType
 DTYPE_INT64: DType
 DTYPE_INT32: DType
 DTYPE_BFLOAT16: DType
+DTYPE_INT8: DType
+DTYPE_INT16: DType
 STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 
@@ -57,6 +61,40 @@ class ForwardBackwardRequest(_message.Message):
     forward_only: bool
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
     def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ...) -> None: ...
+
+class SweepPassRequest(_message.Message):
+    __slots__ = ("runs", "pass_request")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    PASS_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[SweepRun]
+    pass_request: bytes
+    def __init__(self, runs: _Optional[_Iterable[_Union[SweepRun, _Mapping]]] = ..., pass_request: _Optional[bytes] = ...) -> None: ...
+
+class SweepRun(_message.Message):
+    __slots__ = ("model_id", "seq_id", "adam")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    adam: AdamStep
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam: _Optional[_Union[AdamStep, _Mapping]] = ...) -> None: ...
+
+class AdamStep(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
@@ -224,32 +262,36 @@ class BatchedTensor(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., dtype: _Optional[_Union[DType, str]] = ..., trailing_shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleResponse(_message.Message):
-    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "target_prompt_logprobs", "prompt_alt_tokens")
+    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "prompt_cache_hit_tokens", "target_prompt_logprobs", "prompt_alt_tokens", "prompt_routed_experts")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ALT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SampledSequence]
     prompt_logprobs: bytes
     topk_prompt_logprobs: TopkLogprobs
     prompt_cache_hit_tokens: int
     target_prompt_logprobs: Tensor
     prompt_alt_tokens: PromptAltTokens
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[PromptAltTokens, _Mapping]] = ...) -> None: ...
+    prompt_routed_experts: Tensor
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[PromptAltTokens, _Mapping]] = ..., prompt_routed_experts: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
-    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs")
+    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "routed_experts")
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     stop_reason: StopReason
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ...) -> None: ...
+    routed_experts: Tensor
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., routed_experts: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")

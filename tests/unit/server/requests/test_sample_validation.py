@@ -178,3 +178,20 @@ def test_the_total_number_of_logprobs_of_a_request_is_limited() -> None:
         assert message.startswith("topk_sample_logprobs: 1024 samples of up to ")
         assert "at most 16777216" in message
     check_sample(body(num_samples=1_024), wide)
+
+
+def test_experts_are_returned_by_the_engine_of_a_mixture() -> None:
+    mixture = replace(POOL, expert_choices=(48, 8, 128), max_sequence_tokens=2**15)
+    most = {"return_routed_experts": True, "num_samples": 21, "max_tokens": 2**15}
+    check_sample(body(**most), mixture)
+    assert refusal(mixture, **{**most, "num_samples": 22}) == (
+        "return_routed_experts: 22 samples of up to 32765 tokens have 276799872 experts. The limit is 268435456. "
+        "Ask for fewer samples or a smaller max_tokens."
+    )
+    assert refusal(POOL, return_routed_experts=True) == (
+        "return_routed_experts: tiny/model has no experts to choose from. Leave it out."
+    )
+    served = replace(mixture, sampler="vllm")
+    assert refusal(served, return_routed_experts=True) == (
+        "return_routed_experts needs the sampler of the engine, not vLLM."
+    )

@@ -4,7 +4,7 @@ malicious bytes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cotrain import RoutedExperts
 from cotrain.wire.proto import wire_pb2
+from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_store.bodies.sample_body import (
     SampleBody,
     decode_sample,
@@ -45,6 +47,7 @@ bodies = st.builds(
     prompt_logprobs_last_n=st.none() | st.integers(0, 100),
     target_prompt_logprobs=st.none() | targets,
     stream=st.booleans(),
+    return_routed_experts=st.booleans(),
 )
 
 
@@ -88,6 +91,7 @@ class Sampled:
     logprobs: np.ndarray
     stop_reason: Literal["stop", "length"]
     topk: TopK | None = None
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Output:
     topk_prompt: TopK | None = None
     target_prompt_logprobs: np.ndarray | None = None
     cached_prompt_tokens: int = 0
+    prompt_routed_experts: np.ndarray | None = None
 
 
 def floats(*values: float) -> np.ndarray:
@@ -116,7 +121,12 @@ def test_a_result_has_only_the_requested_fields() -> None:
     assert np.frombuffer(response.sequences[1].logprobs, "<f4").tolist() == [-0.5, -1.5]
     assert response.sequences[0].tokens == b""
     assert response.sequences[0].HasField("logprobs")  # none is not the same as unknown
-    asked = ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
+    asked = (
+        "prompt_routed_experts",
+        "prompt_logprobs",
+        "topk_prompt_logprobs",
+        "target_prompt_logprobs",
+    )
     assert not any(response.HasField(name) for name in asked)
 
 
@@ -143,3 +153,25 @@ def test_prompt_results_keep_their_shape_and_their_bits() -> None:
     targets = response.target_prompt_logprobs
     assert (list(targets.shape), targets.dtype) == ([1, 3], wire_pb2.DTYPE_FLOAT32)
     np.testing.assert_array_equal(np.frombuffer(targets.dense, "<f4"), [-1, 0, -3])
+
+
+def test_experts_have_the_smallest_type_that_holds_them() -> None:
+    few = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
+    many = few + np.int16(120)
+    sampled = Sampled(np.array([1], np.int32), floats(-1), "stop", routed_experts=many[:0])
+    output = Output((sampled, replace(sampled, routed_experts=many)), prompt_routed_experts=few)
+
+    found = decode_sample_response(encode_sample_output(output))
+
+    assert found.prompt_routed_experts == RoutedExperts.of(few)
+    assert found.prompt_routed_experts is not None
+    assert (found.prompt_routed_experts.dtype, len(found.prompt_routed_experts.data)) == (
+        "int8",
+        12,
+    )
+    none, some = (each.routed_experts for each in found.sequences)
+    assert none is not None
+    assert none.shape == (0, 2, 2)
+    assert some is not None
+    assert some.dtype == "int16"
+    np.testing.assert_array_equal(some.to_numpy(), many)

@@ -24,13 +24,13 @@ from cotrain_workers.engine.decoding.adapter_slots import (
 )
 from cotrain_workers.engine.decoding.kv_cache import (
     MAX_SEQUENCES,
-    PAGE_TOKENS,
     SHARED_STEP_TOKENS,
     STEP_TOKENS,
     DecoderSizes,
     KvCache,
     affordable_tokens,
     decoder_share,
+    default_page_tokens,
     sampler_bytes,
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
@@ -69,13 +69,16 @@ class EngineDecoder:
         grammar_of: GrammarOf | None = None,
     ) -> None:
         device, dtype = base.head_weight.device, base.head_weight.dtype
-        page = sizes.page_tokens or PAGE_TOKENS[device.type]
+        state_bytes = sum(each.sizes(dtype.itemsize) for each in base.states)
+        page = sizes.page_tokens or default_page_tokens(base.kv, dtype, device.type, state_bytes)
         share = decoder_share(device)
         weights_bytes = sizes.weights_bytes
         if weights_bytes is None:
             weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
         kv_bytes = None if share is None else max(share // 2, share - weights_bytes)
-        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, kv_bytes)
+        tokens = sizes.kv_tokens or affordable_tokens(
+            base.kv, base.context_length, dtype, kv_bytes, state_bytes, page
+        )
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
@@ -90,7 +93,7 @@ class EngineDecoder:
         shared = SHARED_STEP_TOKENS[device.type]
         step = StepSizes(page, alone=step_tokens, shared=shared, sequences=MAX_SEQUENCES)
         self.scheduler = DecodeScheduler(pages, self._index, step)
-        self._cache = KvCache(base.kv, pages.count, page, device, dtype)
+        self._cache = KvCache(base.kv, pages.count, page, device, dtype, base.states)
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
@@ -156,7 +159,7 @@ class EngineDecoder:
         scores = PromptScores(request) if asks_about_prompt(request) else None
         group = Group(request, self._arrivals, self._page_tokens, limit, scores)
         self._arrivals += 1
-        if group.generates_nothing and scores is None:
+        if group.generates_nothing and scores is None and not request.return_routed_experts:
             self._empty.append((request.id, output_of(group)))
             return
         self._groups[request.id] = group
@@ -270,18 +273,22 @@ class EngineDecoder:
     def _absorb(self, forward: Forward, log: StepLog) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
+            own = slice(span.row, span.row + chunk.stop - chunk.start)
+            experts = None if forward.experts is None else forward.experts[own].copy()
             if not isinstance(chunk, Chunk):
                 chunk.sequence.stored = chunk.stop
+                chunk.sequence.note_experts(experts)
                 continue
             group = chunk.sequence.group
-            hidden = forward.hidden[span.row :][: chunk.stop - chunk.start]
+            hidden = forward.hidden[own]
             log.prompt_tokens += chunk.stop - chunk.start
             if group.request.id not in self._groups:
                 continue  # an earlier page of this prompt failed
             if chunk.sequence.scores_prompt and not self._score(group, chunk.start, hidden):
                 self._fail_not_finite(group, log)
                 continue
-            self.scheduler.memory.store(chunk, hidden[-1].clone() if chunk.ends_prompt else None)
+            last = hidden[-1].clone() if chunk.ends_prompt else None
+            self.scheduler.memory.store(chunk, last, experts)
 
     def _score(self, group: Group, start: int, hidden: torch.Tensor) -> bool:
         """Compute log-probabilities of a page of a prompt; return False if they are not finite."""
@@ -302,6 +309,7 @@ class EngineDecoder:
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
+                sequence.group.finished[0] = sampled(sequence, "length")
                 self._finish(sequence.group, log)
             else:
                 found.append(sequence)
@@ -329,9 +337,9 @@ class EngineDecoder:
             return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return
+        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         self.scheduler.remove(sequence)
         self._pinned.unpin(sequence.group.request.weights)
-        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
         if len(sequence.group.finished) == request.num_samples:
             self._finish(sequence.group, log)
 

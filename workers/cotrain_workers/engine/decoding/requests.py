@@ -64,6 +64,7 @@ class SampleRequest:
     # A tenant of weight 2 gets twice the tokens of one of weight 1. The newest request sets the weight.
     tenant_weight: float = 1.0
     grammar: str | None = None  # holds the generated text; None: any text
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,8 @@ class SampledSequence:
     logprobs: np.ndarray  # float32 [n], of the raw model: before temperature, top_k and top_p
     stop_reason: Literal["stop", "length"]
     topk: TopK | None
+    routed_experts: np.ndarray | None = None
+    """Experts of the tokens before the last, int16 `[n - 1, layers, k]`; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class SampleOutput:
     topk_prompt: TopK | None  # [P, k]; token 0 and NOT_COMPUTED_LOGPROB where not computed
     target_prompt_logprobs: np.ndarray | None  # float32 [P - 1, K]; NaN where skipped
     cached_prompt_tokens: int  # prompt tokens whose keys and values came from earlier requests
+    prompt_routed_experts: np.ndarray | None = None
+    """Experts of the prompt, int16 `[P, layers, k]`; None if not requested, or if no token is generated."""
 
 
 NOT_COMPUTED_LOGPROB = -99999.0

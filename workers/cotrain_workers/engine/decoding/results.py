@@ -49,7 +49,14 @@ def sampled(sequence: SequenceState, reason: Literal["stop", "length"]) -> Sampl
         )
         topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
     tokens = np.array(sequence.tokens, dtype=np.int32)
-    return SampledSequence(tokens, np.array(sequence.logprobs, dtype=np.float32), reason, topk)
+    logprobs = np.array(sequence.logprobs, dtype=np.float32)
+    experts = None
+    if sequence.experts:
+        chosen, prompt = np.concatenate(sequence.experts), len(sequence.group.prompt)
+        sequence.group.experts = chosen[:prompt]
+        # A step that began before the last token was read may have stored that token.
+        experts = chosen[prompt : prompt + max(0, len(tokens) - 1)]
+    return SampledSequence(tokens, logprobs, reason, topk, experts)
 
 
 def output_of(group: Group) -> SampleOutput:
@@ -64,4 +71,5 @@ def output_of(group: Group) -> SampleOutput:
         topk_prompt=scores.topk if scores else None,
         target_prompt_logprobs=scores.targets if scores else None,
         cached_prompt_tokens=group.cached_prompt_tokens if group.has_begun else 0,
+        prompt_routed_experts=group.experts,
     )

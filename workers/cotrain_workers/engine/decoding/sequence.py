@@ -30,6 +30,7 @@ class Group:
     has_begun: bool = False
     is_prompt_ready: bool = False  # the whole prompt was computed or found at least once
     finished: dict[int, SampledSequence] = field(default_factory=dict)
+    experts: np.ndarray | None = None  # of the prompt, int16 [P, layers, k]; once a sequence ended
     _preempted: list[SequenceState] = field(default_factory=list)  # oldest first
     _new: SequenceState = field(init=False)  # the next sequence that has never run
 
@@ -105,6 +106,8 @@ class SequenceState:
         default_factory=list
     )  # keys and values of position p: pages[p // size]
     stored: int = 0  # positions whose keys and values are stored
+    experts: list[np.ndarray] = field(default_factory=list)
+    """Experts of the stored positions, int16 `[positions, layers, k]` each; only if they are requested."""
     node: Node | None = None  # index node of the last stored prompt page
     is_indexed: bool = True  # False once the index has dropped one of its pages
     hidden: torch.Tensor | None = None  # `[d]` of the last prompt token, until the first token
@@ -137,6 +140,11 @@ class SequenceState:
         """True if this sequence computes the requested scores of the prompt."""
         group = self.group
         return self.index == 0 and group.scores is not None and not group.is_prompt_ready
+
+    def note_experts(self, chosen: np.ndarray | None) -> None:
+        """Record the experts `[n, layers, k]` of its next positions, if they are requested."""
+        if self.group.request.return_routed_experts and chosen is not None:
+            self.experts.append(chosen)
 
     def token(self, position: int) -> int:
         """Return the token at a position; -1 - `chosen_at` for the last one while it is unread."""

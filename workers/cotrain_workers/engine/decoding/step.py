@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -11,7 +12,7 @@ from cotrain_workers.engine.decoding.paged_attention import Span, positions
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.routing import AttentionRule, ExpertRows, bucket
+from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
 
 FEWEST_ROWS = 16
 
@@ -92,11 +93,19 @@ class Lora(Protocol):
 class MixedStep:
     """A `StepRoute` composed of attention and LoRA."""
 
-    def __init__(self, attention: Attention, lora: Lora) -> None:
+    def __init__(
+        self, attention: Attention, lora: Lora, states: StatefulRows | None = None
+    ) -> None:
+        self._states = states
         self._attention = attention
         self._lora = lora
         self._x: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None
+        self.experts: list[np.ndarray] = []  # [T, k] of each layer with experts
+
+    def note_experts(self, chosen: np.ndarray) -> None:
+        """Record the experts `[T, k]` that the router of the next layer has chosen."""
+        self.experts.append(chosen.astype(np.int16))
 
     def linear(
         self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -116,6 +125,12 @@ class MixedStep:
         """Rows (start, stop) of each adapter."""
         assert isinstance(self._lora, RowLora)  # the others do not compute experts
         return self._lora.segments
+
+    @property
+    def states(self) -> StatefulRows:
+        """Sequences of the step, for layers with a state."""
+        assert self._states is not None
+        return self._states
 
     def add_to_experts(
         self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows

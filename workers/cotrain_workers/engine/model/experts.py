@@ -22,6 +22,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.segmented import add_product, anchor
+from cotrain_workers.engine.model.expert_choice import ExpertChoices, expert_choices, replay
 from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, bucket
 from cotrain_workers.engine.spec import Target, kept_share
 
@@ -40,9 +41,13 @@ class Dispatch:
     groups: ExpertRows  # of each adapter, in ascending order of experts
 
 
-def dispatch(index: torch.Tensor, experts: int, segments: Sequence[tuple[int, int]]) -> Dispatch:
-    """Return the rows of tokens whose experts are `index` `[T, k]`; `segments` are (start, stop) of adapters."""
-    chosen = index.cpu().numpy()
+def dispatch(
+    chosen: np.ndarray,
+    experts: int,
+    segments: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> Dispatch:
+    """Return the rows of tokens whose experts are `chosen` `[T, k]`; `segments` are (start, stop) of adapters."""
     width = chosen.shape[1]
     flat = chosen.ravel()
     order = np.argsort(flat, kind="stable")
@@ -70,7 +75,6 @@ def dispatch(index: torch.Tensor, experts: int, segments: Sequence[tuple[int, in
         Group(each, int(starts[each]), int(starts[each + 1]))
         for each in np.flatnonzero(counts).tolist()
     ]
-    device = index.device
     return Dispatch(to_device(tokens, device), to_device(rows, device), blocks, groups)
 
 
@@ -176,7 +180,10 @@ def experts_by_adapter(
     router: Router = module.cotrain_router
     step = router.step
     segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
-    rows = dispatch(index, module.num_experts, segments)
+    chosen = index.cpu().numpy()
+    if step is not None:
+        step.note_experts(chosen)
+    rows = dispatch(chosen, module.num_experts, segments, index.device)
 
     def product(name: str, x: torch.Tensor) -> torch.Tensor:
         target = f"{module.cotrain_name}.{name}"
@@ -240,6 +247,12 @@ def expert_targets(name: str, module: Any) -> list[Target]:
     return targets
 
 
+def choices_of(network: nn.Module, config: Any) -> ExpertChoices | None:
+    """Return the sizes of the choices of a model's routers; None without experts, or if layers differ."""
+    counts = [int(each.num_experts) for each in network.modules() if is_experts(each)]  # type: ignore[arg-type]  # of transformers
+    return expert_choices(config, counts)
+
+
 def attach(network: Any, router: Router) -> None:
     """Attach the router to the experts of a model, and replace their function. Do nothing without experts."""
     found = [(name, module) for name, module in network.named_modules() if is_experts(module)]
@@ -248,5 +261,7 @@ def attach(network: Any, router: Router) -> None:
     ALL_EXPERTS_FUNCTIONS.register(BY_ADAPTER, experts_by_adapter)
     network.set_experts_implementation(BY_ADAPTER)
     network.config.output_router_logits = False  # for a loss of the router, which is frozen
-    for name, module in found:
+    for number, (name, module) in enumerate(found):
         module.cotrain_router, module.cotrain_name = router, name
+        block = network.get_submodule(name.rpartition(".")[0])
+        replay(block, router, number, module.num_experts)

@@ -14,11 +14,13 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
+    to_device,
 )
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
@@ -54,6 +56,7 @@ from cotrain_workers.engine.training.reverse_kl import (
     References,
     Referred,
 )
+from cotrain_workers.engine.training.shared_prompts import fold, repeat
 
 
 class ForwardBackward:
@@ -81,6 +84,9 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
+        # cannot begin with the state after its prompt.
+        self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
@@ -102,7 +108,7 @@ class ForwardBackward:
         more of each.
         """
         for at, state in enumerate(passes):
-            state.cut(at, self._micro_batch_tokens)
+            state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)
         whole = [state.slices for state in passes if state.allowance is None]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
         divided = [state for state in passes if state.allowance is not None and state.slices]
@@ -341,7 +347,7 @@ class ForwardBackward:
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        match after_oom(batch, lengths, can_recompute=can_recompute):
+        match after_oom(batch, lengths, owner.shared_in(op_slice), can_recompute=can_recompute):
             case Recompute():
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
@@ -391,10 +397,21 @@ class ForwardBackward:
     def _route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
         datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
         row = token_row(
-            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
+            ([datum.tokens for datum in each] for each in datums),
+            batch.padded_tokens,
+            batch.align,
+            [passes[each.owner].shared_in(each) for each in batch.op_slices],
         )
-        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
-        return Route(segments, table, self._lora.of(segments, batch.padded_tokens)), row
+        segments = self._segments(batch, passes)
+        table = SequenceTable(row.lengths, self._device, row.prompts)
+        lora = self._lora.of(segments, batch.padded_tokens)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
+        on_device = None if experts is None else to_device(experts, self._device)
+        return Route(segments, table, lora, on_device), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -440,6 +457,13 @@ class ForwardBackward:
         hidden: torch.Tensor,
         referred: Mapping[OpSlice, Referred],
     ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
+        spans = {
+            start: of_slice
+            for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
+            if (of_slice := passes[op_slice.owner].spans(op_slice, start))
+        }
+        row_count = len(hidden)
+        hidden, starts = repeat(hidden, spans)
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
         inputs: dict[OpSlice, HeadInput] = {}
@@ -453,10 +477,13 @@ class ForwardBackward:
                 given = (datums, op.temperature, part, referred[op_slice])
                 results[op_slice] = self._kl_head.compare(*given, *states)
             else:
-                inputs[op_slice] = self._head.input(op, op_slice, part, segment.start)
+                start = starts.get(segment.start, segment.start)
+                inputs[op_slice] = self._head.input(op, op_slice, part, start)
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
-        return results, hidden_grad
+        if batch.needs_grad:
+            fold(hidden_grad, spans, starts)
+        return results, hidden_grad[:row_count]
 
 
 def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:

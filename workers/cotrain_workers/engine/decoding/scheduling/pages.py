@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -98,6 +99,7 @@ class Node:
     children: int = 0
     # Hidden state of the last token, float `[d]`; set if some prompt ended here.
     last_hidden: torch.Tensor | None = None
+    experts: np.ndarray | None = None  # of its tokens, int16 [tokens, layers, k]
 
 
 class PrefixIndex:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Pages, PrefixIndex
@@ -53,6 +54,7 @@ class SequencePages:
             self.counts.release(page)
         sequence.pages = []
         sequence.stored = 0
+        sequence.experts = []
         sequence.node = None
         sequence.is_indexed = True
         sequence.hidden = None
@@ -110,10 +112,16 @@ class SequencePages:
         sequence = chunk.sequence
         return sequence.scores_prompt and chunk.page >= sequence.group.first_scored_chunk()
 
-    def store(self, chunk: Chunk, last_hidden: torch.Tensor | None) -> None:
-        """Record that a chunk is stored, and index it. `last_hidden` belongs to its last token."""
+    def store(
+        self, chunk: Chunk, last_hidden: torch.Tensor | None, experts: np.ndarray | None = None
+    ) -> None:
+        """Record that a chunk is stored, and index it.
+
+        `last_hidden` belongs to its last token, `experts` `[n, layers, k]` to all of them.
+        """
         sequence, group = chunk.sequence, chunk.sequence.group
         sequence.stored = chunk.stop
+        sequence.note_experts(experts)
         group.computed.add(chunk.page)
         if chunk.ends_prompt:
             group.is_prompt_ready = True
@@ -128,6 +136,7 @@ class SequencePages:
         if node.page != own:  # another sequence has computed the same bits
             self._swap(sequence, chunk.page, node)
         sequence.node = node
+        node.experts = experts
         if chunk.ends_prompt:
             node.last_hidden = last_hidden
 
@@ -146,6 +155,7 @@ class SequencePages:
         """Record that the next page of a prompt is stored, on a page that the sequence already holds."""
         group = sequence.group
         sequence.node = node
+        sequence.note_experts(node.experts)
         sequence.stored = min(sequence.stored + self.page_tokens, len(group.prompt))
         if sequence.is_prompt_stored:
             group.is_prompt_ready = True
