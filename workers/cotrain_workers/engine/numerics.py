@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Numerics:
     # gathered weights have the same bits, and no sum crosses processes.
     sharding: str = ""
     quantization: str = "none"  # of the frozen weights
+    save_tokens: int = 0  # above which MLPs compute in chunks of rows; 0: never
 
     @property
     def id(self) -> str:
@@ -66,6 +68,8 @@ def _compared(numerics: Numerics) -> dict[str, object]:
     del named["sharding"]
     if numerics.quantization == "none":  # as in older records
         del named["quantization"]
+    if not numerics.save_tokens:
+        del named["save_tokens"]
     return named
 
 
@@ -78,6 +82,7 @@ def numerics_of(
     fused: Sequence[str] = (),
     sharding: str = "",
     quantization: str = "none",
+    save_tokens: int = sys.maxsize,
 ) -> Numerics:
     """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
     chunk.
@@ -100,6 +105,7 @@ def numerics_of(
         fused=" ".join(fused),
         sharding=sharding,
         quantization=quantization,
+        save_tokens=0 if save_tokens == sys.maxsize else save_tokens,
     )
 
 

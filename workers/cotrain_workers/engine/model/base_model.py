@@ -18,7 +18,7 @@ from cotrain_workers.engine.lora.quantized import (
 )
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts
+from cotrain_workers.engine.model import experts, row_chunks
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
@@ -207,6 +207,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     scale_outputs(backbone, kind.logit_factor(text))
     recompute = Recompute()
     recompute.attach(backbone.layers)
+    row_chunks.attach(backbone.layers, router)
     return BaseModel(
         backbone=backbone,
         head_weight=network.lm_head.weight,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
@@ -39,6 +40,30 @@ def expert_choices(config: Any, experts: Sequence[int]) -> ExpertChoices | None:
         return None
     (k,) = chosen
     return ExpertChoices(len(experts), k, experts[0]) if isinstance(k, int) else None
+
+
+def given_experts(
+    choices: ExpertChoices,
+    starts: Sequence[int],
+    slices: Sequence[Sequence[Any]],
+    rows: int,
+) -> np.ndarray | None:
+    """Return the experts that the datums of some slices give to their tokens, int16 `[layers, rows, k]`, or None.
+
+    `starts` are the first rows of the slices.
+    """
+    given: np.ndarray | None = None
+    for start, datums in zip(starts, slices, strict=True):
+        at = start
+        for datum in datums:
+            experts = getattr(datum, "routed_experts", None)  # a reverse KL has none
+            if experts is not None:
+                if given is None:
+                    shape = (choices.layers, rows, choices.chosen)
+                    given = np.full(shape, NOT_GIVEN, np.int16)
+                given[:, at : at + len(experts)] = experts.swapaxes(0, 1)
+            at += len(datum.tokens)
+    return given
 
 
 class GivenExperts(TorchFunctionMode):

@@ -4,11 +4,10 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
-import numpy as np
 import torch
 
 from cotrain_workers.engine.cycle import Yielding
@@ -21,19 +20,26 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import NOT_GIVEN
+from cotrain_workers.engine.model.expert_choice import given_experts
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
+from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import Datum, KlDatum, Pass, ReverseKl, UpcomingBatch
-from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
+from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
+from cotrain_workers.engine.training.long_slices import (
+    MAX_SUSPENDED,
+    RECENT_S,
+    HostInputs,
+    LongSlice,
+)
 from cotrain_workers.engine.training.memory_model import (
     BatchLimits,
     Budget,
     Fail,
     Recompute,
+    SaveMemory,
     Split,
     after_oom,
 )
@@ -50,6 +56,8 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
+    unwatched,
+    upcoming,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -73,9 +81,13 @@ class ForwardBackward:
         head_chunk_rows: int,
         recompute: Choice = "auto",
         keep_tokens: int = sys.maxsize,
+        save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers."""
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers.
+
+        A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
+        """
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -87,8 +99,8 @@ class ForwardBackward:
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
-        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
-        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
+        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens, save_tokens=save_tokens))
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = unwatched
         """The context of each micro-batch: the kernel may kill this process during one."""
 
     def run(
@@ -215,7 +227,7 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        upcoming = _upcoming(batch, passes)
+        coming = upcoming(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -238,7 +250,7 @@ class ForwardBackward:
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
-                with self.watch(upcoming):
+                with self.watch(coming):
                     next(work)
             except StopIteration as end:
                 owner.long = owner.long_work = owner.gradient_before = None
@@ -287,7 +299,16 @@ class ForwardBackward:
             owner.gradient_before = owner.gradient.flat.clone()
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = False
-        return LongSlice(self._base, row, kind, batch.tokens, route, head)
+        if not self._saves_memory(batch):
+            return LongSlice(self._base, row, kind, batch.tokens, route, head)
+        if kind is Forward.BACKWARD:
+            kind = Forward.RECOMPUTED
+        on_host = HostInputs(self._device)
+        return LongSlice(self._base, row, kind, batch.tokens, route, head, inputs=on_host)
+
+    def _saves_memory(self, batch: MicroBatch) -> bool:
+        """Return True for a long datum whose layer inputs are on the host, and whose MLPs compute in chunks of rows."""
+        return batch.tokens > max(self.limits.save_tokens, self._micro_batch_tokens)
 
     def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
@@ -316,7 +337,7 @@ class ForwardBackward:
             of_earlier_slices = [
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
-            with self.watch(_upcoming(batch, passes)):
+            with self.watch(upcoming(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
@@ -344,7 +365,16 @@ class ForwardBackward:
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        match after_oom(batch, lengths, can_recompute=can_recompute):
+        can_save = (
+            self._is_long(batch, passes)
+            and not self._saves_memory(batch)
+            and (self._may_recompute or not op_slice.needs_grad)
+        )
+        match after_oom(batch, lengths, can_recompute=can_recompute, can_save=can_save):
+            case SaveMemory():
+                self.limits.save_tokens = batch.tokens - 1
+                owner.is_exact = False
+                waiting.appendleft(batch)
             case Recompute():
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
@@ -398,23 +428,11 @@ class ForwardBackward:
         )
         segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
         lora = self._lora.of(segments, batch.padded_tokens)
-        return Route(segments, table, lora, self._given_experts(batch, datums)), row
-
-    def _given_experts(
-        self, batch: MicroBatch, datums: Sequence[Sequence[Datum | KlDatum]]
-    ) -> torch.Tensor | None:
-        """Return the experts that datums give to their tokens, int16 `[layers, T, k]`, or None."""
-        choices, given = self._base.expert_choices, None
-        for (start, _), each in zip(batch.spans, datums, strict=True):
-            for datum in each:
-                experts = datum.routed_experts if isinstance(datum, Datum) else None
-                if experts is not None and choices is not None:
-                    if given is None:
-                        shape = (choices.layers, batch.padded_tokens, choices.chosen)
-                        given = np.full(shape, NOT_GIVEN, np.int16)
-                    given[:, start : start + len(experts)] = experts.swapaxes(0, 1)
-                start += len(datum.tokens)
-        return None if given is None else to_device(given, self._device)
+        chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
+        choices, starts = self._base.expert_choices, [start for start, _ in batch.spans]
+        experts = choices and given_experts(choices, starts, datums, batch.padded_tokens)
+        on_device = None if experts is None else to_device(experts, self._device)
+        return Route(segments, table, lora, on_device, chunks), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -477,17 +495,3 @@ class ForwardBackward:
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
         return results, hidden_grad
-
-
-def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
-
-
-def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
-    return nullcontext()

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -11,7 +12,14 @@ import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Pass, PassOutput, ReverseKl, ReverseKlOutput
+from cotrain_workers.engine.ops import (
+    Failure,
+    Pass,
+    PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
+    UpcomingBatch,
+)
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
@@ -324,3 +332,19 @@ class OpenPasses:
         """Keep an unfinished pass. Its gradient stays with its adapter and moves with it."""
         state.gradient = None
         self._state_by_run[state.op.run] = state
+
+
+def upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+
+
+def unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
+    """Return a context that does nothing."""
+    return nullcontext()
