@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-variants test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
 	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder $(ARGS)
+
+test-variants: $(INSTALLED) ## Run the rows of tables of tests that `make test` leaves out
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
+	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder -m variants $(ARGS)
 
 coverage: $(VENV)/.coverage-installed ## Run the unit tests, and fail if they run a smaller share of the lines than before
 	$(BIN)/coverage run -m pytest -n 0 $(ARGS) tests/unit

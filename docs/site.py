@@ -68,6 +68,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return MERMAID.sub("```text", LINK.sub(without_repository_links, markdown))
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Add the table of contents for language models, and the pages in Markdown."""
+    sys.path.insert(0, str(ROOT))
+    from docs.llms import write
+
+    write(config.nav or [], Path(config.site_dir))
+
+
 def client_page() -> str:
     """Return the page on the Python client: directives that mkdocstrings replaces."""
     lines = ["# Python client", "", "::: cotrain", "    options:", "      members: false", ""]

@@ -16,6 +16,7 @@ from tests.conformance.running import (
     LOSES_CHECKPOINT_ANSWERS_OF,
     LOSES_SAMPLING_ANSWERS_OF,
     MINT_KEY,
+    NEWER_FIRST,
     SAMPLING,
     SAMPLING_SCENARIOS,
     SCENARIOS,
@@ -59,7 +60,7 @@ def report(request: pytest.FixtureRequest, server: Server) -> Report:
     return Report(sdk, facts, lossy_facts, proxy)
 
 
-@pytest.fixture(scope="package", params=SDKS)
+@pytest.fixture(scope="package", params=NEWER_FIRST)
 def sampled(request: pytest.FixtureRequest, server: Server) -> SamplingReport:
     """Run every scenario of sampling under one SDK."""
     names = [*SAMPLING_SCENARIOS, "undisturbed"]
@@ -75,7 +76,7 @@ def sampled_from_afar(sampled: SamplingReport, server: Server) -> tuple[LossyPro
         return proxy, run_scenarios(sampled.sdk, proxy.address, server.base_model, names, SAMPLING)
 
 
-@pytest.fixture(scope="package", params=SDKS)
+@pytest.fixture(scope="package", params=NEWER_FIRST)
 def checkpointed(
     request: pytest.FixtureRequest, server: Server, tmp_path_factory: pytest.TempPathFactory
 ) -> CheckpointReport:

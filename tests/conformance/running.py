@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.draws import variant
 from tests.support.lossy_proxy import LossyProxy
 from tests.warm.popen import run
 
@@ -20,6 +21,9 @@ Facts = dict[str, Any]
 ROOT = Path(__file__).parents[2]
 # Folder of each official SDK: the newer one is installed, the older one is fetched by sdks.sh.
 SDKS: Mapping[str, Path | None] = {"0.38.0": None, "0.22.0": ROOT / ".sdk" / "tinker-0.22.0"}
+NEWER, OLDER = SDKS
+#: The older SDK differs little outside of training.
+NEWER_FIRST = (NEWER, variant(OLDER))
 SCENARIOS = (
     "create",
     "train",

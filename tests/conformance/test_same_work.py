@@ -17,12 +17,12 @@ from cotrain import (
     ServiceClient,
     TrainingClient,
 )
-from tests.conformance.running import SDKS, Facts, Server, run_scenarios
+from tests.conformance.running import NEWER_FIRST, Facts, Server, run_scenarios
 
 STEPS = 4
 
 
-@pytest.fixture(scope="module", params=SDKS)
+@pytest.fixture(scope="module", params=NEWER_FIRST)
 def official(request: pytest.FixtureRequest, server: Server) -> Facts:
     facts = run_scenarios(
         request.param, server.address, server.base_model, ["four_steps"], "same_work"

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.running import SAMPLING, SDKS, Facts, SamplingReport, Server, run_scenarios
+from tests.conformance.running import (
+    NEWER_FIRST,
+    SAMPLING,
+    Facts,
+    SamplingReport,
+    Server,
+    run_scenarios,
+)
 from tests.support.lossy_proxy import LossyProxy
 
 # Constants of the scenarios, which run under another SDK and are not imported here.
@@ -259,7 +266,7 @@ def test_the_newer_sdk_polls_in_batches(
     assert ("retrieve_futures" in proxy.lost) == (sampled.sdk == "0.38.0")
 
 
-@pytest.mark.parametrize("sdk", SDKS)
+@pytest.mark.parametrize("sdk", NEWER_FIRST)
 def test_more_samples_than_the_queue_holds_all_return(sdk: str, narrow_server: Server) -> None:
     facts = run_scenarios(
         sdk,

@@ -193,6 +193,7 @@ def test_refusals_and_failures_are_distinguished(error: Exception, judged: Seque
     assert judge(error) == judged
 
 
+@pytest.mark.variants
 def test_a_part_of_the_walk_measures_a_live_server(server: Server) -> None:
     wanted = {
         "RestClient.get_server_capabilities": SUPPORTED,

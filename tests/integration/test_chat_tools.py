@@ -114,6 +114,77 @@ def test_a_call_makes_a_round_trip_through_anthropic(
     assert counted.input_tokens == len(script.seen[-1].prompt)
 
 
+def test_a_call_makes_a_round_trip_through_the_responses_api(
+    mine: openai.OpenAI, script: Script
+) -> None:
+    tool: Any = {"type": "function", "name": "w", "parameters": SCHEMA, "strict": False}
+    asked: Any = {"model": MODEL, "instructions": "Be short.", "tools": [tool]}
+    whole = mine.responses.create(**asked, input="Hi")
+    assert prompt_of(script) == "s:Be short.|u:Hi|T:w|a:"
+    with mine.responses.stream(**asked, input="Hi") as stream:
+        names = [each.type for each in stream]
+        streamed = stream.get_final_response()
+    assert (names[0], names[-1]) == ("response.created", "response.completed")
+    assert "response.function_call_arguments.delta" in names
+    call: dict[str, Any] = {}
+    for each in (whole, streamed):
+        thought, text, call = (item.model_dump() for item in each.output)
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+        assert (each.output_text, text["status"], each.status) == ("I look.", *["completed"] * 2)
+        assert (call["name"], call["arguments"]) == ("w", '{"c": "Köln"}')
+    script.text = "It rains."
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+    history: Any = [*HI, *streamed.model_dump()["output"], result]
+    last = mine.responses.create(**asked, input=history)
+    assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
+    counted = mine.responses.input_tokens.count(**asked, input=history).input_tokens
+    usage = last.usage
+    assert usage is not None
+    assert usage.input_tokens == counted == len(script.seen[-1].prompt)
+    with mine.responses.create(**asked, input=HI, max_output_tokens=4, stream=True) as raw:
+        cut: Any = list(raw)[-1].model_dump()
+    assert cut["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert cut["response"]["output"][0]["content"][0]["text"] == "It rain"
+
+
+def test_the_log_probs_of_a_response_are_those_of_a_chat(
+    mine: openai.OpenAI, script: Script
+) -> None:
+    script.text = "Hi"
+    chat = mine.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
+    expected: Any = chat.choices[0].logprobs
+    asked: Any = {"model": MODEL, "input": HI, "top_logprobs": 2}
+    with mine.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response()
+    for each in (mine.responses.create(**asked), streamed):
+        text: Any = each.output[0]
+        assert [e.to_dict() for e in text.content[0].logprobs] == expected.to_dict()["content"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("previous_response_id", "resp_1", "Send the whole history in input"),
+        ("max_tokens", 3, "send max_output_tokens"),
+        ("n", 2, "n must be 1"),
+        ("include", ["file_search_call.results"], "include: 'file_search_call.results'"),
+        ("input", [{"type": "item_reference", "id": "1"}], r"input\[0\].type: 'item_reference'"),
+        ("input", [{"role": "user", "content": [{"type": "input_image"}]}], r"input\[0\].content"),
+        ("input", [{"role": "wizard", "content": "a"}], r"input\[0\].role: 'wizard'"),
+        ("tools", [{"type": "web_search"}], r"tools\[0\]: only tools of type 'function'"),
+        ("tool_choice", {"type": "function", "name": "f"}, "tool_choice.name: tools has no"),
+        ("text", {"format": {"type": "json_schema"}}, "text.format: the schema"),
+        ("text", {"verbosity": "low"}, "text.verbosity is not supported"),
+    ],
+)
+def test_a_field_that_the_responses_api_cannot_honour_is_refused(
+    mine: openai.OpenAI, field: str, value: Any, message: str
+) -> None:
+    asked: dict[str, Any] = {"input": "a", field: value}
+    with pytest.raises(openai.BadRequestError, match=message):
+        mine.responses.create(model=MODEL, input="a", extra_body=asked)
+
+
 def test_reasoning_is_turned_off_by_each_api(
     mine: openai.OpenAI, theirs: anthropic.Anthropic, script: Script
 ) -> None:

@@ -107,7 +107,9 @@ def test_the_edge_limits_clients_and_states_their_address(
 
         # An admitted connection without a request ends with 408, a refused one with nothing.
         http.close()
-        ends = [_last_words(held) for held in [socket.create_connection(address) for _ in range(40)]]
+        ends = [
+            _last_words(held) for held in [socket.create_connection(address) for _ in range(40)]
+        ]
         assert ends.count(b"") > 0
         assert sum(end.startswith(b"HTTP/1.1 408 ") for end in ends) >= ADDRESS_CONNECTIONS
 

@@ -69,6 +69,8 @@ REFUSED_TO_MEMBERS = {
     "GET /api/v1/tokenizers": 400,  # no tokenizer
     "POST /oai/api/v1/completions": 400,
     "POST /oai/api/v1/chat/completions": 400,
+    "POST /oai/api/v1/responses": 400,
+    "POST /oai/api/v1/responses/input_tokens": 400,
     "POST /anthropic/api/v1/messages": 400,
     "POST /anthropic/api/v1/messages/count_tokens": 400,
     OF_ONES_OWN: 503,  # queued, without an engine that would run it

@@ -28,7 +28,7 @@ def test_no_request_in_another_apis_words_is_our_error(
         api = schemathesis.openapi.from_url(f"{talking.address}/openapi.json")
         found = api.include(path_regex="^/(oai|anthropic)/").get_all_operations()
         operations = [operation.ok() for operation in found if isinstance(operation, Ok)]
-        assert len(operations) == 8
+        assert len(operations) == 10
         for operation in operations:
 
             @settings(

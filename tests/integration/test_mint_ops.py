@@ -24,6 +24,7 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.checkpoints import saved_state
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import results
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, make_worker, worker
@@ -90,7 +91,8 @@ FAILPOINTS = [
 
 
 @pytest.mark.parametrize(
-    ("failpoint", "targets"), [*((each, SMALL) for each in FAILPOINTS), (FAILPOINTS[2], LARGE)]
+    ("failpoint", "targets"),
+    [*((each, SMALL) for each in FAILPOINTS), variant(FAILPOINTS[2], LARGE)],
 )
 async def test_a_worker_that_dies_leaves_no_trace_in_a_distillation(
     server: Stack,

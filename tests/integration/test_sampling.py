@@ -19,6 +19,7 @@ from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine
+from tests.support.draws import variant
 from tests.support.program import LORA, submit
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
@@ -120,7 +121,7 @@ async def test_a_name_can_be_sampled_from_and_moves_to_newer_weights(
         assert await sample(server, older, 2) == before
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [variant(0.0), 0.5])
 async def test_sampling_leaves_training_as_it_is(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, share: float
 ) -> None:

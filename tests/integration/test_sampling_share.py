@@ -19,6 +19,7 @@ from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from tests.support.bodies import sequences
+from tests.support.draws import variant
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, base_sampler, ended, saved_sampler, submit_sample
 from tests.support.stack import Stack, worker
@@ -91,7 +92,7 @@ def small_steps(tiny_model: Path) -> Engine:
     return Engine.load(str(tiny_model), micro_batch_tokens=256)
 
 
-@pytest.mark.parametrize("share", [0.25, 0.75])
+@pytest.mark.parametrize("share", [0.25, variant(0.75)])
 async def test_a_hundred_requests_finish_and_training_keeps_its_share(
     server: Stack,
     empty_redis: EmbeddedRedis,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -27,6 +28,7 @@ from cotrain_store.monitoring.fleet import (
     redis_status,
 )
 from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
@@ -52,6 +54,33 @@ async def test_the_last_exit_of_a_worker_is_stored_for_the_pages(
     (worker,) = (await pool_status(log.connection, POOL)).ids
     assert worker.last_exit == last
     assert worker.last_exit.text == "restarted 4 times, last reason: There is no such folder."
+
+
+async def test_a_worker_without_a_supervisor_stores_its_exits(log: Log) -> None:
+    model = pool_record_for_tests().base_model
+
+    async def last_exit() -> WorkerExit | None:
+        (worker,) = (await pool_status(log.connection, POOL)).ids
+        return worker.last_exit
+
+    note_silent_exit(log.redis, model, WORKER, None)  # the predecessor left in order
+    assert await last_exit() is None
+    last: WorkerExit | None = None
+    for expected in (1, 2):
+        with pytest.raises(ValueError, match="broken"), noted_exit(log.redis, model, WORKER):
+            raise ValueError("broken")
+        last = await last_exit()
+        assert last is not None
+        assert (last.count, last.reason) == (expected, "ValueError: broken")
+    assert last is not None
+    beat = WorkerHeartbeat(WORKER, 1, "serving", "cpu", 1e5, 2, 10, last.at - 1)
+    note_silent_exit(log.redis, model, WORKER, beat)  # of the process whose exit is stored
+    assert await last_exit() == last
+    note_silent_exit(log.redis, model, WORKER, replace(beat, seen_at=last.at + 1))
+    silent = await last_exit()
+    assert silent is not None
+    assert (silent.count, silent.since) == (3, last.since)
+    assert "SIGKILL" in silent.reason
 
 
 async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:

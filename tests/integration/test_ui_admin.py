@@ -83,6 +83,25 @@ async def test_a_tenant_is_changed_from_its_page_and_a_form_without_the_token_ch
     assert (await send(api.http, "/ui/tenants/t-none/resume", {})).status_code == 404
 
 
+async def test_the_operator_chooses_a_tenant_by_its_name(api: Api) -> None:
+    tenant = await tenant_of(api)
+    await log_in(api.http, ADMIN_KEY)
+    for path in ("/ui/runs", "/ui/checkpoints", "/ui/playground"):
+        page = (await api.http.get(path)).text
+        assert f"""<option value="{tenant}">""" in page, re.findall("<option.*?>.*?<", page)
+    asked = {
+        "tenant": tenant, "model-0": "tinker://r:train:0/sampler_weights/a", "prompt": "a",
+        "max_tokens": "4", "temperature": "1", "seed": "0",
+    }  # fmt: skip
+    answers = await send(api.http, "/ui/playground", asked)
+    assert answers.status_code == 200
+    assert "not found" in answers.text  # the tenant has no such checkpoint
+    (read,) = await api.services.audit.page(TenantId(tenant), None, 10)
+    assert (read.event, read.details["tinker_path"]) == ("checkpoint_read", asked["model-0"])
+    assert (await send(api.http, "/ui/playground", {**asked, "tenant": "t-no"})).status_code == 404
+    assert (await api.http.get("/ui/playground?tenant=t-no")).status_code == 404
+
+
 async def test_a_tenant_sees_its_own_limits_and_use_and_the_operator_has_no_such_page(
     api: Api,
 ) -> None:
@@ -97,7 +116,7 @@ async def test_a_tenant_sees_its_own_limits_and_use_and_the_operator_has_no_such
     assert len(shown_to.json()["usage"]) == DAYS_SHOWN
     await log_in(api.http, ALICE)
     page = (await api.http.get("/ui/usage")).text
-    assert "set for you" in page
+    assert "Set for you" in page
     assert 'href="/ui/usage"' in page
     await log_out(api.http)
     await log_in(api.http, ADMIN_KEY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -115,7 +116,7 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     ours, theirs = await samples.log.new_run("a"), await samples.log.new_run("b")
     step = await samples.log.plan()
     results = {
-        (op.run, op.seq): Result.failed("Weights are not finite.", "user")
+        (op.run, op.seq): Result.failed("x" + 400 * "ü", "user")
         if op.run == ours.id
         else Result.of_json({})
         for op in step.ops
@@ -125,7 +126,10 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     connection = samples.log.connection
     (each,) = (await recent_failures(connection, time.time())).items()
     assert (each[0], each[1].failed, each[1].refused) == ("a", 1, 0)
-    assert (each[1].message, each[1].request) == ("Weights are not finite.", f"{ours.id}:0")
+    assert (each[1].message, each[1].request) == ("x" + 299 * "ü", f"{ours.id}:0")
+    stored = samples.log.redis.hget(fleet_keys.newest_failures(), "failed|a") or b""
+    assert json.loads(stored)["message"] == each[1].message  # cut before a whole character
+    assert 0 < samples.log.redis.ttl(fleet_keys.newest_failures()) <= fleet_keys.MINUTE_TTL_S
     assert await most_failures(connection, 9) == {POOL: [("a", 1)]}
     positions = await RunList(connection).positions([ours, theirs], time.time())
     assert [positions[run.id].failed for run in (ours, theirs)] == [1, 0]

@@ -1,7 +1,10 @@
-"""Number of examples of a property test: a fixed third by default, or all in a search for more."""
+"""Share of a table or of a property's examples that `make test` runs; other commands run the rest."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 
@@ -11,3 +14,10 @@ def examples(many: int, at_least: int = 10) -> int:
     """
     is_search = settings.get_current_profile_name() == "explore"
     return many if is_search else max(at_least, many // 3)
+
+
+def variant(*values: Any) -> Any:
+    """Return a row of `parametrize` that only `make test-variants` runs, because rows of `make test` run
+    the same code.
+    """
+    return pytest.param(*values, marks=pytest.mark.variants)

@@ -48,6 +48,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/anthropic/api/v1/messages": CHAT,
     "/anthropic/api/v1/messages/count_tokens": {"messages": CHAT["messages"]},
     "/oai/api/v1/chat/completions": CHAT,
+    "/oai/api/v1/responses": {"input": "a"},
+    "/oai/api/v1/responses/input_tokens": {"input": "a"},
     "/oai/api/v1/completions": {"max_tokens": 4, "prompt": "a"},
     f"{API}asample": sample_body("", 1),
     f"{API}copy_weights": {"destination_project_id": "p"},

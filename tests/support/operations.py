@@ -195,6 +195,8 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
         }
     ),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
+    f"POST {API}rewind": _of_run(29, step=0),
+    f"POST {API}log_metrics": _of_run(28, metrics={"reward": 0.5}),
     f"POST {API}asample": lambda own: PinnedBuffer(json=sample_body(own.sampler, 9)),
     f"POST {API}auth/token": _json(),
     f"POST {API}client/config": _json(sdk_version="0.38.0"),
@@ -256,6 +258,8 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"GET {API}tokenizers": lambda _: PinnedBuffer(query={"base_model": POOL.base_model}),
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
+    "POST /oai/api/v1/responses": _json(model=POOL.base_model, input="a"),
+    "POST /oai/api/v1/responses/input_tokens": _json(model=POOL.base_model, input="a"),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
     "POST /anthropic/api/v1/messages/count_tokens": _json(
         model=POOL.base_model, messages=CHAT["messages"]
@@ -272,6 +276,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/drain": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/undrain": _bare,
+    f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/selfcheck": _bare,
     # ---- Pages ---------------------------------------------------------------------------------------
     "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
     "POST /ui/logout": _form(),
@@ -299,6 +304,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/close": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/selfcheck": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: PinnedBuffer(
         form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
     ),

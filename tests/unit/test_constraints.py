@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
+OF_OTHERS = r"nvidia-|cuda-|triton$|colorama$|httpx2-jsfetch$|(appnope|cffi|pycparser)$"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -87,7 +88,7 @@ def test_every_pin_except_torch_has_hashes() -> None:
 
 def test_a_hash_without_a_pin_belongs_to_torch_or_another_platform() -> None:
     for name in hashed("hashes.txt").keys() - pins().keys():
-        assert re.match(r"nvidia-|cuda-|triton$|colorama$|httpx2-jsfetch$", name), name
+        assert re.match(OF_OTHERS, name), name
 
 
 def test_a_list_for_pip_includes_extras_of_extras() -> None:

@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
+from docs.llms import llms_txt, write
 from tests.support.markdown import anchors, blocks, links
 from tests.support.notebook import run_page
 
@@ -51,6 +53,26 @@ def test_the_index_names_every_page() -> None:
     named = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
     unnamed = [page for page in PAGES if page.parent.name != "adr" and page not in named]
     assert [page for page in unnamed if page not in (index, ROOT / "README.md")] == []
+
+
+def test_the_table_of_contents_for_language_models_describes_every_page(tmp_path: Path) -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    text = llms_txt(nav)
+    assert text.startswith("# cotrain\n\n> A self-hosted server that")
+    found = re.findall(r"^- \[(.+)\]\((.+\.(?:md|html))\)(: .+)?$", text, re.MULTILINE)
+    assert len(found) == text.count("\n- ")
+    pages = {page: subject for _, page, subject in found}
+    made = {f"reference/{name}.html" for name in ("python-client", "commands", "openapi")}
+    files = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT}
+    assert pages.keys() == made | files - {"README.md"}
+    no_subject = {page for page, subject in pages.items() if not subject}
+    assert no_subject == made | {page for page in files if page.startswith("adr/")}
+    for page in files:
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+    write(nav, tmp_path)
+    assert {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*.*")} == (
+        files - {"README.md"} | {"llms.txt"}
+    )
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)

@@ -19,6 +19,7 @@ from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.logs import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
+from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.execution import latest_heartbeat
 from cotrain_store.redis_client.connection import (
     SyncConnection,
@@ -91,7 +92,18 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     count_blob_failures(Source.WORKER)
     claim_blobs(connection, settings.data_dir, settings.blobs)
     worker = _claim_worker_id(settings, connection, pool)
-    settings = settings.model_copy(update={"worker_id": worker})
+    note_silent_exit(
+        connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker)
+    )
+    with noted_exit(connection, settings.model_name, worker):
+        return _run(settings.model_copy(update={"worker_id": worker}), tuning, connection, links)
+
+
+def _run(
+    settings: WorkerSettings, tuning: Tuning, connection: SyncConnection, links: Links | None
+) -> int:
+    """Serve the pool under a claimed worker id until stopped."""
+    pool, worker = pool_of(settings.model_name), settings.worker_id
     start_logs(f"worker-{worker}", settings.log_level)
     trace_or_refuse("worker", worker)
     device = device_of(settings)

@@ -15,7 +15,7 @@ from cotrain.errors import ClientClosed, NotFoundError, VersionMismatch
 from cotrain.requests.flow_control import Dispatch, InFlightLimit, SendQueue
 from cotrain.requests.polling import SampleRequests
 from cotrain.settings import ClientSettings
-from cotrain.transport.http import RetryPolicy, Transport, can_compress, reader
+from cotrain.transport.http import RetryPolicy, Transport, reader
 from cotrain.transport.progress import PROGRESS
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
@@ -181,7 +181,7 @@ class Connection:
         async with self._asking:
             if self._config is None:
                 self._config = config = await self._ask()
-                self.transport.compresses = config.proto_compress_fwdbwd and can_compress()
+                self.transport.compresses = config.proto_compress_fwdbwd
                 self._dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config

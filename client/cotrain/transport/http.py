@@ -17,8 +17,6 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -123,12 +121,6 @@ ENCODE_ELSEWHERE_BYTES = 256_000
 """Larger messages are encoded in a thread: that takes milliseconds, which would delay other responses."""
 
 
-@cache
-def can_compress() -> bool:
-    """Return True if `zstandard` is installed: the `zstd` extra of this package."""
-    return find_spec("zstandard") is not None
-
-
 class Transport:
     """Calls of one server with one key."""
 
@@ -144,7 +136,7 @@ class Transport:
         self.policy = policy or RetryPolicy()
         self.sleep = sleep
         self.compresses = False
-        """True if passes are compressed; the server must accept it and `zstandard` be installed."""
+        """True if passes are compressed, as the server requests of a client on another host."""
         self._contact = Contact(base_url)
         proxy = None if network else proxy_of(base_url)
         self._pools = ConnectionPools(
@@ -359,7 +351,10 @@ def _written(message: Message, *, zips: bool) -> bytes:
 
 
 def _compressed(body: bytes) -> bytes:
-    """Compress to one zstd frame. A pass shrinks to about a sixth: ids are small, and most weights are one."""
-    import zstandard  # an optional dependency, and slow to import
+    """Compress to one zstd frame. A pass shrinks to about a sixth: ids are small, and most weights are one.
+
+    A prompt that several datums repeat takes its bytes once, with its targets and weights.
+    """
+    import zstandard  # slow to import
 
     return zstandard.ZstdCompressor().compress(body)

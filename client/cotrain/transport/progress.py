@@ -1,7 +1,7 @@
 """Progress line of waiting calls: the request, the duration, and the server's message.
 
-It appears on stderr after a wait of ten seconds, if stderr is a terminal or a notebook, and disappears when
-the wait ends. Otherwise it is logged to the logger `cotrain` as INFO, once a minute.
+It appears after a wait of ten seconds, on stderr if that is a terminal, or as one output of a notebook's cell, which
+is updated in place. It disappears when the wait ends. Otherwise it is logged to the logger `cotrain` as INFO, once a minute.
 COTRAIN_PROGRESS=0 turns it off.
 """
 
@@ -13,7 +13,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 log = logging.getLogger("cotrain")
 
@@ -22,7 +23,6 @@ DRAWN_EVERY_S = 1.0
 LOGGED_EVERY_S = 60.0
 IDLE_ROUNDS = 60
 """The drawing thread ends after this many rounds in a row without a wait."""
-NOTEBOOK_COLUMNS = 120
 
 
 class Wait(NamedTuple):
@@ -65,6 +65,7 @@ class Progress:
         self._word: ServerMessage | None = None
         self._starting, self._drawing = threading.Lock(), threading.Lock()
         self._drawn = ""
+        self._output = CellOutput()
         self._logged_at = -LOGGED_EVERY_S
         self._hidden = 0
         self._thread: threading.Thread | None = None
@@ -127,20 +128,46 @@ class Progress:
         with self._drawing:
             now = time.monotonic()
             text = line(list(self._waits.values()), self._word, now)
-            if _columns() and not self._hidden:
+            if (_is_notebook() or _columns()) and not self._hidden:
                 self._draw(f"cotrain: {text}" if text else "")
             elif text and now - self._logged_at >= LOGGED_EVERY_S:
                 self._logged_at = now
                 log.info("%s", text)
 
     def _draw(self, text: str) -> None:
+        if _is_notebook():
+            if text != self._drawn:
+                self._output.show(text)
+            self._drawn = text
+            return
         text = text[: max(_columns() - 1, 0)]
         if text or self._drawn:
-            # Spaces instead of an escape sequence, because a notebook supports only the carriage return.
+            # Spaces instead of an escape sequence, because not every terminal has one.
             with suppress(OSError, ValueError):  # stderr is closed
                 sys.stderr.write(f"\r{text.ljust(len(self._drawn))}" + ("" if text else "\r"))
                 sys.stderr.flush()
         self._drawn = text
+
+
+class CellOutput:
+    """One output of the running cell of a notebook.
+
+    A line on stderr would be kept each time it is drawn, unless the page interprets carriage returns.
+    """
+
+    def __init__(self) -> None:
+        self._cell: int | None = None
+        self._handle: Any = None
+
+    def show(self, text: str) -> None:
+        """Replace the text of the output; the first text of a cell creates it."""
+        cell = import_module("IPython").get_ipython().execution_count
+        content = {"text/plain": text}
+        if cell == self._cell:
+            self._handle.update(content, raw=True)
+            return
+        self._cell, self._handle = cell, import_module("IPython.display").DisplayHandle()
+        self._handle.display(content, raw=True)
 
 
 PROGRESS = Progress()
@@ -149,15 +176,17 @@ PROGRESS = Progress()
 def _is_wanted() -> bool:
     if os.environ.get("COTRAIN_PROGRESS", "").lower() in ("0", "off", "no", "false"):
         return False
-    return bool(_columns()) or log.isEnabledFor(logging.INFO)
+    return _is_notebook() or bool(_columns()) or log.isEnabledFor(logging.INFO)
+
+
+def _is_notebook() -> bool:
+    return type(sys.stderr).__module__.startswith("ipykernel")
 
 
 def _columns() -> int:
-    """Return the width of a terminal or a notebook; 0 if stderr is neither."""
+    """Return the width of a terminal; 0 if stderr is none."""
     if sys.stderr is None:
         return 0
-    if type(sys.stderr).__module__.startswith("ipykernel"):
-        return NOTEBOOK_COLUMNS
     with suppress(OSError, ValueError):  # it is closed
         if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             return shutil.get_terminal_size().columns

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.model import Listed, in_a_sentence
+from cotrain.wire.model import Listed, OneLine, in_a_sentence
 from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
@@ -38,7 +39,7 @@ DTYPE_BY_INPUT: dict[str, DType] = {
 """Element type of every known loss input, for inputs passed as plain lists."""
 
 
-class EncodedTextChunk(BaseModel):
+class EncodedTextChunk(OneLine):
     """Sequence of token ids, from a list, an array, a tensor, or the output of a tokenizer.
 
     Raises UnsupportedInput, which names the first invalid element.
@@ -86,7 +87,7 @@ ModelInputChunk = Annotated[
 ]
 
 
-class ModelInput(BaseModel):
+class ModelInput(OneLine):
     """Input of the base model: chunks in order."""
 
     chunks: Listed[ModelInputChunk]
@@ -112,6 +113,11 @@ class ModelInput(BaseModel):
         """Return a copy with one more token; this input is unchanged."""
         return self.append(EncodedTextChunk(tokens=[token]))
 
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        are_tokens = all(isinstance(chunk, EncodedTextChunk) for chunk in self.chunks)
+        return iter([("length", self.length)]) if are_tokens else super().__repr_args__()
+
     def to_ints(self) -> list[int]:
         """Return the token ids of all chunks. Raises UnsupportedInput if a chunk is not text."""
         return list(chain.from_iterable(_tokens_of(chunk) for chunk in self.chunks))
@@ -122,7 +128,7 @@ class ModelInput(BaseModel):
         return sum(len(_tokens_of(chunk)) for chunk in self.chunks)
 
 
-class Datum(BaseModel):
+class Datum(OneLine):
     """Training example. Row i of every loss input belongs to token i of the model input.
 
     The caller shifts the sequence: `model_input` is the sequence without its last token, and
@@ -165,6 +171,11 @@ class Datum(BaseModel):
 
     # Only for callers: pydantic parses wire messages without this `__init__`, strictly and faster.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # of pydantic itself
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield None, self.model_input
+        yield from ((name, each.dense_shape) for name, each in self.loss_fn_inputs.items())
 
     @field_validator("loss_fn_inputs", mode="before")
     @classmethod

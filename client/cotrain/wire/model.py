@@ -2,9 +2,11 @@
 
 import reprlib
 import warnings
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
 
@@ -21,7 +23,29 @@ Listed = Annotated[list[Each], Field(fail_fast=True)]
 """List that is rejected at its first invalid element: a million errors take gigabytes and half a minute."""
 
 
-class WireModel(BaseModel):
+MAX_SHOWN = 8
+"""Maximum number of elements in the representation of a list or mapping; a longer one shows their number."""
+
+
+class _Elements(int):
+    @override
+    def __repr__(self) -> str:
+        return f"<{self:d} elements>"
+
+
+class OneLine(BaseModel):
+    """Base of all messages and data: a representation takes one line, whatever its size. It omits empty fields."""
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            if isinstance(value, list | dict) and len(value) > MAX_SHOWN:
+                yield name, _Elements(len(value))
+            elif value is not None:
+                yield name, value
+
+
+class WireModel(OneLine):
     """Base of all messages: field names of the wire, immutable, without NaN except where a field allows it."""
 
     model_config = ConfigDict(
@@ -55,6 +79,11 @@ class SequencedRequest(WireModel):
 
     model_id: Name
     seq_id: SeqId
+
+
+def six_digits(value: float) -> float:
+    """Return a number with six significant digits, for a representation."""
+    return float(f"{value:.6g}")
 
 
 def in_a_sentence(refused: ValidationError) -> str:

@@ -4,9 +4,11 @@ The limits here are those of the message format; the server checks limits of bas
 are exported by `cotrain.types`.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
+from typing_extensions import override
 
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
@@ -87,6 +89,8 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
+    optimizer: bool | None = None
+    """True: save the optimizer state as well, so that the run can be forked. Only without a name."""
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -187,6 +191,13 @@ class SampleResponse(WireModel):
     prompt_routed_experts: RoutedExperts | None = None
     """Experts of the prompt tokens; None if not requested."""
     type: Literal["sample"] = "sample"
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "sequences", len(self.sequences)
+        yield "tokens", sum(len(each.tokens) for each in self.sequences)
+        if self.prompt_logprobs is not None:
+            yield "prompt_tokens", len(self.prompt_logprobs)
 
 
 # ---- Batch polling and cancelling ----------------------------------------------------------------

@@ -15,10 +15,10 @@ from math import prod
 from numbers import Integral
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.model import Listed, in_a_sentence
+from cotrain.wire.model import Listed, OneLine, in_a_sentence
 
 __all__ = ["TensorData"]
 
@@ -35,7 +35,7 @@ _READ: dict[str, TypeAdapter[list[Any]]] = {
 """Parsers of numbers from callers. They also accept NumPy and torch scalars, and whole floats as integers."""
 
 
-class TensorData(BaseModel):
+class TensorData(OneLine):
     """Array of `int64` or `float32`: dense in C order, or a CSR matrix of its non-zero entries.
 
     `data` may be a flat or nested list, a NumPy array or a torch tensor. Without `shape`, a dense

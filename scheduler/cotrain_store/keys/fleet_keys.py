@@ -57,6 +57,8 @@ workers: Callable[[PoolId], str] = "cotrain:{{{}}}:workers".format
 #: Hash worker id → time (s) of the operator's drain request, until it is withdrawn.
 #: The field outlives the worker's processes.
 draining: Callable[[PoolId], str] = "cotrain:{{{}}}:draining".format
+#: Hash worker id → time (s) of the operator's request for a self-check; the worker deletes it when it begins.
+self_checks: Callable[[PoolId], str] = "cotrain:{{{}}}:self_checks".format
 #: Hash of planned moves (run → `owner>target`); a field is deleted with its move.
 moves: Callable[[PoolId], str] = "cotrain:{{{}}}:moves".format
 #: Scaling decision of a pool (JSON `Scaling`), written by the leading scheduler.
@@ -65,7 +67,7 @@ scaling: Callable[[PoolId], str] = "cotrain:{{{}}}:scaling".format
 worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:worker:{}".format
 #: Fencing number of the worker; only increases.
 worker_epoch: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:epoch:{}".format
-#: Hash of a base model (worker id → WorkerExit), written by the supervisor of its workers. It expires (EXITS_TTL_S).
+#: Hash of a base model (worker id → WorkerExit), written by their supervisor or by the workers. It expires (EXITS_TTL_S).
 worker_exits: Callable[[str], str] = "cotrain:exits:{}".format
 #: Hash of one worker's open steps (cycle → Step): planned and not yet committed.
 open_steps: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:open:{}".format
@@ -90,7 +92,7 @@ counters: Callable[[PoolId], str] = "cotrain:{{{}}}:counters".format
 #: Hash of the failed and refused requests of all tenants in the minute that starts at `start_s`
 #: (`failed|<tenant>`, `refused|<tenant>` → count); expires (MINUTE_TTL_S).
 failures: Callable[[int], str] = "cotrain:failures:{}".format
-#: Hash of the newest failure and refusal of each tenant, by the same fields (JSON).
+#: Hash of the newest failure and refusal of each tenant, by the same fields (JSON); expires with them.
 newest_failures: Callable[[], str] = "cotrain:failures:newest".format
 #: Hash `<pool>|<tenant>` → failed requests, for /metrics; they only increase.
 failure_totals: Callable[[], str] = "cotrain:failures:totals".format

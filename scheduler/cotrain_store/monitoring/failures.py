@@ -136,6 +136,7 @@ class Refusals:
             pipeline.hincrby(minute, f"refused|{tenant}", count)
         pipeline.expire(minute, fleet_keys.MINUTE_TTL_S)
         pipeline.hset(fleet_keys.newest_failures(), mapping=newest)
+        pipeline.expire(fleet_keys.newest_failures(), fleet_keys.MINUTE_TTL_S)
         await pipeline.execute()
         self._counts -= counts
         self._messages = {each: self._messages[each] for each in self._counts}

@@ -3,20 +3,22 @@
 import asyncio
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
+from cotrain.wire.sampling import SampleResponse
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.request_body import body_weight
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.services import Services
-from cotrain_server.text_apis.generation import Generation
+from cotrain_server.text_apis import responses_objects
+from cotrain_server.text_apis.generation import Event, Generation
 from cotrain_server.text_apis.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -34,12 +36,15 @@ from cotrain_server.text_apis.openai_responses import (
 from cotrain_server.text_apis.prompts import (
     Target,
     accepted_chat,
+    chat_prompt,
+    find_model,
     find_target,
     find_weights,
     prompt_bodies,
     text_weight,
     written_characters,
 )
+from cotrain_server.text_apis.responses_requests import ResponseRequest
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
@@ -121,7 +126,7 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
         wants_logprobs=asked.logprobs is not None,
         echoes=echoes,
     )
-    return await _generate(request, services, reply, is_streamed=bool(asked.stream))
+    return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
 
 
 @router.post(
@@ -143,7 +148,43 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
         shape=ChatShape(),
         wants_logprobs=bool(asked.logprobs),
     )
-    return await _generate(request, services, reply, is_streamed=bool(asked.stream))
+    return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
+
+
+@router.post(
+    "/responses",
+    response_model=None,
+    responses=STREAMS,
+    openapi_extra=body_of(ResponseRequest),
+)
+async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
+    asked = await read_asked(request, services, tenant.id, ResponseRequest)
+    asked.check()
+    target = await find_target(services, tenant.id, asked.model)
+    body, format = await accepted_chat(services, target, asked.chat(), asked.body)
+    reply = Reply(
+        **_reply(asked, target, [body]),
+        format=format,
+        shape=ChatShape(),
+        wants_logprobs=asked.wants_logprobs,
+    )
+    whole, streamed = (
+        partial(responses_objects.answer, asked),
+        partial(responses_objects.stream, asked),
+    )
+    return await _generate(request, services, reply, bool(asked.stream), whole, streamed)
+
+
+@router.post("/responses/input_tokens", response_model=None, openapi_extra=body_of(ResponseRequest))
+async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
+    """Count the prompt tokens of a response's input."""
+    asked = await read_asked(request, services, tenant.id, ResponseRequest)
+    asked.check()
+    model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
+    make = partial(chat_prompt, model, chat)
+    prompt = await services.parser.run(tenant.id, text_weight(chat.characters), make)
+    return FiniteJSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
 def _reply(
@@ -161,12 +202,17 @@ def _reply(
 
 
 async def _generate(
-    request: Request, services: Services, reply: Reply, *, is_streamed: bool
+    request: Request,
+    services: Services,
+    reply: Reply,
+    is_streamed: bool,
+    whole: Callable[[Reply, Sequence[SampleResponse]], dict[str, Any]],
+    streamed: Callable[[Reply, AsyncIterator[Event]], AsyncIterator[str]],
 ) -> Response:
     generation = await Generation.start(services, reply.target, reply.bodies)
     if is_streamed:
-        return EventStream(chunks(reply, generation.events()), generation.close)
+        return EventStream(streamed(reply, generation.events()), generation.close)
     complete = await finished(request, generation)
     if complete is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(await asyncio.to_thread(answer, reply, complete))
+    return FiniteJSONResponse(await asyncio.to_thread(whole, reply, complete))

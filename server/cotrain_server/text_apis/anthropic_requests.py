@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.openai_requests import (
+    Fields,
     refuse_unsupported,
     text_of,
     top_k_of,
@@ -19,7 +20,7 @@ from cotrain_server.text_apis.openai_requests import (
 )
 from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
-from cotrain_server.text_apis.tool_requests import anthropic_tools, call_messages
+from cotrain_server.text_apis.tool_requests import anthropic_tools, call_messages, joined
 from cotrain_store.bodies.sample_body import SampleBody
 
 HARMLESS = frozenset({
@@ -37,26 +38,20 @@ _ERROR_TYPES = {
 }  # fmt: skip
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(
-        extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False
-    )
-
-
-class ChatMessage(_Fields):
+class ChatMessage(Fields):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Listed[dict[str, Any]]
 
 
-class OutputConfig(_Fields):
+class OutputConfig(Fields):
     """Format of the answer."""
 
     format: dict[str, Any] | None = None
 
 
-class CountRequest(_Fields):
+class CountRequest(Fields):
     """POST messages/count_tokens: count the tokens of a chat."""
 
     model: Annotated[str, Field(min_length=1, max_length=2048)]
@@ -104,7 +99,7 @@ class CountRequest(_Fields):
             for written in _converted(message, f"messages[{number}].content"):
                 last = chat[-1] if chat else None
                 if last and written["role"] == last["role"] != "tool":
-                    chat[-1] = _joined(last, written)
+                    chat[-1] = joined(last, written)
                 else:
                     chat.append(written)
         return chat
@@ -166,14 +161,6 @@ def _converted(message: ChatMessage, where: str) -> list[Message]:
     if reasoning := [text for text in reasoning if text]:
         written["reasoning_content"] = "\n".join(reasoning)
     return [*results, written | ({"tool_calls": calls} if calls else {})]
-
-
-def _joined(first: Message, second: Message) -> Message:
-    """Return two messages of one role as one."""
-    texts = [text for text in (first["content"], second["content"]) if text]
-    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
-    joined = {**first, **second, "content": "\n".join(texts)}
-    return joined | ({"tool_calls": calls} if calls else {})
 
 
 def _thinking(given: Mapping[str, Any] | None) -> Thinking | None:

@@ -128,19 +128,21 @@ _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 Tokens = Listed[StrictInt]
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request, including those that its model does not define (`model_extra`)."""
+
     model_config = ConfigDict(
         extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False
     )
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """Options of a stream."""
 
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Fields):
+class GenerationRequest(Fields):
     """Common fields of completions and chat completions. `null` is the default everywhere."""
 
     model: Annotated[str, Field(min_length=1, max_length=2048)]
@@ -230,7 +232,7 @@ class CompletionRequest(GenerationRequest):
             raise Invalid("echo: the log-probs of a prompt cannot be streamed.")
 
 
-class ChatMessage(_Fields):
+class ChatMessage(Fields):
     """A message of a chat."""
 
     role: str

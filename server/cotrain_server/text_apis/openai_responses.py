@@ -336,25 +336,36 @@ def answer(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     return {**reply.object(reply.shape.whole_object, choices), "usage": usage(reply, responses)}
 
 
-async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    """Yield the answer as server-sent events. An error is the last event."""
+async def parts(
+    reply: Reply, events: AsyncIterator[Event], ended: list[SampleResponse]
+) -> AsyncIterator[dict[str, Any] | None]:
+    """Yield the parts of all choices, and None to keep the connection open. Add results to `ended`.
+
+    Raises the errors of `Generation.events`.
+    """
     choices = {
         (prompt, number): Choice(reply, prompt, number)
         for prompt, body in enumerate(reply.bodies)
         for number in range(body.num_samples)
     }
-    responses: list[SampleResponse] = []
     for choice in choices.values():
         if opening := choice.opening():
-            yield _chunk(reply, opening)
+            yield opening
+    async for happened in events:
+        if isinstance(happened, Idle):
+            yield None
+        for written in _new_choices(choices, happened):
+            yield written
+        if isinstance(happened, Ended):
+            ended.append(happened.response)
+
+
+async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    """Yield the answer as server-sent events. An error is the last event."""
+    responses: list[SampleResponse] = []
     try:
-        async for happened in events:
-            if isinstance(happened, Idle):
-                yield STILL_HERE
-            for written in _new_choices(choices, happened):
-                yield _chunk(reply, written)
-            if isinstance(happened, Ended):
-                responses.append(happened.response)
+        async for written in parts(reply, events, responses):
+            yield STILL_HERE if written is None else _chunk(reply, written)
     except REFUSED as error:
         yield event(openai_error(refusal_of(error)).model_dump())
         return

@@ -34,19 +34,26 @@ class ToolUse:
         return {f["name"]: f["parameters"] for f in functions if self.name in (None, f["name"])}
 
 
-def openai_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool | None) -> ToolUse:
-    """Return the tools of a chat completion. Raises Invalid with the name of the wrong field."""
+def openai_tools(
+    tools: Sequence[Any] | None, choice: Any, *, parallel: bool | None, is_flat: bool = False
+) -> ToolUse:
+    """Return the tools of a chat completion. Raises Invalid with the name of the wrong field.
+
+    With `is_flat`, name and parameters are fields of the tool itself, as in the Responses API.
+    """
     functions = []
     for number, tool in enumerate(tools or ()):
         where = f"tools[{number}]"
-        if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
+        given = tool if is_flat else tool.get("function")
+        if tool.get("type") != "function" or not isinstance(given, dict):
             raise Invalid(f"{where}: only tools of type 'function' are supported here.")
-        given, where = tool["function"], f"{where}.function"
+        where = where if is_flat else f"{where}.function"
         functions.append(_function(given, given.get("parameters"), f"{where}.parameters", where))
     if isinstance(choice, dict):
-        named = choice.get("function")
+        named = choice if is_flat else choice.get("function")
         name = named.get("name") if isinstance(named, dict) else None
-        return _chosen(functions, "required", name, not parallel, "tool_choice.function.name")
+        where = "tool_choice.name" if is_flat else "tool_choice.function.name"
+        return _chosen(functions, "required", name or "", not parallel, where)
     if choice not in (None, "auto", "none", "required"):
         raise Invalid("tool_choice must be 'auto', 'none', 'required' or the name of a function.")
     return _chosen(functions, choice or "auto", None, parallel is False, "tool_choice")
@@ -91,6 +98,14 @@ def call_messages(calls: Sequence[tuple[Any, Any, Any]], where: str) -> list[dic
         function = {"name": name, "arguments": arguments}
         written.append({"id": str(id_ or ""), "type": "function", "function": function})
     return written
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return two messages of one role as one."""
+    texts = [text for text in (first["content"], second["content"]) if text]
+    calls = [*first.get("tool_calls", ()), *second.get("tool_calls", ())]
+    joined = {**first, **second, "content": "\n".join(texts)}
+    return joined | ({"tool_calls": calls} if calls else {})
 
 
 def _function(

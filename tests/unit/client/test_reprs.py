@@ -1,10 +1,21 @@
-"""Representations of clients in a notebook or debugger: identity and state, never a key."""
+"""Representations of clients and results in a notebook or debugger: one line, and never a key."""
 
 from __future__ import annotations
 
 import threading
 
-from cotrain import AdamParams, RestClient, ServiceClient
+import pytest
+from pydantic import BaseModel
+
+from cotrain import AdamParams, Datum, ModelInput, RestClient, ServiceClient
+from cotrain.types import (
+    ForwardBackwardOutput,
+    ImageChunk,
+    OptimStepResponse,
+    SampledSequence,
+    SampleResponse,
+    TensorData,
+)
 from tests.support.fake_api import FakeApi
 from tests.support.fake_sampling import FakeSampling
 from tests.support.waiting import until
@@ -53,3 +64,42 @@ def test_a_standalone_rest_client_shows_no_key() -> None:
     assert (
         repr(RestClient(base_url="http://server", api_key=KEY)) == "<RestClient of http://server>"
     )
+
+
+LOGPROBS = [-0.5] * 2048
+SAMPLED = SampledSequence(stop_reason="length", tokens=[3] * 2048, logprobs=LOGPROBS)
+PASSED = ForwardBackwardOutput(
+    loss_fn_output_type="ArrayRecord",
+    loss_fn_outputs=[{"logprobs": TensorData(LOGPROBS, "float32")}] * 64,
+    metrics={"loss:sum": 9.9050001234, "clock_cycle:unique": 694.0},
+)
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [
+        (PASSED, "ForwardBackwardOutput(loss=9.905, datums=64, targets=131072, cycle=694)"),
+        (SampleResponse(sequences=[SAMPLED] * 4), "SampleResponse(sequences=4, tokens=8192)"),
+        (
+            SAMPLED,
+            "SampledSequence(stop_reason='length', tokens=<2048 elements>, logprobs=<2048 elements>)",
+        ),
+        (
+            Datum(ModelInput.from_ints(range(2048)), {"weights": LOGPROBS}),
+            "Datum(ModelInput(length=2048), weights=[2048])",
+        ),
+        (ModelInput(chunks=[ImageChunk()]), "ModelInput(chunks=[ImageChunk(type='image')])"),
+        (
+            TensorData(LOGPROBS, "float32", [2, 1024]),
+            "TensorData(data=<2048 elements>, dtype='float32', shape=[2, 1024])",
+        ),
+        (TensorData([1], "int64"), "TensorData(data=[1], dtype='int64')"),
+        (
+            OptimStepResponse(metrics={"grad_norm": 0.5}),
+            "OptimStepResponse(metrics={'grad_norm': 0.5})",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseModel) else "",
+)
+def test_data_and_results_take_one_line(shown: BaseModel, text: str) -> None:
+    assert repr(shown) == text

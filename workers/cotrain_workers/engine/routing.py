@@ -29,12 +29,39 @@ def up_to(tokens: int, step: int) -> int:
     return -(-tokens // step) * step
 
 
+class Prompt(NamedTuple):
+    """Rows of an earlier sequence that another one attends to as its own first rows."""
+
+    start: int  # first row of the earlier sequence
+    length: int
+
+
 class EqualLengths(NamedTuple):
     """Neighbouring sequences of equal length; attention processes them in one call."""
 
     start: int
     sequences: int
     length: int
+    prompt: Prompt | None = None  # of all of them
+
+
+class StatefulRows(Protocol):
+    """Sequences of a packed row of `T` tokens, and their states."""
+
+    def before(self, layer: int, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the rows one, two … tokens before each row of `x` `[T, channels]`; zero before a sequence."""
+
+    def scan(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
+        `model/linear_attention.py`."""
 
 
 @dataclass
@@ -47,18 +74,30 @@ class SequenceTable:
 
     lengths: Sequence[int]
     device: torch.device
+    prompts: Mapping[int, Prompt] = field(default_factory=dict)
+    """Shared prompts, by the index of the sequence that continues them."""
     equal_lengths: tuple[EqualLengths, ...] = field(init=False)
     longest: int = field(init=False)
-    _masks: dict[tuple[int, int | None], torch.Tensor] = field(init=False, default_factory=dict)
+    rows: dict[int, StatefulRows] = field(init=False, default_factory=dict)
+    """Layout for layers with a state, by the length of their convolution."""
+    _masks: dict[tuple[int, int | None, int], torch.Tensor] = field(
+        init=False, default_factory=dict
+    )
     _offsets: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.longest = max(self.lengths)
-        groups = [(length, len(list(same))) for length, same in groupby(self.lengths)]
-        starts = accumulate((length * count for length, count in groups), initial=0)
+        starts = list(accumulate(self.lengths, initial=0))
+        leads = {prompt.start for prompt in self.prompts.values()}
+
+        def kind(at: int) -> tuple[int, Prompt | None, int]:
+            # A sequence with a shared prompt is processed alone, so no neighbour of its length gets a sum of zeros.
+            own = starts[at] if starts[at] in leads and self.lengths[at] else -1
+            return self.lengths[at], self.prompts.get(at), own
+
+        groups = [list(same) for _, same in groupby(range(len(self.lengths)), kind)]
         self.equal_lengths = tuple(
-            EqualLengths(start, count, length)
-            for start, (length, count) in zip(starts, groups, strict=False)
+            EqualLengths(starts[same[0]], len(same), *kind(same[0])[:2]) for same in groups
         )
 
     def offsets(self) -> torch.Tensor:
@@ -68,15 +107,15 @@ class SequenceTable:
             self._offsets = to_device(np.array(ends, np.int32), self.device)
         return self._offsets
 
-    def mask(self, length: int, window: int | None) -> torch.Tensor:
-        """Return bool `[length, length]`, true for visible positions: back, at most `window`
-        tokens.
+    def mask(self, length: int, window: int | None, prompt: int = 0) -> torch.Tensor:
+        """Return bool `[length, prompt + length]`, true for visible positions: back, at most
+        `window` tokens.
         """
-        key = (length, window)
+        key = (length, window, prompt)
         if key not in self._masks:
-            at = torch.arange(length, device=self.device)
-            back = at[:, None] - at[None, :]
-            self._masks[key] = (back >= 0) & (back < (window or length))
+            at = torch.arange(prompt + length, device=self.device)
+            back = at[prompt:, None] - at[None, :]
+            self._masks[key] = (back >= 0) & (back < (window or len(at)))
         return self._masks[key]
 
 
@@ -186,6 +225,10 @@ class StepRoute(Protocol):
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
+
+    @property
+    def states(self) -> StatefulRows:
+        """Sequences of the step, for layers with a state."""
 
     def add_to_experts(
         self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows

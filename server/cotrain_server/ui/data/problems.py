@@ -39,15 +39,23 @@ class Problem:
 
 def problems_of(status: Mapping[str, Any], disk_reserve_bytes: int) -> list[Problem]:
     """Return the problems, the worst first, from the operator's `/status`."""
-    found = [Problem("bad", reason, _help(reason, status["pools"])) for reason in status["reasons"]]
+    reasons = status["reasons"]
+    if any(map(_exits, status["pools"])) and any(map(_is_of_workers, reasons)):
+        # The remedy of a missing worker has the reason of its exits, so its crash loop has no problem of its own.
+        reasons = [each for each in reasons if not each.startswith("worker-")]
+    found = [Problem("bad", reason, _help(reason, status["pools"])) for reason in reasons]
     for pool in status["pools"]:
         found += _of_pool(pool, status["reasons"])
     found += _of_host(status, disk_reserve_bytes)
     return sorted(found, key=lambda problem: problem.level != "bad")
 
 
+def _is_of_workers(reason: str) -> bool:
+    return reason.startswith("No worker")
+
+
 def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
-    if reason.startswith("No worker") and (exits := " ".join(map(_exits, pools)).strip()):
+    if _is_of_workers(reason) and (exits := " ".join(map(_exits, pools)).strip()):
         return exits
     return next(
         (text for start, text in _HELP if reason.startswith(start)),
@@ -57,7 +65,8 @@ def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
 
 def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Problem]:
     name, alive = pool["base_model"], {worker["id"] for worker in pool["workers"]}
-    is_reported = not alive and f"No worker for {name} is running." in reasons
+    reported = {f"No worker for {name} is running.", "No worker is running."}
+    is_reported = not alive and not reported.isdisjoint(reasons)
     missing = [worker for worker in pool["workers_unavailable"] if worker not in alive]
     if missing and not is_reported:
         yield Problem(

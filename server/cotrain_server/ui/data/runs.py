@@ -160,9 +160,12 @@ def log_rows(
 
 
 def _cycle_by_seq(cycles: Sequence[Mapping[str, Any]], run: str) -> dict[int, Mapping[str, Any]]:
-    """Return the cycle in which each op of a run ended, by the digests in the records."""
+    """Return the cycle in which each op of a run ended, by the digests in the records.
+
+    It contains the op's `shared_tokens` besides the record.
+    """
     return {
-        int(seq): record
+        int(seq): {**record, "shared_tokens": part.get("shared", {}).get(seq, 0)}
         for record in cycles
         for part in record["runs"]
         if part["run"] == run
@@ -177,6 +180,7 @@ def _row(op: LoggedOp, cycle: Mapping[str, Any] | None, planned: int, done: int)
         "seq": op.seq,
         "op": "refused request" if op.kind == OpKind.REJECTED else op.kind,
         "tokens": op.tokens,
+        "shared": cycle["shared_tokens"] / op.tokens if cycle and op.tokens else 0.0,
         "state": state,
         "state_kind": kind,
         "accepted_at": op.accepted_at,

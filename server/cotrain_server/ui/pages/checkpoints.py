@@ -21,7 +21,7 @@ from cotrain_server.ui.rendering import guarded
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.tenants.audit_log import Act, AuditEvent
-from cotrain_store.tenants.catalog import tenant_names
+from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 
 SHOWN = 50
 DAY_S = 24 * 3600
@@ -51,7 +51,8 @@ async def read(look: PageRequest) -> dict[str, Any]:
     offset = _offset(look.query.get("offset", "0"))
     done = DONE.get(look.query.get("done", ""), "")
     if not tenant:
-        return {"tenant": "", "tenant_name": "", "checkpoints": None, "done": done, "next": None}
+        nothing = {"tenant": "", "tenant_name": "", "checkpoints": None, "next": None}
+        return {**nothing, "tenants": await offered_tenants(services.connection), "done": done}
     page = await services.catalog.checkpoints(tenant, offset, SHOWN)
     names = await tenant_names(services.connection, {tenant})
     count, size = await services.checkpoints.stored_bytes(tenant)
@@ -60,6 +61,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
     given = {"tenant": tenant} if own is None else {}
     return {
         "tenant": tenant,
+        "tenants": {} if own else await offered_tenants(services.connection),
         "tenant_name": names.get(tenant, ""),
         "checkpoints": [_row(found) for found in page.items],
         "total_count": page.total_count,

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
+from cotrain_server.administration.tenant_grants import find_tenant
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
 from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
@@ -18,6 +19,7 @@ from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
 from cotrain_server.text_apis.prompts import (
+    SCHEME,
     Target,
     accepted_chat,
     find_target,
@@ -30,9 +32,11 @@ from cotrain_server.ui.access.session import form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.errors import Reason, Refused, StoreError, StoreUnavailable
+from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.audit_log import AuditEvent
+from cotrain_store.tenants.catalog import offered_tenants
 
 MAX_MODELS = 4
 CHECKPOINTS_OFFERED = 20
@@ -45,15 +49,19 @@ router = APIRouter(include_in_schema=False)
 
 async def read(look: PageRequest) -> dict[str, Any]:
     """Return the available models."""
-    services, tenant = look.services, look.visitor.tenant
-    if tenant is None:
-        return {"is_operator": True, "base_models": [], "checkpoints": []}
+    services, own = look.services, look.visitor.tenant
+    tenants = {} if own else await offered_tenants(services.connection)
+    tenant = own.id if own else TenantId(look.query.get("tenant", "")[:200])
+    if not tenant:
+        return {"tenant": "", "tenants": tenants, "base_models": [], "checkpoints": []}
+    await find_tenant(services, tenant)
     pools = [pool for pool in await services.records.served_pools() if pool.max_sequence_tokens]
     page = await services.catalog.checkpoints(
-        tenant.id, 0, CHECKPOINTS_OFFERED, lambda member: "/sampler_weights/" in member
+        tenant, 0, CHECKPOINTS_OFFERED, lambda member: "/sampler_weights/" in member
     )
     return {
-        "is_operator": False,
+        "tenant": tenant,
+        "tenants": tenants,
         "base_models": [pool.base_model for pool in pools],
         "checkpoints": [
             {
@@ -72,22 +80,33 @@ async def read(look: PageRequest) -> dict[str, Any]:
 async def ask(request: Request, services: ServicesDep) -> Response:
     """Sample from each selected model. Return a page with the answers, or JSON if requested."""
     visitor, fields = await form_of(request, services)
-    if visitor.tenant is None:
-        raise Refused(Reason.OPERATORS_ONLY)
+    own = visitor.tenant
+    tenant = own.id if own else await find_tenant(services, fields.get("tenant", ""))
     models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
         : MAX_MODELS + 1
     ]
     if not 1 <= len(models) <= MAX_MODELS:
         refusal = f"Tick one to {MAX_MODELS} models."
         return html("answers.html", {"answers": [_refused("No model", refusal)]})
+    if own is None:
+        await _note_reads(services, tenant, models)
     answers = await asyncio.gather(
-        *(_answer(request, services, visitor.tenant.id, model, fields) for model in models)
+        *(_answer(request, services, tenant, model, fields) for model in models)
     )
     if any(answer is None for answer in answers):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if "application/json" in request.headers.get("accept", ""):
         return FiniteJSONResponse(jsonable_encoder({"answers": answers}), headers=HEADERS)
     return html("answers.html", {"answers": answers})
+
+
+async def _note_reads(services: Services, tenant: TenantId, models: Sequence[str]) -> None:
+    """Write the operator's reads of a tenant's weights to the audit log."""
+    for model in models:
+        if SCHEME in model:
+            read = {"tinker_path": model[:2048]}
+            async with services.audit.act_of_operator(tenant, AuditEvent.CHECKPOINT_READ, read):
+                pass
 
 
 async def _answer(

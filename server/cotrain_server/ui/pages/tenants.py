@@ -20,6 +20,25 @@ from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
 
 SHOWN = 50
+#: Meaning of each limit, in one sentence.
+LIMITS: Mapping[str, str] = {
+    "ops": "Requests of training that wait, per base model.",
+    "tokens": "Tokens of these requests.",
+    "bytes": "Bytes of these requests.",
+    "runs": "Live runs.",
+    "run_bytes": "Weights and optimizer states of live runs, in memory and on disk.",
+    "unread_bytes": "Results that no client has fetched.",
+    "record_bytes": "Records of sessions and runs, also of ended ones.",
+    "history_points": "Points of the curves of all runs.",
+    "sessions": "Sessions with a live client.",
+    "samplers": "Samplers with a live client.",
+    "sampler_bytes": "Weights of saves without a name.",
+    "polls": "Open requests that wait for a result, per API process.",
+    "samples": "Sample requests that wait or run.",
+    "sample_tokens": "Maximum tokens of these sample requests: prompts and answers.",
+    "checkpoints": "Stored checkpoints.",
+    "checkpoint_bytes": "Bytes of stored checkpoints.",
+}
 _LONGEST_SEARCH = 64
 
 
@@ -45,6 +64,7 @@ async def read_tenant(look: PageRequest) -> dict[str, Any]:
     found = await show_tenant(look.services, tenant)
     return {
         "tenant": found.model_dump(),
+        "limits": LIMITS,
         "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT},
     }
 
@@ -65,6 +85,7 @@ async def read_usage(look: PageRequest) -> dict[str, Any]:
         raise Refused(Reason.TENANT_NOT_FOUND)
     tenant = look.visitor.tenant.id
     return {
+        "limits": LIMITS,
         "quotas": [quota.model_dump() for quota in await show_quotas(look.services, tenant)],
         "usage": [day.model_dump() for day in await show_usage(look.services, tenant)],
     }

@@ -21,7 +21,6 @@ from cotrain.errors import (
     UnsupportedInput,
     VersionMismatch,
 )
-from cotrain.requests import connection as module
 from cotrain.requests.connection import BackgroundLoop, cancel_the_rest_and, shared_connection
 from cotrain.settings import ClientSettings
 from cotrain.version import PROTOCOL, __version__
@@ -91,14 +90,13 @@ def test_a_pass_too_large_for_one_request_takes_no_number(
     assert list(api.passes) == ["pass:1"]
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_passes_are_compressed_if_server_and_machine_support_it(
-    api: FakeApi, service: ServiceClient, monkeypatch: pytest.MonkeyPatch, is_installed: bool
+@pytest.mark.parametrize("is_distant", [True, False])
+def test_passes_are_compressed_if_the_server_requests_it(
+    api: FakeApi, service: ServiceClient, is_distant: bool
 ) -> None:
-    monkeypatch.setattr(module, "can_compress", lambda: is_installed)
-    configure(api, proto_compress_fwdbwd=True)
+    configure(api, proto_compress_fwdbwd=is_distant)
     service.create_lora_training_client("m")
-    assert service._connection.transport.compresses == is_installed
+    assert service._connection.transport.compresses == is_distant
 
 
 def test_a_shared_connection_is_closed_only_by_its_own_process(

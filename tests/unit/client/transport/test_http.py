@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from random import Random
 
 import httpx
 import pytest
@@ -198,10 +199,10 @@ def test_a_proxy_page_during_a_restart_is_retried() -> None:
         post(api_answering(httpx.Response(502, html=PAGE)), naps, RetryPolicy(give_up_after_s=-1.0))
 
 
-def send_pass(*, compresses: bool, tokens: int = 4_000) -> httpx.Request:
-    """Send a pass of `tokens` tokens. Return the request that the server received."""
+def send_pass(*data: Datum, compresses: bool = True, tokens: int = 4_000) -> httpx.Request:
+    """Send a pass of this data, or of `tokens` tokens. Return the request that the server received."""
     datum = Datum(model_input=ModelInput.from_ints([7] * tokens), loss_fn_inputs={})
-    message = encode_pass_request("m", 1, [datum], "x", None, forward_only=True)
+    message = encode_pass_request("m", 1, data or [datum], "x", None, forward_only=True)
     api = FakeApi(answers={"forward_backward": [httpx.Response(200, json={})]})
 
     async def once() -> None:
@@ -222,6 +223,22 @@ def test_a_pass_is_compressed_if_the_server_requests_it() -> None:
     assert zipped.headers["Content-Encoding"] == "zstd"
     assert zstandard.ZstdDecompressor().decompress(zipped.content) == plain.content
     assert 10 * len(zipped.content) < len(plain.content)
+
+
+def test_a_prompt_of_a_group_is_sent_once() -> None:
+    random = Random(0)
+    prompt = [random.randrange(150_000) for _ in range(2_000)]
+    group = [
+        Datum(
+            ModelInput.from_ints([*prompt, random.randrange(150_000)]),
+            {
+                "target_tokens": [*prompt[1:], *(random.randrange(150_000) for _ in range(2))],
+                "weights": [0.0] * 1_999 + [1.0] * 2,
+            },
+        )
+        for _ in range(16)
+    ]
+    assert len(send_pass(*group).content) < 1.1 * len(send_pass(group[0]).content)
 
 
 def test_a_large_pass_is_encoded_like_a_small_one() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
+from cotrain_server.settings import Quotas
 from cotrain_server.ui.admin_forms import _number
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
@@ -22,8 +23,16 @@ from cotrain_server.ui.data.runs import (
     tokens_of_runs,
     waits_for,
 )
+from cotrain_server.ui.data.sweeps import (
+    SettingsRow,
+    differing,
+    loss_by_rate,
+    parallel_coordinates,
+    settings_row,
+)
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
+from cotrain_server.ui.pages.tenants import LIMITS
 from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
@@ -225,6 +234,21 @@ def test_a_worker_without_a_heartbeat_is_a_problem_with_a_remedy() -> None:
     assert problems_of(status_of(workers_unavailable=[]), 10**9) == []
 
 
+@pytest.mark.parametrize("reason", ["No worker for m is running.", "No worker is running."])
+def test_a_crash_loop_is_one_problem(reason: str) -> None:
+    exits = {"w0": {"text": "restarted 4 times, last reason: No such folder."}}
+    looping = status_of(worker_exits=exits)
+    looping["reasons"] = [reason, "worker-w0: exited with status 2, 4 times in the last minute"]
+    (problem,) = problems_of(looping, 10**9)
+    assert (problem.text, problem.todo) == (reason, f"w0: {exits['w0']['text']}")
+    looping["pools"][0]["worker_exits"] = {}  # a loop without stored exits remains visible
+    assert len(problems_of(looping, 10**9)) == 2
+
+
+def test_each_limit_has_a_sentence() -> None:
+    assert LIMITS.keys() == Quotas.model_fields.keys()
+
+
 def test_the_worst_problem_comes_first() -> None:
     slow = status_of(workers_unavailable=[], queue={"oldest_s": 61.0, "oldest_gap_s": 121.0})
     slow["reasons"] = ["No scheduler is running."]
@@ -274,3 +298,39 @@ def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
     many = {RunId(str(n)): ("t", n) for n in range(9)}
     (shown,) = busiest(many, dict.fromkeys(many, WorkerId("w0"))).values()
     assert len(shown) == RUNS_SHOWN
+
+
+def trial(number: int, loss: float | None, **settings: float | str) -> SettingsRow:
+    run = run_of(
+        id=RunId(f"s:train:{number}"), user_metadata={"sweep": "x", "trial": number, **settings}
+    )
+    points = [] if loss is None else [step_with(loss=loss, learning_rate=0.5)]
+    return settings_row(run, points)
+
+
+def step_with(loss: float, learning_rate: float) -> HistoryPoint:
+    return HistoryPoint(
+        kind="optim_step", step=3, steps=1, seq=1, time_s=0.0, loss_sum=2 * loss, weight_sum=2.0,
+        learning_rate=learning_rate, tokens=1, run_tokens=1, passes=1,
+    )  # fmt: skip
+
+
+def test_a_sweep_is_drawn_by_its_settings() -> None:
+    rows = [trial(0, 3.0, lr=1e-4, seed=0), trial(1, 1.0, lr=1e-2, seed=0), trial(2, None, lr=1.0)]
+    assert rows[0].label == "lr 0.0001, seed 0, rank 8"
+    assert trial(3, 2.0, text="no number").settings == {"lr": 0.5, "rank": 8.0}
+    chart = loss_by_rate(rows)
+    assert chart is not None
+    assert (chart["x"], chart["series"][0]["values"]) == ([1e-4, 1e-2], [3.0, 1.0])
+    drawn = parallel_coordinates(rows)
+    assert drawn is not None
+    assert [(a["name"], a["low"], a["high"]) for a in drawn["axes"]] == [
+        ("lr", 1e-4, 1e-2), ("last loss", 1.0, 3.0),
+    ]  # fmt: skip
+    assert [line["points"] for line in drawn["lines"]] == ["40,220 680,40", "40,40 680,220"]
+
+
+def test_runs_without_differing_settings_are_not_drawn() -> None:
+    alike = [trial(0, 3.0, lr=1e-4), trial(1, 1.0, lr=1e-4)]
+    for rows in ([], alike[:1], alike):
+        assert (loss_by_rate(rows), parallel_coordinates(rows), differing(rows)) == (None, None, [])

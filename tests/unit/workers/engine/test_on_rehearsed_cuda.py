@@ -73,7 +73,9 @@ def succeeded(done: CycleOutput) -> CycleOutput:
     ("family", "settings"),
     [
         ("qwen3", {"lora_backend": "grouped"}),
-        ("mistral", {"lora_backend": "seg", "recompute": "always"}),
+        pytest.param(
+            "mistral", {"lora_backend": "seg", "recompute": "always"}, marks=pytest.mark.variants
+        ),
     ],
 )
 def test_a_cycle_equals_that_of_a_cpu_in_direction_and_waits_twice(
@@ -192,7 +194,7 @@ def repeat(cuda: Rehearsal) -> Callable[..., Any]:
     return record
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.variants), "gemma2"])
 def test_a_decoder_step_is_captured_and_samples_as_on_a_cpu(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -263,7 +265,7 @@ def test_decoding_continues_without_a_wait(
     assert finish(decoder, []).keys() == {"0", "1", "2", "3"}
 
 
-@pytest.mark.parametrize("trained_on", [False, True])
+@pytest.mark.parametrize("trained_on", [pytest.param(False, marks=pytest.mark.variants), True])
 def test_a_sampler_is_refreshed_without_a_waiting_copy(
     cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool
 ) -> None:

@@ -8,7 +8,7 @@ Each attention kernel is compared with dense attention on a small packed row bef
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +19,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from cotrain_workers.engine.model.kernel_check import difference
-from cotrain_workers.engine.routing import AttentionRule, EqualLengths, Router, SequenceTable
+from cotrain_workers.engine.routing import (
+    AttentionRule,
+    EqualLengths,
+    Prompt,
+    Router,
+    SequenceTable,
+)
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -141,10 +147,20 @@ def _attention(
         return varlen_attention(q, k, v, table, rule)[None]
     sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
-    outs = [
-        attend(group, q, k, v, table, rule)
-        for group, (q, k, v) in zip(table.equal_lengths, rows, strict=True)
-    ]
+    outs: list[torch.Tensor] = []
+    before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    prompts: dict[Prompt, Sequence[torch.Tensor]] = {}
+    for group, (own_q, own_k, own_v) in zip(table.equal_lengths, rows, strict=True):
+        if group.prompt is None:
+            before[group.start] = (own_k, own_v)
+            outs.append(attend(group, own_q, own_k, own_v, table, rule))
+            continue
+        if (
+            group.prompt not in prompts
+        ):  # one slice, so that its gradient is summed before it is spread over rows
+            first = before[group.prompt.start]
+            prompts[group.prompt] = [x[: group.prompt.length] for x in first]
+        outs.append(attend(group, own_q, own_k, own_v, table, rule, prompts[group.prompt]))
     return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
 
 
@@ -166,20 +182,31 @@ def attend(
     v: torch.Tensor,
     table: SequenceTable,
     rule: AttentionRule,
+    prompt: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Return attention within each of `n` sequences of length `l`; all tensors are `[n * l, heads, d]`."""
+    """Return attention within each of `n` sequences of length `l`; all tensors are `[n * l, heads, d]`.
+
+    They continue a `prompt`, whose keys and values are `[p, heads, d]`.
+    """
     shape = (group.sequences, group.length, -1, q.shape[-1])
-    q, k, v = (x.view(shape).transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
-    is_windowed = rule.window is not None and group.length > rule.window
+    q, k, v = (x.view(shape) for x in (q, k, v))
+    if prompt:
+        k, v = (
+            torch.cat([first.expand(len(x), -1, -1, -1), x], dim=1)
+            for first, x in zip(prompt, (k, v), strict=True)
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
+    length, before = group.length, k.shape[2] - group.length
+    is_masked = before > 0 or (rule.window is not None and length > rule.window)
     if not rule.is_plain:
-        out = adjusted_attention(q, k, v, table.mask(group.length, rule.window), rule)
+        out = adjusted_attention(q, k, v, table.mask(length, rule.window, before), rule)
     else:
         out = functional.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=table.mask(group.length, rule.window) if is_windowed else None,
-            is_causal=not is_windowed,
+            attn_mask=table.mask(length, rule.window, before) if is_masked else None,
+            is_causal=not is_masked,
             scale=rule.scaling,
             enable_gqa=True,
         )

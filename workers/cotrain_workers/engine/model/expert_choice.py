@@ -7,7 +7,7 @@ gradients. Tokens without given experts have the same bits as without replacemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,28 +42,21 @@ def expert_choices(config: Any, experts: Sequence[int]) -> ExpertChoices | None:
     return ExpertChoices(len(experts), k, experts[0]) if isinstance(k, int) else None
 
 
-def given_experts(
-    choices: ExpertChoices,
-    starts: Sequence[int],
-    slices: Sequence[Sequence[Any]],
-    rows: int,
+def experts_of_rows(
+    choices: ExpertChoices | None, rows: int, given: Iterable[tuple[int, np.ndarray]]
 ) -> np.ndarray | None:
-    """Return the experts that the datums of some slices give to their tokens, int16 `[layers, rows, k]`, or None.
+    """Return the given experts of the rows of a packed row, int16 `[layers, T, k]`; None if there are none.
 
-    `starts` are the first rows of the slices.
+    `given` contains first rows, and the experts `[n, layers, k]` of the rows from there on.
     """
-    given: np.ndarray | None = None
-    for start, datums in zip(starts, slices, strict=True):
-        at = start
-        for datum in datums:
-            experts = getattr(datum, "routed_experts", None)  # a reverse KL has none
-            if experts is not None:
-                if given is None:
-                    shape = (choices.layers, rows, choices.chosen)
-                    given = np.full(shape, NOT_GIVEN, np.int16)
-                given[:, at : at + len(experts)] = experts.swapaxes(0, 1)
-            at += len(datum.tokens)
-    return given
+    found = None
+    for start, experts in given:
+        if choices is None:
+            break
+        if found is None:
+            found = np.full((choices.layers, rows, choices.chosen), NOT_GIVEN, np.int16)
+        found[:, start : start + len(experts)] = experts.swapaxes(0, 1)
+    return found
 
 
 class GivenExperts(TorchFunctionMode):

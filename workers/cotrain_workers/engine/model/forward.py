@@ -1,13 +1,15 @@
 """Sequences through the frozen base model, in one packed row."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.routing import Prompt
 
 
 @dataclass(frozen=True)
@@ -15,29 +17,44 @@ class TokenRow:
     """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], from 0 in each sequence
+    positions: np.ndarray  # int64 [T], from 0 in each sequence, or from the end of its prompt
     lengths: Sequence[int]  # of the sequences, filler included
+    prompts: Mapping[int, Prompt]  # shared ones, by the index of the sequence
 
 
 def token_row(
-    slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1
+    slices: Iterable[Iterable[np.ndarray]],
+    padded_tokens: int,
+    align: int = 1,
+    shared: Iterable[Sequence[int]] = (),
 ) -> TokenRow:
     """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple
     of `align`.
+
+    `shared` holds, for each slice, the first tokens of each sequence whose rows are those of an earlier sequence.
     """
     sequences: list[np.ndarray] = []
-    rows = 0
-    for op_slice in slices:
-        own = list(op_slice)
-        length = sum(map(len, own))
-        filler = -length % align
-        sequences += [*own, np.zeros(filler, np.int64)] if filler else own
-        rows += length + filler
+    prompts: dict[int, Prompt] = {}
+    rows = first = 0
+    for op_slice, prompt_lengths in zip(slices, chain(shared, repeat(())), strict=False):
+        for tokens, prompt in zip(op_slice, chain(prompt_lengths, repeat(0)), strict=False):
+            if prompt:
+                prompts[len(sequences)] = Prompt(first, prompt)
+            else:
+                first = rows
+            sequences.append(tokens[prompt:])
+            rows += len(tokens) - prompt
+        if filler := -rows % align:
+            sequences.append(np.zeros(filler, np.int64))
+            rows += filler
     if rows < padded_tokens:
         sequences.append(np.zeros(padded_tokens - rows, np.int64))
     lengths = [len(tokens) for tokens in sequences]
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    return TokenRow(np.concatenate(sequences), positions, lengths)
+    begins = [prompts[at].length if at in prompts else 0 for at in range(len(lengths))]
+    positions = [
+        np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)
+    ]
+    return TokenRow(np.concatenate(sequences), np.concatenate(positions), lengths, prompts)
 
 
 def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:

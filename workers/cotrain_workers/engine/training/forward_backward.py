@@ -20,7 +20,7 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import given_experts
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
@@ -31,7 +31,6 @@ from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadRe
 from cotrain_workers.engine.training.long_slices import (
     MAX_SUSPENDED,
     RECENT_S,
-    HostInputs,
     LongSlice,
 )
 from cotrain_workers.engine.training.memory_model import (
@@ -61,10 +60,10 @@ from cotrain_workers.engine.training.pass_state import (
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
-    Question,
     References,
     Referred,
 )
+from cotrain_workers.engine.training.shared_prompts import fold, repeat
 
 
 class ForwardBackward:
@@ -96,6 +95,9 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
+        # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
+        # cannot begin with the state after its prompt.
+        self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
@@ -117,7 +119,7 @@ class ForwardBackward:
         more of each.
         """
         for at, state in enumerate(passes):
-            state.cut(at, self._micro_batch_tokens)
+            state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)
         whole = [state.slices for state in passes if state.allowance is None]
         yield from self._run_slices([*chain.from_iterable(whole)], passes, cost)
         divided = [state for state in passes if state.allowance is not None and state.slices]
@@ -227,7 +229,6 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        coming = upcoming(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -250,7 +251,7 @@ class ForwardBackward:
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
-                with self.watch(coming):
+                with self.watch(upcoming(batch, passes)):
                     next(work)
             except StopIteration as end:
                 owner.long = owner.long_work = owner.gradient_before = None
@@ -299,12 +300,10 @@ class ForwardBackward:
             owner.gradient_before = owner.gradient.flat.clone()
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = False
-        if not self._saves_memory(batch):
-            return LongSlice(self._base, row, kind, batch.tokens, route, head)
-        if kind is Forward.BACKWARD:
-            kind = Forward.RECOMPUTED
-        on_host = HostInputs(self._device)
-        return LongSlice(self._base, row, kind, batch.tokens, route, head, inputs=on_host)
+        long = LongSlice(self._base, row, kind, batch.tokens, route, head)
+        if self._saves_memory(batch):
+            long.save_memory()
+        return long
 
     def _saves_memory(self, batch: MicroBatch) -> bool:
         """Return True for a long datum whose layer inputs are on the host, and whose MLPs compute in chunks of rows."""
@@ -315,13 +314,7 @@ class ForwardBackward:
         if owner.long is not None:
             cost.tokens -= owner.long.done_tokens
             self._long.discard(owner.long)
-        owner.long = owner.long_work = None
-        before, owner.gradient_before = owner.gradient_before, None
-        # Without the copy of earlier slices' sums, nothing has been added to them.
-        if owner.gradient is not None and (before is not None or not owner.results):
-            owner.gradient.discard()
-            if before is not None:
-                owner.gradient.flat.copy_(before)
+        owner.undo_long()
         release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
@@ -365,12 +358,15 @@ class ForwardBackward:
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        can_save = (
-            self._is_long(batch, passes)
-            and not self._saves_memory(batch)
-            and (self._may_recompute or not op_slice.needs_grad)
-        )
-        match after_oom(batch, lengths, can_recompute=can_recompute, can_save=can_save):
+        can_save = self._is_long(batch, passes) and not self._saves_memory(batch)
+        can_save &= self._may_recompute or not op_slice.needs_grad
+        match after_oom(
+            batch,
+            lengths,
+            owner.shared_in(op_slice),
+            can_recompute=can_recompute,
+            can_save=can_save,
+        ):
             case SaveMemory():
                 self.limits.save_tokens = batch.tokens - 1
                 owner.is_exact = False
@@ -406,7 +402,9 @@ class ForwardBackward:
         return padded_tokens > self.limits.keep_tokens
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
-        referred, ran = self._ask_references(batch, passes)
+        referred, ran = self._references.ask_for(
+            {each: passes[each.owner].op for each in batch.op_slices}
+        )
         route, row = self._route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
@@ -424,13 +422,20 @@ class ForwardBackward:
     def _route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
         datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
         row = token_row(
-            ([datum.tokens for datum in each] for each in datums), batch.padded_tokens, batch.align
+            ([datum.tokens for datum in each] for each in datums),
+            batch.padded_tokens,
+            batch.align,
+            [passes[each.owner].shared_in(each) for each in batch.op_slices],
         )
-        segments, table = self._segments(batch, passes), SequenceTable(row.lengths, self._device)
+        segments = self._segments(batch, passes)
+        table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
         chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
-        choices, starts = self._base.expert_choices, [start for start, _ in batch.spans]
-        experts = choices and given_experts(choices, starts, datums, batch.padded_tokens)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
         on_device = None if experts is None else to_device(experts, self._device)
         return Route(segments, table, lora, on_device, chunks), row
 
@@ -441,20 +446,6 @@ class ForwardBackward:
         if self.recomputes(batch.padded_tokens):
             return Forward.RECOMPUTED
         return Forward.BACKWARD
-
-    def _ask_references(
-        self, batch: MicroBatch, passes: Sequence[PassState]
-    ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
-        """Run the references of a micro-batch's reverse KLs; return their results by slice."""
-        asked = {
-            op_slice: Question(op.datums[op_slice.first : op_slice.last], op.reference)
-            for op_slice in batch.op_slices
-            if isinstance(op := passes[op_slice.owner].op, ReverseKl)
-        }
-        if not asked:
-            return {}, []
-        answers, ran = self._references.ask(list(asked.values()))
-        return dict(zip(asked, answers, strict=True)), ran
 
     def _segments(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[Segment]:
         segments = []
@@ -478,6 +469,13 @@ class ForwardBackward:
         hidden: torch.Tensor,
         referred: Mapping[OpSlice, Referred],
     ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
+        spans = {
+            start: of_slice
+            for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
+            if (of_slice := passes[op_slice.owner].spans(op_slice, start))
+        }
+        row_count = len(hidden)
+        hidden, starts = repeat(hidden, spans)
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
         inputs: dict[OpSlice, HeadInput] = {}
@@ -491,7 +489,10 @@ class ForwardBackward:
                 given = (datums, op.temperature, part, referred[op_slice])
                 results[op_slice] = self._kl_head.compare(*given, *states)
             else:
-                inputs[op_slice] = self._head.input(op, op_slice, part, segment.start)
+                start = starts.get(segment.start, segment.start)
+                inputs[op_slice] = self._head.input(op, op_slice, part, start)
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
-        return results, hidden_grad
+        if batch.needs_grad:
+            fold(hidden_grad, spans, starts)
+        return results, hidden_grad[:row_count]

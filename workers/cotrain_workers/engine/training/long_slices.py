@@ -99,9 +99,14 @@ class LongSlice:
     @property
     def done_tokens(self) -> int:
         """Return the part of the datum that ran, as a number of tokens below its length."""
-        layers = self.base.kv.layers
+        layers = len(self.base.backbone.layers)  # type: ignore[arg-type]
         total = (2 if self.kind.goes_back else 1) * layers + 1
         return min(self.tokens - 1, self.tokens * self.done // total)
+
+    def save_memory(self) -> None:
+        """Recompute all layers, with their inputs on the host. Call this before it runs."""
+        self.keeps_graphs = False
+        self.inputs = HostInputs(self.base.head_weight.device)
 
     def suspend(self) -> None:
         """Drop what belongs to the current route: kept layers are computed again in their backward."""

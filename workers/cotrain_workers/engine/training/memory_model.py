@@ -273,9 +273,14 @@ class Split:
 
 
 def after_oom(
-    batch: MicroBatch, lengths: Sequence[int], *, can_recompute: bool, can_save: bool = False
+    batch: MicroBatch,
+    lengths: Sequence[int],
+    shared: Sequence[int] = (),
+    *,
+    can_recompute: bool,
+    can_save: bool = False,
 ) -> Recompute | SaveMemory | Fail | Split:
-    """Choose the remedy that loses least; `lengths` are of the datums of the batch's first slice.
+    """Choose the remedy that loses least; `lengths` and `shared` are of the datums of the batch's first slice.
 
     While slices stay whole, the sums are the same to the bit. A slice that does not fit alone is
     recomputed in backward if possible, and only then cut at a datum.
@@ -287,5 +292,5 @@ def after_oom(
         return Recompute()
     if len(lengths) == 1:
         return SaveMemory() if can_save else Fail(op_slice.tokens)
-    first, second = (replace(batch, op_slices=(half,)) for half in op_slice.halves(lengths))
+    first, second = (replace(batch, op_slices=(half,)) for half in op_slice.halves(lengths, shared))
     return Split(first, second, cuts_slice=True)

@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from cotrain_workers.engine.routing import bucket, up_to
+from cotrain_workers.engine.training.shared_prompts import rows_of
 
 
 @dataclass(frozen=True)
@@ -24,17 +25,17 @@ class OpSlice:
     owner: int  # index of its pass among those that run
     first: int  # datum
     last: int  # one past
-    tokens: int
+    tokens: int  # rows, fewer than the tokens of its datums if those share prompts
     needs_grad: bool
 
-    def halves(self, lengths: Sequence[int]) -> tuple[OpSlice, OpSlice]:
-        """Cut at the datum nearest to the middle; `lengths` are of its datums, at least two."""
-        sums = [sum(lengths[:at]) for at in range(1, len(lengths))]
-        at = min(range(len(sums)), key=lambda index: abs(2 * sums[index] - self.tokens))
-        middle = self.first + at + 1
+    def halves(self, lengths: Sequence[int], shared: Sequence[int] = ()) -> tuple[OpSlice, OpSlice]:
+        """Cut at the datum nearest to the middle; `lengths` and `shared` are of its datums, at least two."""
+        sums = [rows_of(lengths[:at], shared[:at]) for at in range(1, len(lengths))]
+        at = min(range(len(sums)), key=lambda index: abs(2 * sums[index] - self.tokens)) + 1
+        middle = self.first + at
         return (
-            replace(self, last=middle, tokens=sums[at]),
-            replace(self, first=middle, tokens=self.tokens - sums[at]),
+            replace(self, last=middle, tokens=sums[at - 1]),
+            replace(self, first=middle, tokens=rows_of(lengths[at:], shared[at:])),
         )
 
 
@@ -86,18 +87,26 @@ class PassesCost:
 
 
 def cut(
-    owner: int, lengths: Sequence[int], columns: Sequence[int], limit: int, *, needs_grad: bool
+    owner: int,
+    lengths: Sequence[int],
+    columns: Sequence[int],
+    limit: int,
+    *,
+    needs_grad: bool,
+    shared: Sequence[int] = (),
 ) -> Iterator[OpSlice]:
-    """Cut an op at datum boundaries into slices of at most `limit` tokens and one column count.
+    """Cut an op at datum boundaries into slices of at most `limit` rows and one column count.
 
-    `columns` holds each datum's number of targets per token. A datum longer than `limit` is a slice.
+    `columns` holds each datum's number of targets per token, and `shared` its tokens whose rows may belong to an earlier
+    datum (`shared_prompts.py`). A datum longer than `limit` is a slice.
     """
     first, tokens = 0, 0
     for at, length in enumerate(lengths):
-        if at > first and (tokens + length > limit or columns[at] != columns[first]):
+        more = length - shared[at] if shared else length
+        if at > first and (tokens + more > limit or columns[at] != columns[first]):
             yield OpSlice(owner, first, at, tokens, needs_grad)
             first, tokens = at, 0
-        tokens += length
+        tokens += length if at == first else more
     if tokens:
         yield OpSlice(owner, first, len(lengths), tokens, needs_grad)
 

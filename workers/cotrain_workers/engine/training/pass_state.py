@@ -13,18 +13,22 @@ import torch
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import (
+    Datum,
     Failure,
+    KlDatum,
     Pass,
     PassOutput,
     ReverseKl,
     ReverseKlOutput,
     UpcomingBatch,
 )
+from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.losses import LOSSES, steepest_target
+from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
+from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
@@ -49,6 +53,7 @@ class PassState:
     """
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
     shapes: Sequence[tuple[int, ...]] = ()  # of the results
+    shared: Sequence[int] = ()  # tokens of each datum whose rows may belong to an earlier one
     rows: int = 0  # tokens that have run
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
@@ -97,9 +102,30 @@ class PassState:
         """Number of tokens that have run in this cycle."""
         return self.done_rows - self.rows_before
 
-    def cut(self, at: int, limit: int) -> None:
-        """Cut the pass, with index `at` among the running ones, into slices of at most `limit`
-        tokens.
+    def shared_in(self, op_slice: OpSlice) -> Sequence[int]:
+        """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
+        return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
+
+    def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
+        datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
+        for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
+            if isinstance(datum, Datum) and datum.routed_experts is not None:
+                yield start, datum.routed_experts[shared:]
+            start += len(datum.tokens) - shared
+
+    def spans(self, op_slice: OpSlice, start: int) -> list[Span]:
+        """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
+        shared = self.shared_in(op_slice)
+        datums = self.op.datums[op_slice.first : op_slice.last]
+        return (
+            spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
+        )
+
+    def cut(self, at: int, limit: int, *, shares: bool) -> None:
+        """Cut the pass, with index `at` among the running ones, into slices of at most `limit` rows.
+
+        With `shares`, neighbouring datums share the rows of a common prompt.
         """
         if self.rows or self.long:  # the rest of an open pass was cut when it started
             self.slices = deque(replace(each, owner=at) for each in self.slices)
@@ -109,9 +135,24 @@ class PassState:
         columns = [math.prod(shape[1:]) for shape in self.shapes]
         if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
             limit, self.is_exact = self.op.slice_tokens, False
-        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad))
+        self.shared = [0] * len(lengths)
+        if shares and isinstance(self.op, Pass):
+            self.shared = shared_prompts(self.op.datums)
+        needs_grad = self.op.needs_grad
+        cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
+        self.slices = deque(cuts)
         if not self.slices:
-            self.output = output_of(self.op, [], 0.0)
+            self.output = output_of(self.op, [], 0.0, 0)
+
+    def undo_long(self) -> None:
+        """Drop a long datum that ran out of memory, and what it added to the gradient."""
+        self.long = self.long_work = None
+        before, self.gradient_before = self.gradient_before, None
+        # Without the copy of earlier slices' sums, nothing has been added to them.
+        if self.gradient is not None and (before is not None or not self.results):
+            self.gradient.discard()
+            if before is not None:
+                self.gradient.flat.copy_(before)
 
 
 def collect(
@@ -157,7 +198,7 @@ def finish(passes: Sequence[PassState]) -> None:
             if isinstance(done.op, Pass) and abs(loss_sum) > STEEP_LOSS:
                 record_steepest(done.adapter, done.op, found)
         done.output = (
-            output_of(done.op, found, loss_sum)
+            output_of(done.op, found, loss_sum, done.rows)
             if is_finite
             else not_finite(done.op, found, done.adapter)
         )
@@ -204,13 +245,15 @@ def give_up(failed: PassState, failure: Failure) -> None:
 
 
 def output_of(
-    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float
+    op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float, rows: int
 ) -> PassOutput | ReverseKlOutput:
-    """Return the output of a complete pass; `found` are log-probabilities or divergences, per
-    datum.
+    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or
+    divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
-        return PassOutput(found, loss_sum, drift(op, found))
+        tokens = sum(len(datum.tokens) for datum in op.datums)
+        own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
+        return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
@@ -229,10 +272,10 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
     """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper
     one.
     """
-    loss = LOSSES[op.loss_fn]
-    config = {**loss.defaults, **op.loss_config}
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
-        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+        loss = loss_of(op, [datum])
+        config = {**loss.defaults, **op.loss_config}
+        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in inputs_of(op, loss)}
         slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
         if adapter.steepest is None or slope > adapter.steepest.slope:
             index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))
@@ -245,7 +288,12 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
-        why = too_far_apart(op, found)
+        graph, needs_grad = op.graph, op.needs_grad
+        why = (
+            broken_datum(graph, op.datums, found, needs_grad=needs_grad)
+            if graph is not None
+            else too_far_apart(op, found)
+        )
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
@@ -268,7 +316,7 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
     """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if
     there is none.
     """
-    signs = LOSSES[op.loss_fn].unbounded_for
+    signs = loss_of(op, op.datums).unbounded_for
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         if not signs:
             break

@@ -29,6 +29,7 @@ from tests.support.decoding import (
     trainer_logprobs,
     whole,
 )
+from tests.support.draws import variant
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, PeftOracle, same_bits
 
@@ -73,7 +74,7 @@ def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str)
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", variant("gemma3")])
 @pytest.mark.numerics
 def test_a_seeded_request_gives_the_same_bits_in_any_batch(
     new_engine: NewEngine, family: str
@@ -93,7 +94,7 @@ def test_a_seeded_request_gives_the_same_bits_in_any_batch(
         assert_same(among, output(decoder_of(engine, weights), each))
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [variant(1), 2])
 @pytest.mark.numerics
 def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path, threads: int) -> None:
     torch.set_num_threads(threads)
@@ -166,7 +167,7 @@ def test_greedy_output_equals_that_of_transformers(
     np.testing.assert_array_equal(found.sequences[0].tokens, expected.numpy())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", variant("gemma2")])
 def test_decoding_at_yield_points_changes_no_bit_of_training(
     new_engine: NewEngine, family: str
 ) -> None:

@@ -29,6 +29,7 @@ from tests.support.decoding import (
     trained_weights,
     whole,
 )
+from tests.support.draws import variant
 
 NewEngine = Callable[..., Engine]
 
@@ -57,7 +58,7 @@ def rows_of(decoder: EngineDecoder, monkeypatch: pytest.MonkeyPatch) -> list[int
     return rows
 
 
-@pytest.mark.parametrize("pages", [256, 14])
+@pytest.mark.parametrize("pages", [variant(256), 14])
 def test_requests_of_every_kind_have_the_same_bits_with_overlap(
     new_engine: NewEngine, pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
 from cotrain_workers.engine.training.memory_model import Budget
 from tests.support import tiny_models
+from tests.support.draws import variant
 from tests.support.training import MIX, random_datum, relative_error, same_bits
 
 NewEngine = Callable[..., Engine]
@@ -57,7 +58,7 @@ def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> E
     return engine
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2", "bamba"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_a_layered_pass_has_the_bits_of_one_in_one_piece(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
@@ -210,7 +211,12 @@ def others(cycle: int) -> list[Op]:
 
 @pytest.mark.parametrize(
     ("recompute", "needs_grad", "adapter_bytes"),  # every pair of two settings
-    [("never", True, 1), ("always", True, None), ("never", False, None), ("always", False, 1)],
+    [
+        ("never", True, 1),
+        variant("always", True, None),
+        variant("never", False, None),
+        ("always", False, 1),
+    ],
 )
 def test_a_datum_suspended_after_every_layer_has_the_same_bits(
     new_engine: NewEngine,

@@ -14,6 +14,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.draws import variant
 from tests.support.mixtures import SOME, EagerOracle, random_weights
 from tests.support.training import Tenant, relative_error, same_bits
 
@@ -30,7 +31,7 @@ MIXED = (
 )
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", [*SOME[:1], *map(variant, SOME[1:])])
 def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
     new_engine: NewEngine, model_folder: ModelFolder, family: str
 ) -> None:
@@ -77,7 +78,8 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        *((family, {}) for family in SOME),
+        (SOME[0], {}),
+        *(variant(family, {}) for family in SOME[1:]),
         ("qwen2_moe", {"micro_batch_tokens": 64, "recompute": "always"}),
     ],
 )

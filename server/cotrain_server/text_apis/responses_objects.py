@@ -1,0 +1,230 @@
+"""Objects and events of OpenAI's Responses API, made from the parts of a chat completion."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from cotrain.wire.sampling import SampleResponse
+from cotrain_server.text_apis.generation import Event
+from cotrain_server.text_apis.openai_requests import openai_error
+from cotrain_server.text_apis.openai_responses import STILL_HERE, Choice, Reply, parts, usage
+from cotrain_server.text_apis.responses_requests import ResponseRequest
+from cotrain_server.text_apis.route import REFUSED, event, refusal_of
+
+#: Id prefix of an item, and type of its content part, by type of item.
+_TEXTS = {"message": ("msg", "output_text"), "reasoning": ("rs", "reasoning_text")}
+
+
+class Events:
+    """Server-sent events with increasing numbers."""
+
+    def __init__(self) -> None:
+        self._sent = 0
+
+    def __call__(self, name: str, /, **fields: Any) -> str:
+        """Return the next event."""
+        sent = event({"type": name, "sequence_number": self._sent, **fields}, name)
+        self._sent += 1
+        return sent
+
+
+class Items:
+    """Output items of a response, and the events that build them."""
+
+    def __init__(self, events: Events) -> None:
+        self.finished: list[dict[str, Any]] = []
+        """Complete items."""
+        self._events = events
+        self._open: dict[str, Any] | None = None
+        """Item of the last text, which further text of its type extends."""
+        self._logprobs: list[dict[str, Any]] = []
+        """Log-probs that belong to the next text."""
+
+    @property
+    def reasoning(self) -> str:
+        """Text of all reasoning."""
+        found = [item for item in self.finished if item["type"] == "reasoning"]
+        return "".join(part["text"] for item in found for part in item["content"])
+
+    def push(self, message: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[str]:
+        """Yield the events of a message of a chat completion, or of its next part."""
+        self._logprobs += (logprobs or {}).get("content", ())
+        if text := message.get("reasoning_content"):
+            yield from self._write("reasoning", text)
+        if text := message.get("content"):
+            yield from self._write("message", text)
+        for call in message.get("tool_calls", ()):
+            yield from self._call(call)
+
+    def finish(self) -> Iterator[str]:
+        """Yield the events of the end. A response has at least one item."""
+        if self._logprobs or not (self._open or self.finished):
+            yield from self._write("message", "")
+        yield from self._close()
+
+    @property
+    def _position(self) -> dict[str, Any]:
+        """Position of the open item in the fields of an event."""
+        assert self._open is not None
+        return {"item_id": self._open["id"], "output_index": len(self.finished)}
+
+    def _begin(self, kind: str, prefix: str, **fields: Any) -> Iterator[str]:
+        yield from self._close()
+        id_ = f"{prefix}_{secrets.token_hex(12)}"
+        self._open = {"id": id_, "type": kind, "status": "in_progress", **fields}
+        index = len(self.finished)
+        yield self._events("response.output_item.added", output_index=index, item=self._open)
+
+    def _write(self, kind: str, text: str) -> Iterator[str]:
+        prefix, part_kind = _TEXTS[kind]
+        if self._open is None or self._open["type"] != kind:
+            is_message = kind == "message"
+            more: dict[str, Any] = {"role": "assistant"} if is_message else {"summary": []}
+            yield from self._begin(kind, prefix, content=[], **more)
+            part: dict[str, Any] = {"type": part_kind, "text": ""}
+            part |= {"annotations": [], "logprobs": []} if is_message else {}
+            yield self._events(
+                "response.content_part.added", **self._position, content_index=0, part=part
+            )
+            assert self._open is not None
+            self._open["content"].append(part)
+        (part,) = self._open["content"]
+        part["text"] += text
+        more = {}
+        if kind == "message":
+            more = {"logprobs": self._logprobs}
+            part["logprobs"] += self._logprobs
+            self._logprobs = []
+        if text:
+            name = f"response.{part_kind}.delta"
+            yield self._events(name, **self._position, content_index=0, delta=text, **more)
+
+    def _call(self, call: Mapping[str, Any]) -> Iterator[str]:
+        function = call["function"]
+        names = {"call_id": call["id"], "name": function["name"]}
+        yield from self._begin("function_call", "fc", **names, arguments="")
+        assert self._open is not None
+        self._open["arguments"] = text = function["arguments"]
+        name = "response.function_call_arguments"
+        yield self._events(f"{name}.delta", **self._position, delta=text)
+        yield self._events(f"{name}.done", **self._position, name=function["name"], arguments=text)
+        yield from self._close()
+
+    def _close(self) -> Iterator[str]:
+        if (item := self._open) is None:
+            return
+        for part in item.get("content", ()):
+            position = {**self._position, "content_index": 0}
+            more = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            name = f"response.{part['type']}.done"
+            yield self._events(name, **position, text=part["text"], **more)
+            yield self._events("response.content_part.done", **position, part=part)
+        item["status"] = "completed"
+        index = len(self.finished)
+        yield self._events("response.output_item.done", output_index=index, item=item)
+        self.finished.append(item)
+        self._open = None
+
+
+def answer(
+    asked: ResponseRequest, reply: Reply, responses: Sequence[SampleResponse]
+) -> dict[str, Any]:
+    """Return the complete response."""
+    choice = Choice(reply, 0, 0).whole(responses[0], responses[0].sequences[0])
+    items = Items(Events())
+    for _ in (*items.push(choice["message"], choice["logprobs"]), *items.finish()):
+        pass
+    return _ended(asked, reply, items, choice["finish_reason"], responses)
+
+
+async def stream(
+    asked: ResponseRequest, reply: Reply, events: AsyncIterator[Event]
+) -> AsyncIterator[str]:
+    """Yield the response as server-sent events. The last event is the complete response."""
+    numbered = Events()
+    begun, items = _object(asked, reply, "in_progress", []), Items(numbered)
+    for name in ("created", "in_progress"):
+        yield numbered(f"response.{name}", response=begun)
+    responses: list[SampleResponse] = []
+    reason = ""
+    try:
+        async for part in parts(reply, events, responses):
+            if part is None:
+                yield STILL_HERE
+                continue
+            for sent in items.push(part["delta"], part["logprobs"]):
+                yield sent
+            reason = part["finish_reason"] or reason
+    except REFUSED as error:
+        refusal = refusal_of(error)
+        code = "server_error" if refusal.status >= 500 else openai_error(refusal).error.code
+        failure = {"code": code, "message": refusal.message}
+        failed = _object(asked, reply, "failed", items.finished, error=failure)
+        yield numbered("response.failed", response=failed)
+        return
+    for sent in items.finish():
+        yield sent
+    ended = _ended(asked, reply, items, reason, responses)
+    yield numbered(f"response.{ended['status']}", response=ended)
+
+
+def _ended(
+    asked: ResponseRequest,
+    reply: Reply,
+    items: Items,
+    reason: str,
+    responses: Sequence[SampleResponse],
+) -> dict[str, Any]:
+    """Return the complete response with its usage."""
+    used = usage(reply, responses)
+    reasoning = len(reply.tokenizer.encode(items.reasoning, special=False))
+    counts = {
+        "input_tokens": used["prompt_tokens"],
+        "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": used["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": used["total_tokens"],
+    }
+    if reason != "length":
+        return _object(asked, reply, "completed", items.finished, usage=counts)
+    items.finished[-1]["status"] = "incomplete"
+    details = {"reason": "max_output_tokens"}
+    return _object(
+        asked, reply, "incomplete", items.finished, usage=counts, incomplete_details=details
+    )
+
+
+def _object(
+    asked: ResponseRequest, reply: Reply, status: str, output: list[dict[str, Any]], **rest: Any
+) -> dict[str, Any]:
+    """Return a response with the settings of its request."""
+    effort = asked.reasoning.effort if asked.reasoning else None
+    return {
+        "id": f"resp_{reply.id}",
+        "object": "response",
+        "created_at": reply.created,
+        "status": status,
+        "model": reply.model,
+        "output": output,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "reasoning": {"effort": effort, "summary": None},
+        "store": False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
+        "tool_choice": asked.tool_choice or "auto",
+        "tools": asked.tools or [],
+        "top_logprobs": asked.top_logprobs or 0,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        **rest,
+    }
