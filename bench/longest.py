@@ -31,7 +31,7 @@ from cotrain_workers.engine.training.memory_model import Budget, micro_batch_byt
 from tests.support import fake_cuda
 
 #: Tokens of the two data, and layers of the two models. More than a micro-batch of 1,024 and than one chunk of an MLP.
-LENGTHS, LAYERS, MICRO_BATCH = (65_536, 131_072), (2, 3), 1024
+LENGTHS, LAYERS, MICRO_BATCH = (16_384, 32_768), (2, 3), 1024
 DEVICES = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 
 OPTIONS: Options = {

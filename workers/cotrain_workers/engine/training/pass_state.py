@@ -145,7 +145,7 @@ class PassState:
             self.output = output_of(self.op, [], 0.0, 0)
 
     def undo_long(self) -> None:
-        """Drop a long datum that ran out of memory, and what it added to the gradient."""
+        """Drop a long datum that ran out of memory, and its share of the gradient."""
         self.long = self.long_work = None
         before, self.gradient_before = self.gradient_before, None
         # Without the copy of earlier slices' sums, nothing has been added to them.
