@@ -162,7 +162,8 @@ class LaunchLog(TorchDispatchMode):
         for tensor in tensors(out):
             storage = tensor.untyped_storage()
             known = StorageWeakRef(storage)
-            if storage._cdata not in given and known.cdata not in self._held:
+            is_new = storage._cdata not in given and known.cdata not in self._held
+            if is_new and tensor.device.type != "cpu":
                 self._held[known.cdata] = (known, storage.nbytes())
                 self._now += storage.nbytes()
         if self._now > self.peak:

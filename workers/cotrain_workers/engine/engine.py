@@ -144,7 +144,10 @@ class Engine:
             adapter_bytes=adapter_bytes or 0,
         )
         forward_backward = new_forward_backward(
-            micro_batch_tokens=budget.tokens, recompute=recompute, keep_tokens=budget.keep_tokens
+            micro_batch_tokens=budget.tokens,
+            recompute=recompute,
+            keep_tokens=budget.keep_tokens,
+            save_tokens=budget.save_tokens,
         )
         adapters = AdapterBank(
             base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
@@ -152,7 +155,7 @@ class Engine:
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding, quantization, DECODER if base.vision else "",
+            base.lock_step.sharding, quantization, DECODER if base.vision else "", budget.save_tokens,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ class Numerics:
     sharding: str = ""
     quantization: str = "none"  # of the frozen weights
     images: str = ""  # library that decodes them, with its version; empty for a model of text
+    save_tokens: int = 0  # above which MLPs compute in chunks of rows; 0: never
 
     @property
     def id(self) -> str:
@@ -69,6 +71,8 @@ def _compared(numerics: Numerics) -> dict[str, object]:
         del named["quantization"]
     if not numerics.images:
         del named["images"]
+    if not numerics.save_tokens:
+        del named["save_tokens"]
     return named
 
 
@@ -82,6 +86,7 @@ def numerics_of(
     sharding: str = "",
     quantization: str = "none",
     images: str = "",
+    save_tokens: int = sys.maxsize,
 ) -> Numerics:
     """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
     chunk.
@@ -105,6 +110,7 @@ def numerics_of(
         sharding=sharding,
         quantization=quantization,
         images=images,
+        save_tokens=0 if save_tokens == sys.maxsize else save_tokens,
     )
 
 

@@ -1,6 +1,6 @@
 """Assignment of the rows of a packed micro-batch to adapters and sequences."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -206,6 +206,15 @@ class ImageRows:
 
 
 @dataclass(frozen=True)
+class RowChunks:
+    """Division of the rows of MLPs, to save memory (`model/row_chunks.py`)."""
+
+    rows: int
+    lora_of: Callable[[Sequence[Segment], int], TrainingLora]
+    """Return the LoRA paths of some segments of a number of rows."""
+
+
+@dataclass(frozen=True)
 class Route:
     """The segments and sequences of one micro-batch, in the order of their rows."""
 
@@ -215,6 +224,7 @@ class Route:
     experts: torch.Tensor | None = None
     """Given experts of each token, integers `[layers with experts, T, k]`; None: routers choose all of them."""
     images: ImageRows | None = None
+    chunks: RowChunks | None = None  # None: MLPs compute all rows at once
 
 
 class Group(NamedTuple):
@@ -294,11 +304,11 @@ class Router:
     @contextmanager
     def use(self, route: Route) -> Iterator[None]:
         """Set the route for one micro-batch; keep it until backward has finished."""
-        self._route = route
+        before, self._route = self._route, route
         try:
             yield
         finally:
-            self._route = None
+            self._route = before
 
     @property
     def images(self) -> ImageRows | None:

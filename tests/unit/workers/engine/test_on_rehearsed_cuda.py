@@ -33,6 +33,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Target
+from cotrain_workers.engine.training import forward_backward
 from cotrain_workers.engine.training import memory_probe as probe
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MAX_TOKENS
@@ -150,8 +151,10 @@ def test_sizes_are_measured(
 
 
 def test_sequences_of_any_length_fit_into_the_measured_memory(
-    cuda: Rehearsal, model_folder: ModelFolder
+    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for module in (probe, forward_backward):
+        monkeypatch.setattr(module, "CHUNK_ROWS", 32)
     engine = load(model_folder("qwen3"))
     base, lora = engine._base, engine._forward_backward._lora
     passes = partial(ForwardBackward, base, lora, head_chunk_rows=32)
@@ -166,6 +169,15 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
         used = peak(partial(probe.probe, passes, bank, choice, **sizes))
         assert used is not None
         assert used <= 1.02 * (line.fixed_bytes + 256 * line.bytes_per_token), length
+
+    saving = found.saving
+    assert saving is not None
+    cuda.waits.clear()
+    sizes = {"length": 256, "tokens": 256, "vocab": base.vocab_size, "saves": True}
+    used = peak(partial(probe.probe, passes, bank, "always", **sizes))
+    assert used is not None
+    assert used <= 1.02 * (saving.fixed_bytes + 256 * saving.bytes_per_token)
+    assert cuda.waits == ["synchronize", "copy to cuda", "copy to cpu"]  # none for an input
 
 
 def repeat(cuda: Rehearsal) -> Callable[..., Any]:

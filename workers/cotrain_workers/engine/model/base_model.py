@@ -18,7 +18,7 @@ from cotrain_workers.engine.lora.quantized import (
 )
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts, linear_attention
+from cotrain_workers.engine.model import experts, linear_attention, row_chunks
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
@@ -224,6 +224,7 @@ def make_base_model(
     vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
+    row_chunks.attach(backbone.layers, router)
     return BaseModel(
         backbone=backbone,
         head_weight=network.lm_head.weight,

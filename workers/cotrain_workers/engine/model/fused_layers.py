@@ -22,6 +22,7 @@ from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kern
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
+from cotrain_workers.engine.model.row_chunks import by_rows
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import has_experts
 
@@ -296,9 +297,12 @@ def _fuse_gate(mlp: Any, router: Router, checked: Checked, in_products: bool) ->
     def by_kernel(x: torch.Tensor) -> Any:
         return mlp.down_proj(kernel(mlp.gate_proj(x), mlp.up_proj(x)))
 
-    def by_products(x: torch.Tensor) -> Any:
+    def product(x: torch.Tensor) -> Any:
         lora: Any = router.route.lora
         return lora.mlp(mlp.gate_proj.name, mlp.down_proj.name, gate, x)
+
+    def by_products(x: torch.Tensor) -> Any:
+        return by_rows(router, x, product)
 
     trained = by_products if in_products else plain
     fits = _once(checked, (pure, shape), lambda: is_right(kernel, pure, 0, both))
@@ -371,6 +375,10 @@ def _fuse_residuals(
         normed, kept = before_attention(hidden_states)
         lora.add_to(layer.self_attn.o_proj.name, kept)
         hidden_states, _ = layer.self_attn(hidden_states=normed, **rest)
+        return by_rows(router, hidden_states, mlp)
+
+    def mlp(hidden_states: torch.Tensor) -> Any:
+        lora: Any = router.route.lora
         normed, kept = before_mlp(hidden_states)
         lora.add_to(layer.mlp.down_proj.name, kept)
         return layer.mlp(normed)

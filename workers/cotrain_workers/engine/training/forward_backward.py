@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
@@ -23,17 +23,23 @@ from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
+from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
-from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
 from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
+from cotrain_workers.engine.training.long_slices import (
+    MAX_SUSPENDED,
+    RECENT_S,
+    LongSlice,
+)
 from cotrain_workers.engine.training.memory_model import (
     BatchLimits,
     Budget,
     Fail,
     Recompute,
+    SaveMemory,
     Split,
     after_oom,
 )
@@ -50,11 +56,11 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
+    unwatched,
     upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
-    Question,
     References,
     Referred,
 )
@@ -75,9 +81,13 @@ class ForwardBackward:
         head_chunk_rows: int,
         recompute: Choice = "auto",
         keep_tokens: int = sys.maxsize,
+        save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers."""
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers.
+
+        A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
+        """
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -93,8 +103,8 @@ class ForwardBackward:
         self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
-        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
-        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = _unwatched
+        self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens, save_tokens=save_tokens))
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = unwatched
         """The context of each micro-batch: the kernel may kill this process during one."""
 
     def run(
@@ -226,7 +236,6 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        upcoming = upcoming_batch(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -249,7 +258,7 @@ class ForwardBackward:
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
-                with self.watch(upcoming):
+                with self.watch(upcoming_batch(batch, passes)):
                     next(work)
             except StopIteration as end:
                 owner.long = owner.long_work = owner.gradient_before = None
@@ -298,20 +307,21 @@ class ForwardBackward:
             owner.gradient_before = owner.gradient.flat.clone()
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = False
-        return LongSlice(self._base, row, kind, batch.tokens, route, head)
+        long = LongSlice(self._base, row, kind, batch.tokens, route, head)
+        if self._saves_memory(batch):
+            long.save_memory()
+        return long
+
+    def _saves_memory(self, batch: MicroBatch) -> bool:
+        """Return True for a long datum whose layer inputs are on the host, and whose MLPs compute in chunks of rows."""
+        return batch.tokens > max(self.limits.save_tokens, self._micro_batch_tokens)
 
     def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
         if owner.long is not None:
             cost.tokens -= owner.long.done_tokens
             self._long.discard(owner.long)
-        owner.long = owner.long_work = None
-        before, owner.gradient_before = owner.gradient_before, None
-        # Without the copy of earlier slices' sums, nothing has been added to them.
-        if owner.gradient is not None and (before is not None or not owner.results):
-            owner.gradient.discard()
-            if before is not None:
-                owner.gradient.flat.copy_(before)
+        owner.undo_long()
         release_memory(self._device)
 
     def _try(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch] | None:
@@ -355,7 +365,19 @@ class ForwardBackward:
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
         can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        match after_oom(batch, lengths, owner.shared_in(op_slice), can_recompute=can_recompute):
+        can_save = self._is_long(batch, passes) and not self._saves_memory(batch)
+        can_save &= self._may_recompute or not op_slice.needs_grad
+        match after_oom(
+            batch,
+            lengths,
+            owner.shared_in(op_slice),
+            can_recompute=can_recompute,
+            can_save=can_save,
+        ):
+            case SaveMemory():
+                self.limits.save_tokens = batch.tokens - 1
+                owner.is_exact = False
+                waiting.appendleft(batch)
             case Recompute():
                 self.limits.lower(keep_tokens=batch.padded_tokens - 1)
                 waiting.appendleft(batch)
@@ -387,7 +409,9 @@ class ForwardBackward:
         return padded_tokens > self.limits.keep_tokens
 
     def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
-        referred, ran = self._ask_references(batch, passes)
+        referred, ran = self._references.ask_for(
+            {each: passes[each.owner].op for each in batch.op_slices}
+        )
         route, row = self._route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
@@ -414,13 +438,14 @@ class ForwardBackward:
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
         row, images = self._images.insert(batch, passes, row)
+        chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
         experts = experts_of_rows(
             self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
         )
         on_device = None if experts is None else to_device(experts, self._device)
-        return Route(segments, table, lora, on_device, images), row
+        return Route(segments, table, lora, on_device, images, chunks), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -429,20 +454,6 @@ class ForwardBackward:
         if self.recomputes(batch.padded_tokens):
             return Forward.RECOMPUTED
         return Forward.BACKWARD
-
-    def _ask_references(
-        self, batch: MicroBatch, passes: Sequence[PassState]
-    ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
-        """Run the references of a micro-batch's reverse KLs; return their results by slice."""
-        asked = {
-            op_slice: Question(op.datums[op_slice.first : op_slice.last], op.reference)
-            for op_slice in batch.op_slices
-            if isinstance(op := passes[op_slice.owner].op, ReverseKl)
-        }
-        if not asked:
-            return {}, []
-        answers, ran = self._references.ask(list(asked.values()))
-        return dict(zip(asked, answers, strict=True)), ran
 
     def _segments(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[Segment]:
         segments = []
@@ -493,7 +504,3 @@ class ForwardBackward:
         if batch.needs_grad:
             fold(hidden_grad, spans, starts)
         return results, hidden_grad[:row_count]
-
-
-def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
-    return nullcontext()

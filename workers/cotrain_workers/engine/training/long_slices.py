@@ -1,16 +1,26 @@
 """A datum longer than a micro-batch, computed layer by layer with a yield point after each layer.
 
 Each layer is one piece of work with an autograd graph of its own, so other work can run between two of them: decoder steps,
-and whole cycles. The inputs of all layers stay in memory until their backward. The bits are those of one backward through the
-whole model: each gradient of a hidden state has the same two summands.
+and whole cycles. The inputs of all layers stay in memory until their backward, if necessary in that of the host. The bits are
+those of one backward through the whole model: each gradient of a hidden state has the same two summands.
 """
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
+from cotrain_workers.engine.adapters.copy_streams import (
+    Arrival,
+    CopyStream,
+    HostArenas,
+    InLine,
+    SideStream,
+    carry_in,
+    carry_out,
+)
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -24,6 +34,43 @@ HeadWork = Callable[[Route, torch.Tensor], Yielding[tuple[HeadResult, torch.Tens
 MAX_SUSPENDED = 2
 #: A suspended datum that ran within this time is expected to end, and others wait for its place.
 RECENT_S = 60.0
+
+
+class LayerInputs(Protocol):
+    """Inputs of layers, taken in reverse order."""
+
+    def append(self, x: torch.Tensor, /) -> None:
+        """Keep the input of the next layer."""
+
+    def pop(self) -> torch.Tensor:
+        """Return the newest input and forget it."""
+
+
+class HostInputs:
+    """Inputs of layers in host memory. While a layer runs backward, the input before its own is copied back."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self._stored: list[tuple[HostArenas, torch.Size, bool]] = []
+        self._fetched: tuple[torch.Tensor, Arrival] | None = None
+
+    def append(self, x: torch.Tensor) -> None:
+        """Copy the input of the next layer to the host."""
+        arena = x.detach().reshape(-1)
+        self._stored.append((carry_out(self._stream, {"x": arena}), x.shape, x.requires_grad))
+
+    def pop(self) -> torch.Tensor:
+        """Return the newest input and forget it; start to copy the one before."""
+        x, arrival = self._fetched or self._fetch()
+        self._fetched = self._fetch() if self._stored else None
+        arrival.hold_compute()
+        return x
+
+    def _fetch(self) -> tuple[torch.Tensor, Arrival]:
+        on_host, shape, needs_grad = self._stored.pop()
+        arenas, arrival = carry_in(self._stream, on_host, self._device)
+        return arenas["x"].view(shape).requires_grad_(needs_grad), arrival
 
 
 @dataclass(eq=False)
@@ -43,7 +90,7 @@ class LongSlice:
     may_stop: bool = True  # False inside the head, which holds matrices of the current route
     ran_at: float = field(default_factory=time.monotonic)
     keeps_graphs: bool = field(init=False)
-    _inputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: LayerInputs = field(default_factory=list[torch.Tensor])
     _outputs: list[torch.Tensor | None] = field(default_factory=list)  # None: to be recomputed
 
     def __post_init__(self) -> None:
@@ -55,6 +102,11 @@ class LongSlice:
         layers = len(self.base.backbone.layers)  # type: ignore[arg-type]
         total = (2 if self.kind.goes_back else 1) * layers + 1
         return min(self.tokens - 1, self.tokens * self.done // total)
+
+    def save_memory(self) -> None:
+        """Recompute all layers, with their inputs on the host. Call this before it runs."""
+        self.keeps_graphs = False
+        self.inputs = HostInputs(self.base.head_weight.device)
 
     def suspend(self) -> None:
         """Drop what belongs to the current route: kept layers are computed again in their backward."""
@@ -72,7 +124,7 @@ class LongSlice:
             if self.kind.goes_back:
                 # As in one graph over all layers, where the embedding needs no gradient.
                 x.requires_grad_(number > 0)
-                self._inputs.append(x)
+                self.inputs.append(x)
             keeps = self.kind.goes_back and self.keeps_graphs
             with self.base.router.use(self.route), torch.set_grad_enabled(keeps):
                 output = call.forward(x)
@@ -95,7 +147,7 @@ class LongSlice:
         del last, top, hidden
         yield
         for call in reversed(calls):
-            x, kept = self._inputs.pop(), self._outputs.pop()
+            x, kept = self.inputs.pop(), self._outputs.pop()
             with self.base.router.use(self.route):
                 if kept is None:
                     with torch.enable_grad():

@@ -69,6 +69,8 @@ class Activations:
 
     kept: ActivationModel | None  # None: the probe itself did not fit
     recomputed: ActivationModel | None
+    saving: ActivationModel | None = None
+    """Recomputed layers, with their inputs on the host and their MLPs in chunks of rows."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Budget:
     tokens: int
     keep_tokens: int  # number of tokens above which decoder layers are recomputed; 0: always
     longest_datum: int = 0  # tokens, if every adapter is offloaded; 0: not measured
+    save_tokens: int = sys.maxsize
+    """Tokens of a long datum above which layer inputs are on the host, and MLPs compute in chunks of rows."""
 
 
 @dataclass
@@ -92,6 +96,7 @@ class BatchLimits:
     planned: Budget
     tokens: int = field(init=False)
     keep_tokens: int = field(init=False)
+    save_tokens: int = field(init=False)
     wait: int = 0
     """Waves without a failure until the limits double; 0 if memory has not run out recently."""
     _good: int = 0
@@ -99,6 +104,7 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
+        self.save_tokens = self.planned.save_tokens
 
     def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
         """Lower limits after a micro-batch ran out of memory."""
@@ -170,10 +176,27 @@ def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
     return Budget(enough(recomputed, model, free_bytes), kept)
 
 
-def longest_datum(activations: Activations, free_bytes: int, choice: Choice) -> int:
-    """Return the tokens of the longest datum in `free_bytes`, recomputed if possible; 0 if not measured."""
+def longest_datum(
+    activations: Activations, free_bytes: int, choice: Choice, host_tokens: int = 0
+) -> tuple[int, int]:
+    """Return the tokens of the longest datum in `free_bytes`, and the length above which a datum must save memory.
+
+    The host has memory for the layer inputs of `host_tokens`. A datum is recomputed if possible. (0, sys.maxsize): not
+    measured.
+    """
     model = activations.kept if choice == "never" else activations.recomputed
-    return max(0, model.tokens_in(free_bytes)) if model else 0
+    plain = max(0, model.tokens_in(free_bytes)) if model else 0
+    if choice == "never" or activations.saving is None:
+        return plain, sys.maxsize
+    saving = min(activations.saving.tokens_in(free_bytes), host_tokens)
+    # The length moves bits, so another measurement on the same hardware must yield it.
+    return (saving, stepped(plain)) if saving > plain else (plain, sys.maxsize)
+
+
+def stepped(tokens: int) -> int:
+    """Round down to a power of two, or to one and a half of it."""
+    step = 1 << max(0, tokens.bit_length() - 1)
+    return step + step // 2 if tokens >= step + step // 2 else step
 
 
 def kept_is_faster(kept: int, recomputed: int) -> bool:
@@ -229,6 +252,11 @@ class Recompute:
 
 
 @dataclass(frozen=True)
+class SaveMemory:
+    """Run the datum again, with layer inputs on the host and MLPs in chunks of rows."""
+
+
+@dataclass(frozen=True)
 class Fail:
     """Fail the op of the only datum, which has `tokens` tokens."""
 
@@ -245,8 +273,13 @@ class Split:
 
 
 def after_oom(
-    batch: MicroBatch, lengths: Sequence[int], shared: Sequence[int] = (), *, can_recompute: bool
-) -> Recompute | Fail | Split:
+    batch: MicroBatch,
+    lengths: Sequence[int],
+    shared: Sequence[int] = (),
+    *,
+    can_recompute: bool,
+    can_save: bool = False,
+) -> Recompute | SaveMemory | Fail | Split:
     """Choose the remedy that loses least; `lengths` and `shared` are of the datums of the batch's first slice.
 
     While slices stay whole, the sums are the same to the bit. A slice that does not fit alone is
@@ -258,6 +291,6 @@ def after_oom(
     if can_recompute and op_slice.needs_grad:
         return Recompute()
     if len(lengths) == 1:
-        return Fail(op_slice.tokens)
+        return SaveMemory() if can_save else Fail(op_slice.tokens)
     first, second = (replace(batch, op_slices=(half,)) for half in op_slice.halves(lengths, shared))
     return Split(first, second, cuts_slice=True)

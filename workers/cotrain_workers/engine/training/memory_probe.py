@@ -11,8 +11,10 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.device import free_host_bytes
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import up_to
 from cotrain_workers.engine.spec import AdapterSpec
@@ -34,7 +36,9 @@ from cotrain_workers.engine.training.pass_state import PassState
 class NewForwardBackward(Protocol):
     """Factory of `ForwardBackward`."""
 
-    def __call__(self, *, micro_batch_tokens: int, recompute: Choice) -> ForwardBackward:
+    def __call__(
+        self, *, micro_batch_tokens: int, recompute: Choice, save_tokens: int = sys.maxsize
+    ) -> ForwardBackward:
         """Return a new one."""
 
 
@@ -84,10 +88,19 @@ def size_micro_batches(
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
     free_bytes = micro_batch_bytes(total, taken, adapter_bytes)
-    longest = longest_datum(found, micro_batch_bytes(total, taken, 0), choice)
+    longest, save_tokens = longest_datum(
+        found, micro_batch_bytes(total, taken, 0), choice, host_tokens(base)
+    )
     if asked == "auto":
-        return replace(budget(found, free_bytes, choice), longest_datum=longest)
-    return Budget(asked, kept_tokens(found, free_bytes, choice), longest)
+        sized = budget(found, free_bytes, choice)
+        return replace(sized, longest_datum=longest, save_tokens=save_tokens)
+    return Budget(asked, kept_tokens(found, free_bytes, choice), longest, save_tokens)
+
+
+def host_tokens(base: BaseModel) -> int:
+    """Return the tokens whose layer inputs take half of the host's free memory."""
+    token_bytes = base.kv.layers * base.hidden_size * base.head_weight.itemsize
+    return free_host_bytes() // 2 // token_bytes
 
 
 def measure(
@@ -115,7 +128,16 @@ def measure(
         fitting = [(tokens, size) for tokens, size in measured if size is not None]
         return fit(fitting) if len(fitting) == len(points) else None
 
-    return Activations(kept=line("never"), recomputed=line("always"))
+    def saving() -> ActivationModel | None:
+        sizes = (2 * CHUNK_ROWS, 3 * CHUNK_ROWS)  # beyond one chunk, whose memory is constant
+        if sizes[-1] > base.context_length:
+            return None
+        runs = [partial(ask, "always", length=each, tokens=each, saves=True) for each in sizes]
+        measured = [(each, peak(run)) for each, run in zip(sizes, runs, strict=True)]
+        fitting = [(tokens, size) for tokens, size in measured if size is not None]
+        return fit(fitting) if len(fitting) == len(sizes) else None
+
+    return Activations(kept=line("never"), recomputed=line("always"), saving=saving())
 
 
 def probe(
@@ -127,14 +149,20 @@ def probe(
     length: int,
     tokens: int,
     needs_grad: bool = True,
+    saves: bool = False,
 ) -> bool:
-    """Run one pass of `tokens` with an adapter on every module; return True if it fitted at once."""
+    """Run one pass of `tokens` with an adapter on every module; return True if it fitted at once.
+
+    With `saves`, it is a long datum that saves memory.
+    """
     ids = np.arange(length) % vocab  # equal tokens would all go to the same experts
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
     datums = [datum] * (tokens // length)
     op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
-    forward_backward = new_forward_backward(micro_batch_tokens=tokens, recompute=choice)
+    forward_backward = new_forward_backward(
+        micro_batch_tokens=tokens - saves, recompute=choice, save_tokens=0 if saves else sys.maxsize
+    )
     state, cost = PassState(op, adapter), PassesCost()
     try:
         run_to_end(forward_backward.run([state], cost))

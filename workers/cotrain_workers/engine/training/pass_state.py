@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -142,6 +143,16 @@ class PassState:
         self.slices = deque(cuts)
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
+
+    def undo_long(self) -> None:
+        """Drop a long datum that ran out of memory, and its share of the gradient."""
+        self.long = self.long_work = None
+        before, self.gradient_before = self.gradient_before, None
+        # Without the copy of earlier slices' sums, nothing has been added to them.
+        if self.gradient is not None and (before is not None or not self.results):
+            self.gradient.discard()
+            if before is not None:
+                self.gradient.flat.copy_(before)
 
 
 def collect(
@@ -380,3 +391,19 @@ class OpenPasses:
         """Keep an unfinished pass. Its gradient stays with its adapter and moves with it."""
         state.gradient = None
         self._state_by_run[state.op.run] = state
+
+
+def upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+
+
+def unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
+    """Return a context that does nothing."""
+    return nullcontext()

@@ -22,11 +22,11 @@ from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import Projection
-from cotrain_workers.engine.ops import HostWeights, KlDatum
+from cotrain_workers.engine.ops import HostWeights, KlDatum, Pass, ReverseKl
 from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import Layout, Pair, plan_layout
 from cotrain_workers.engine.training.logprob_head import HeadResult
-from cotrain_workers.engine.training.micro_batches import MicroBatch, cut, fill
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,20 @@ class References:
         self._lora = lora
         self._device = base.head_weight.device
         self._micro_batch_tokens = micro_batch_tokens
+
+    def ask_for(
+        self, ops: Mapping[OpSlice, Pass | ReverseKl]
+    ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
+        """Run the references of a micro-batch's reverse KLs; return their results by slice."""
+        asked = {
+            each: Question(op.datums[each.first : each.last], op.reference)
+            for each, op in ops.items()
+            if isinstance(op, ReverseKl)
+        }
+        if not asked:
+            return {}, []
+        answers, ran = self.ask(list(asked.values()))
+        return dict(zip(asked, answers, strict=True)), ran
 
     @torch.no_grad()
     def ask(self, questions: Sequence[Question]) -> tuple[list[Referred], list[MicroBatch]]:

@@ -5,23 +5,32 @@ change of bits.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from typing_extensions import override
 
+from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.cycle import drive
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model import row_chunks
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
+from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training import forward_backward
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
-from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
+from cotrain_workers.engine.training.memory_model import Budget
+from tests.support import tiny_models
 from tests.support.draws import variant
-from tests.support.training import MIX, random_datum, same_bits
+from tests.support.training import MIX, random_datum, relative_error, same_bits
 
 NewEngine = Callable[..., Engine]
 LIMIT = 16
@@ -82,6 +91,107 @@ def test_every_loss_and_every_choice_of_targets_has_the_same_bits(
     at_once = begun(new_engine, spec)
     at_once.run([long_pass(loss_fn), STEP])
     assert same_bits(layered.adapters.state("long"), at_once.adapters.state("long"))
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize(
+    ("family", "trains_mlp"), [("qwen3", True), ("gpt_oss", True), ("granitemoe", False)]
+)
+def test_a_datum_that_saves_memory_has_the_same_values(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, *, trains_mlp: bool
+) -> None:
+    """Layer inputs are on the host, which moves no bit. Sums over chunks of rows have other last bits."""
+    spec = replace(SPEC, train_mlp=trains_mlp)
+    ops: list[Op] = [long_pass("cross_entropy", 90, 4), STEP]
+    plain = begun(new_engine, spec, family=family)
+    theirs = plain.run(ops).outputs["long", 1]
+    monkeypatch.setattr(
+        engine_module, "size_micro_batches", lambda *_, **__: Budget(LIMIT, sys.maxsize, 0, LIMIT)
+    )
+    monkeypatch.setattr(forward_backward, "CHUNK_ROWS", 32)
+    chunks, part_of = [], row_chunks.part_of
+
+    def counted(*given: Any) -> Route:
+        chunks.append(given)
+        return part_of(*given)
+
+    monkeypatch.setattr(row_chunks, "part_of", counted)
+    saving = begun(new_engine, spec, family=family)
+    ours = saving.run(ops).outputs["long", 1]
+
+    assert len(chunks) >= 3 * 2  # of a layer with 96 rows, twice
+    assert isinstance(ours, PassOutput)
+    assert isinstance(theirs, PassOutput)
+    # An expert's LoRA is a product of fewer rows in a chunk than in the whole datum.
+    tolerance = 1e-5 if trains_mlp and saving.facts.expert_choices else 0
+    for each, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+        np.testing.assert_allclose(each, expected, rtol=0, atol=tolerance)
+    mine, other = (each.adapters.state("long") for each in (saving, plain))
+    assert relative_error(mine.m, other.m) < 1e-5
+    assert same_bits(mine, other) is not trains_mlp
+    assert plain.facts.numerics_id != saving.facts.numerics_id
+
+
+def test_chunks_of_an_mlp_take_less_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak of all tensors that autograd keeps at a time."""
+    wide = {"head_dim": 16, "intermediate_size": 1024}
+    monkeypatch.setitem(tiny_models.EVERY, "wide", ("Qwen3Config", wide))
+    model = tiny_models.build_tiny("wide", tmp_path)
+    peaks = []
+    for save_tokens in (sys.maxsize, LIMIT):
+        sized = Budget(LIMIT, 0, save_tokens=save_tokens)
+        monkeypatch.setattr(engine_module, "size_micro_batches", lambda *_, at=sized, **__: at)
+        monkeypatch.setattr(forward_backward, "CHUNK_ROWS", 32)
+        engine = Engine.load(str(model), head_chunk_rows=32)
+        engine.run([Create("long", 0, SPEC)])
+        Kept.live = Kept.peak = 0
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            output = engine.run([long_pass("cross_entropy", 256)]).outputs["long", 1]
+        assert isinstance(output, PassOutput)
+        peaks.append(Kept.peak)
+    assert peaks[1] < 0.5 * peaks[0], peaks
+
+
+class Kept:
+    """A tensor that autograd keeps, and the bytes of all of them."""
+
+    live = peak = 0
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        Kept.live += tensor.nbytes
+        Kept.peak = max(Kept.peak, Kept.live)
+
+    def __del__(self) -> None:
+        Kept.live -= self.tensor.nbytes
+
+
+def test_a_long_datum_without_memory_runs_again_and_saves_memory(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sums then have other last bits, and the next one does not fail first."""
+    engine, begin = begun(new_engine, recompute="always"), ForwardBackward._begin_long
+    kinds: list[type] = []
+
+    class Full(list[torch.Tensor]):
+        @override
+        def append(self, _: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError
+
+    def begin_full(*given: Any) -> LongSlice:
+        long = begin(*given)
+        kinds.append(type(long.inputs))
+        long.inputs = Full() if isinstance(long.inputs, list) else long.inputs
+        return long
+
+    monkeypatch.setattr(ForwardBackward, "_begin_long", begin_full)
+    exact = []
+    for _ in range(2):
+        output = engine.run([long_pass()])
+        assert isinstance(output.outputs["long", 1], PassOutput)
+        exact.append(output.is_exact)
+    assert kinds == [list, HostInputs, HostInputs]
+    assert exact == [False, True]
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])

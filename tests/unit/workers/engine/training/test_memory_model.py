@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from cotrain_workers.engine.training.memory_model import (
     longest_datum,
     micro_batch_bytes,
     rounded,
+    stepped,
 )
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 
@@ -113,8 +115,34 @@ def test_few_kept_tokens_are_faster_than_many_recomputed_ones(
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", 16_000), ("never", 685)])
 def test_the_longest_datum_is_recomputed_if_it_may_be(choice: Choice, expected: int) -> None:
-    assert longest_datum(BOTH, 6 * GB, choice) == pytest.approx(expected, abs=30)
-    assert longest_datum(Activations(None, None), 6 * GB, choice) == 0
+    longest, save_tokens = longest_datum(BOTH, 6 * GB, choice)
+    assert longest == pytest.approx(expected, abs=30)
+    assert save_tokens == sys.maxsize
+    assert longest_datum(Activations(None, None), 6 * GB, choice) == (0, sys.maxsize)
+
+
+@pytest.mark.parametrize(
+    ("choice", "host_tokens", "expected"),
+    [
+        ("auto", 10**6, (50_000, 12_288)),
+        ("always", 40_000, (40_000, 12_288)),  # host memory is the limit
+        ("auto", 8_000, (16_000, sys.maxsize)),  # the host has too little
+        ("never", 10**6, (685, sys.maxsize)),
+    ],
+)
+def test_a_longer_datum_has_its_layer_inputs_on_the_host(
+    choice: Choice, host_tokens: int, expected: tuple[int, int]
+) -> None:
+    each = replace(BOTH, saving=ActivationModel(GB, 100_000))
+    longest, save_tokens = longest_datum(each, 6 * GB, choice, host_tokens)
+    assert longest == pytest.approx(expected[0], abs=30)
+    assert save_tokens == expected[1]
+
+
+def test_lengths_that_move_bits_are_far_apart() -> None:
+    assert [stepped(each) for each in (1, 2, 3, 5, 6, 99, 130_000, 131_072)] == [
+        1, 2, 3, 4, 6, 96, 98_304, 131_072,
+    ]  # fmt: skip
 
 
 def test_the_time_of_a_second_forward_is_that_of_its_flop() -> None:
