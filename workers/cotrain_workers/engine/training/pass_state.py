@@ -393,17 +393,6 @@ class OpenPasses:
         self._state_by_run[state.op.run] = state
 
 
-def upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    """Return the size of a micro-batch that runs next."""
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
-
-
 def unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
     """Return a context that does nothing."""
     return nullcontext()
