@@ -45,6 +45,7 @@ class Numerics:
     # gathered weights have the same bits, and no sum crosses processes.
     sharding: str = ""
     quantization: str = "none"  # of the frozen weights
+    images: str = ""  # library that decodes them, with its version; empty for a model of text
 
     @property
     def id(self) -> str:
@@ -66,6 +67,8 @@ def _compared(numerics: Numerics) -> dict[str, object]:
     del named["sharding"]
     if numerics.quantization == "none":  # as in older records
         del named["quantization"]
+    if not numerics.images:
+        del named["images"]
     return named
 
 
@@ -78,6 +81,7 @@ def numerics_of(
     fused: Sequence[str] = (),
     sharding: str = "",
     quantization: str = "none",
+    images: str = "",
 ) -> Numerics:
     """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
     chunk.
@@ -100,6 +104,7 @@ def numerics_of(
         fused=" ".join(fused),
         sharding=sharding,
         quantization=quantization,
+        images=images,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, Image
 
 # Decodes the generated tokens of one sequence to text. Bytes of an incomplete character at either end
 # become replacement characters.
@@ -28,6 +28,10 @@ class Grammar(Protocol):
 
     def advance(self, token: int) -> bool:
         """Read a token. Return False if the grammar has no continuation."""
+
+    @property
+    def failure(self) -> str:
+        """Reason why the grammar has no continuation."""
 
 
 # Returns the start of a grammar for a vocabulary of some size, with the tokens that may end its text.
@@ -61,6 +65,7 @@ class SampleRequest:
     tenant_weight: float = 1.0
     grammar: str | None = None  # holds the generated text; None: any text
     return_routed_experts: bool = False
+    images: Sequence[Image] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Progress:
     tokens: Sequence[NewTokens]
     decoded_tokens: int
     prompt_tokens: int  # computed, not cached
+    images: int = 0  # computed by the vision tower
 
 
 class Decoder(Protocol):

@@ -26,6 +26,7 @@ from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
+from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
@@ -49,6 +50,7 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
+    upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -88,6 +90,7 @@ class ForwardBackward:
         # cannot begin with the state after its prompt.
         self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
+        self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens))
@@ -167,6 +170,11 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
+            unusable = yield from self._images.compute(waiting[0], passes, cost)
+            if unusable is not None:
+                left = [batch.without(unusable) for batch in waiting]
+                waiting = deque(batch for batch in left if batch.op_slices)
+                continue
             began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
@@ -218,7 +226,7 @@ class ForwardBackward:
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
         cost.forwards += 1
-        upcoming = _upcoming(batch, passes)
+        upcoming = upcoming_batch(batch, passes)
         long, work = owner.long, owner.long_work
         try:
             if long is None or work is None:
@@ -319,7 +327,7 @@ class ForwardBackward:
             of_earlier_slices = [
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
-            with self.watch(_upcoming(batch, passes)):
+            with self.watch(upcoming_batch(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
@@ -405,13 +413,14 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
+        row, images = self._images.insert(batch, passes, row)
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
         experts = experts_of_rows(
             self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
         )
         on_device = None if experts is None else to_device(experts, self._device)
-        return Route(segments, table, lora, on_device), row
+        return Route(segments, table, lora, on_device, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
@@ -484,16 +493,6 @@ class ForwardBackward:
         if batch.needs_grad:
             fold(hidden_grad, spans, starts)
         return results, hidden_grad[:row_count]
-
-
-def _upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
 
 
 def _unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:

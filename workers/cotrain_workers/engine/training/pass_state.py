@@ -19,6 +19,7 @@ from cotrain_workers.engine.ops import (
     PassOutput,
     ReverseKl,
     ReverseKlOutput,
+    UpcomingBatch,
 )
 from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift
@@ -319,6 +320,17 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
                 " which bounds the ratio."
             )
     return ""
+
+
+def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
 
 
 class OpenPasses:
