@@ -1,7 +1,7 @@
 """Sweep of learning rates: every rate has an adapter, and all adapters share each pass.
 
-The requests of the runs share clock cycles, so the server reads the base model's weights once for
-all of them. The line below the table shows the time saved.
+Each batch is sent once for all runs, and they share clock cycles. So the server reads the base model's
+weights once for all of them. The line below the table shows the time saved.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from how_far import Report, reported
+from how_far import reported
 from opening import log, opened, options_of, show
 from unicode_names import batch, datums, holdout
 
-from cotrain import AdamParams, Datum, ServiceClient
+from cotrain import ServiceClient
 
 STEPS = 16
 RANK, ROWS = 8, 4
@@ -63,40 +62,24 @@ async def sweep(
 
     Return the outcome of each and the seconds from first to last step.
     """
-    runs = await asyncio.gather(
-        *[service.create_lora_training_client_async(base_model, RANK, seed=1) for _ in rates]
+    made = await service.create_sweep_async(
+        base_model, [{"lr": rate, "rank": RANK, "seed": 1, "eps": 1e-8} for rate in rates]
     )
-    tokenizer = await asyncio.to_thread(runs[0].get_tokenizer)
+    tokenizer = await asyncio.to_thread(made.trials[0].run.get_tokenizer)
     batches = [datums(tokenizer, batch(step, ROWS)) for step in range(steps)]
     unseen = datums(tokenizer, holdout())
     started_at = time.monotonic()
     with reported(f"Training at {len(rates)} learning rates at once", log) as report:
-        outcomes = await asyncio.gather(
-            *[
-                train(run, AdamParams(learning_rate=rate, eps=1e-8), batches, unseen, report)
-                for run, rate in zip(runs, rates, strict=True)
-            ]
-        )
+        sent = [await made.train_async(data) for data in batches]
+        tested = await made.evaluate_async(unseen)
+        for done, future in enumerate(sent, 1):
+            await future
+            report(done, len(sent), "")
+        await tested
+    outcomes = [
+        Outcome(trial.adam.learning_rate, trial.losses[0], trial.score) for trial in made.trials
+    ]
     return outcomes, time.monotonic() - started_at
-
-
-async def train(
-    run: Any, adam: AdamParams, batches: list[list[Datum]], unseen: list[Datum], report: Report
-) -> Outcome:
-    """Send the whole training of one run, then wait for it.
-
-    The server keeps the order of its requests.
-    """
-    sent = []
-    for data in batches:
-        sent.append(await run.forward_backward_async(data, "cross_entropy"))
-        sent.append(await run.optim_step_async(adam))
-    sent.append(await run.forward_async(unseen, "cross_entropy"))
-    results = []
-    for done, future in enumerate(sent, 1):
-        results.append(await future)
-        report(done, len(sent), "")
-    return Outcome(adam.learning_rate, results[0].loss, results[-1].loss)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,14 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import data, errors, exceptions, learning_rates, mint, types
+from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
+from cotrain.clients.evaluation import Evaluation
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.service import ServiceClient
-from cotrain.clients.training import TrainingClient, TrainOutput
+from cotrain.clients.sweep import Sweep, SweepOutput, Trial
+from cotrain.clients.train_output import TrainOutput
+from cotrain.clients.training import TrainingClient
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
 from cotrain.requests.futures import Future, Submitted
 from cotrain.transport.retries import RetryPolicy
@@ -64,6 +67,7 @@ __all__ = [
     "Datum",
     "DmelChunk",
     "EncodedTextChunk",
+    "Evaluation",
     "ForwardBackwardOutput",
     "Future",
     "LoraConfig",
@@ -85,15 +89,19 @@ __all__ = [
     "ServiceClient",
     "StopReason",
     "Submitted",
+    "Sweep",
+    "SweepOutput",
     "TensorData",
     "TensorDtype",
     "TrainOutput",
     "TrainingClient",
     "TrainingRun",
+    "Trial",
     "__version__",
     "data",
     "exceptions",
     "learning_rates",
+    "losses",
     "mint",
     "types",
 ]

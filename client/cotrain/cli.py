@@ -15,8 +15,11 @@ from rich.markup import escape
 
 from cotrain.commands import checkpoints, data, runs, webhooks
 from cotrain.commands.admin.app import app as admin
-from cotrain.commands.runs import models
+from cotrain.commands.admin.selfcheck import selfcheck
+from cotrain.commands.runs import models, why
 from cotrain.commands.sample import sample_text
+from cotrain.commands.sweep import EXAMPLES as SWEEP_EXAMPLES
+from cotrain.commands.sweep import sweep
 from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
@@ -89,9 +92,13 @@ def _options(
 def _add_own(app: typer.Typer) -> None:
     app.command(epilog=examples("cotrain models --json"))(models)
     app.add_typer(runs.app, name="runs")
+    app.command(epilog=examples("cotrain why 1f2e3d4c:train:0"))(why)
     app.add_typer(checkpoints.app, name="checkpoints")
     app.add_typer(data.app, name="data")
     app.add_typer(admin, name="admin")
+    app.command(epilog=examples("cotrain selfcheck", "cotrain selfcheck --worker w0 --json"))(
+        selfcheck
+    )
     app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
     app.command(
@@ -112,6 +119,7 @@ def _add_own(app: typer.Typer) -> None:
             "cotrain sample --chat 'What is a LoRA?' --temperature 0",
         ),
     )(sample_text)
+    app.command(epilog=SWEEP_EXAMPLES)(sweep)
     app.command(epilog=TOP_EXAMPLES)(top)
     app.command(epilog=examples("cotrain version --json"))(version)
 

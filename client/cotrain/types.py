@@ -7,8 +7,20 @@ classes, where the names differ.
 from enum import StrEnum
 from typing import Literal
 
-from cotrain.wire import checkpoints, datums, model, rest, runs, sampling, sessions, tensors, usage
+from cotrain.wire import (
+    checkpoints,
+    custom_loss,
+    datums,
+    model,
+    rest,
+    runs,
+    sampling,
+    sessions,
+    tensors,
+    usage,
+)
 from cotrain.wire.checkpoints import *  # noqa: F403  # its `__all__`, as with all below
+from cotrain.wire.custom_loss import *  # noqa: F403
 from cotrain.wire.datums import *  # noqa: F403
 from cotrain.wire.model import *  # noqa: F403
 from cotrain.wire.rest import *  # noqa: F403
@@ -125,6 +137,7 @@ __all__ = [
     "TrainingBillingEvent",
 ]
 __all__ += checkpoints.__all__
+__all__ += custom_loss.__all__
 __all__ += datums.__all__
 __all__ += model.__all__
 __all__ += rest.__all__

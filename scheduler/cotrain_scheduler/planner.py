@@ -2,7 +2,7 @@
 
 Order. The ops of a run execute in seq order. A cycle takes the longest prefix that matches
 
-    (create | import)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
+    (create | import | rewind)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
 
 so that a complete training step runs in one cycle, weights do not change between the forwards of a
 cycle, and a save stores the weights after the step. A barrier delays only its own run.
@@ -20,7 +20,7 @@ Guarantees:
 * A tenant that becomes active is served before another tenant gets more than the new request's tokens
   plus two quanta. A tenant with `n` times its weight may get `n` times as much.
 
-Ops without tokens (create, optim_step, save, load) are free and always selected, because delaying them
+Ops without tokens (create, rewind, optim_step, save, load, metrics) are free and always selected, because delaying them
 would block their run. The saves and loads of a run in one cycle are bounded by `LIMITS`.
 """
 
@@ -41,6 +41,8 @@ from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: After one of these, a cycle takes only saves and loads of the run.
 _LAST = (OpKind.OPTIM_STEP, *_TAIL)
+#: These do not run, so they may be anywhere in a cycle.
+_ANYWHERE = (OpKind.REJECTED, OpKind.METRICS)
 #: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
 #: flight would make a cycle of sixty whole states, all of them in memory at once.
 LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
@@ -56,7 +58,9 @@ def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> l
             if not left[op.kind]:
                 break
             left[op.kind] -= 1
-        if op.kind is not OpKind.REJECTED:
+        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
+            break
+        if op.kind not in _ANYWHERE:
             if takes_only_tail and op.kind not in _TAIL:
                 break
             takes_only_tail = op.kind in _LAST

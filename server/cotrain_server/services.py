@@ -28,7 +28,7 @@ from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
 from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
-from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.completions import Completions
@@ -70,7 +70,7 @@ class Services:
     quotas: OwnQuotas
     records: Records
     checkpoints: Checkpoints
-    intake: Intake
+    intake: JointIntake
     sample_intake: SampleIntake
     futures: Futures
     completions: Completions
@@ -166,7 +166,7 @@ async def open_services(
                 quotas=quotas,
                 records=records,
                 checkpoints=checkpoints,
-                intake=Intake(connection, spool, quotas.tenant_limits, reserve_bytes),
+                intake=JointIntake(connection, spool, quotas.tenant_limits, reserve_bytes),
                 sample_intake=SampleIntake(connection, spool, quotas.sample_limits, reserve_bytes),
                 futures=futures,
                 completions=completions,

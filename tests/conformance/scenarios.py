@@ -270,7 +270,37 @@ def custom(bench: Bench) -> Facts:
         "loss": loss.metrics["loss:sum"],
         "custom": logprobs(ours.forward(data, "cross_entropy").result()),
         "builtin": logprobs(builtin.forward(data, "cross_entropy").result()),
+        **({} if IS_OLD else on_server(bench, data)),
     }
+
+
+def on_server(bench: Bench, data: list[types.Datum]) -> Facts:
+    """Train with a traced loss that the server runs, and a twin with the same function here."""
+
+    def pulled(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Facts]:
+        far = torch.exp((logprobs + 6).abs() * weights).clamp(max=3.0)
+        loss = far.sum() / logprobs.shape[0]
+        return loss, {"custom/far:sum": far.detach().max(), "custom/far:mean": far.detach().max()}
+
+    def in_sum(datums: list[types.Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, Facts]:
+        weights = [each.loss_fn_inputs["weights"].to_torch() for each in datums]
+        return torch.stack([pulled(*each)[0] for each in zip(rows, weights, strict=True)]).sum(), {}
+
+    handle = bench.service.create_custom_loss(pulled, {"logprobs": 1, "weights": 1}).result()
+    facts: Facts = {}
+    for name, loss_fn in (("server", handle), ("client", in_sum)):
+        run = bench.run()
+        output = run.forward_backward_custom(data, loss_fn).result()
+        run.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+        facts[f"metrics_of_{name}"] = output.metrics
+        facts[f"by_{name}"] = logprobs(run.forward(data, "cross_entropy").result())
+
+    def refused(logprobs: torch.Tensor) -> tuple[torch.Tensor, Facts]:
+        return logprobs @ logprobs, {}
+
+    return facts | error_of(
+        lambda: bench.service.create_custom_loss(refused, {"logprobs": 1}).result()
+    )
 
 
 def failures(bench: Bench) -> Facts:

@@ -150,6 +150,70 @@ def test_a_custom_loss_gives_the_same_bits_as_with_the_official_sdk(
         assert (ours["surrogate_loss:sum"], ours["rows"]) == (told["loss:sum"], told["rows"])
 
 
+def test_a_custom_loss_runs_on_the_server_in_one_pass(
+    service: ServiceClient, server: Server
+) -> None:
+    """Compare it to the bit with the same loss computed here, and read the errors of its requests."""
+
+    def clipped(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
+        ratio = torch.exp(logprobs + 6)
+        return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2)).sum(), {
+            "custom/r:mean": ratio.mean()
+        }
+
+    def here(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
+        weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
+        losses = [clipped(*each)[0] for each in zip(rows, weights, strict=True)]
+        return torch.stack(losses).sum(), {}
+
+    handle = service.create_custom_loss(clipped, {"logprobs": 1, "weights": 1})
+    data = (of_seed(5), of_seed(9))
+    run, twin = (
+        service.create_lora_training_client(server.base_model, rank=4, seed=7) for _ in range(2)
+    )
+    there = run.forward_backward_custom(data, handle).result()
+    twin.forward_backward_custom(data, here)
+    run.optim_step(STEP)
+    twin.optim_step(STEP)
+    assert logprobs(run, data) == logprobs(twin, data)
+    assert there.metrics["custom/r:mean"] > 0
+
+    bare = Datum(model_input=ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": [2]})
+    with pytest.raises(RequestFailed, match=r"weights is missing; the custom loss reads it"):
+        run.forward_backward_custom([bare], handle).result()
+    with pytest.raises(RequestFailed, match=r"loss_id is not an id that create_custom_loss"):
+        run.forward(data, "custom", {"loss_id": "loss-1"}).result()
+    nan = service.create_custom_loss(lambda logprobs: (logprobs.sqrt().sum(), {}), {"logprobs": 1})
+    with pytest.raises(RequestFailed, match=r"The loss of data\[0\] is nan"):
+        run.forward_backward_custom(data, nan).result()
+
+
+def test_a_run_with_muon_continues_from_its_checkpoint(
+    service: ServiceClient, server: Server
+) -> None:
+    run = service.create_lora_training_client(
+        server.base_model, rank=4, seed=7, optimizer=types.MuonOptimizerConfig()
+    )
+    assert run.get_info().optimizer_config.type == "muon"
+    data, muon = (of_seed(9),), types.MuonParams(learning_rate=RATE)
+    run.forward_backward(data, "cross_entropy")
+    run.optim_step(muon)
+    path = run.save_state("after-one").result().path
+    twin = service.create_training_client_from_state_with_optimizer(path)
+    assert twin.get_info().optimizer_config.type == "muon"
+    for each in (run, twin):
+        each.forward_backward(data, "cross_entropy")
+        each.optim_step(muon).result()
+    assert logprobs(run, data) == logprobs(twin, data)
+
+    with pytest.raises(RequestFailed, match="created with optimizer muon, not adamw"):
+        run.optim_step(STEP).result()
+    plain = service.create_training_client_from_state(path)
+    assert plain.get_info().optimizer_config.type == "adamw"
+    with pytest.raises(RequestFailed, match="has an optimizer state of muon, the run has adamw"):
+        plain.load_state_with_optimizer(path).result()
+
+
 def test_a_preference_is_learned_by_a_loss_over_pairs(
     service: ServiceClient, server: Server
 ) -> None:

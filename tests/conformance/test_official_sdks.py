@@ -100,6 +100,19 @@ def test_a_loss_of_ones_own_trains_as_the_built_in_one(report: Report) -> None:
     assert facts["custom"] == facts["builtin"]
 
 
+def test_a_custom_loss_on_the_server_has_the_bits_of_the_client_in_one_pass(report: Report) -> None:
+    facts = report.facts["custom"]
+    if report.sdk == "0.22.0":
+        assert "by_server" not in facts
+        return
+    assert facts["by_server"] == facts["by_client"]
+    here, there = facts["metrics_of_client"], facts["metrics_of_server"]
+    assert there["loss:sum"] == pytest.approx(here["loss:sum"], rel=1e-6)
+    assert "surrogate_loss:sum" not in there  # there was no second pass
+    assert there["custom/far:mean"] == pytest.approx(there["custom/far:sum"] / 4)
+    assert "operator.matmul is not allowed in a custom loss" in facts["message"]
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

@@ -3,6 +3,7 @@ quota."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,13 +17,15 @@ from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import (
     HistoryEntry,
+    MetricsEntry,
     PassEntry,
     RunRecord,
     StepEntry,
     read_points,
 )
-from cotrain_store.oplog.reader import read_history
+from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.redis_client.scripts import SCRIPTS
+from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples
 from tests.support.stack import POOL
@@ -45,6 +48,27 @@ async def train(log: Log, run: RunRecord, first: int, count: int) -> int:
                  (run.id, seq + 1): StepEntry(NORM * seq, RATE)}  # fmt: skip
         commit(log, await log.plan(), found)
     return first + 2 * count
+
+
+async def test_a_pass_above_the_limit_of_drift_is_one_event_until_one_is_below(log: Log) -> None:
+    hooks = Webhooks(log.connection, "api")
+    run = await log.new_run()
+    await hooks.set(run.tenant, "https://example.com", drift_above=0.25)
+    for seq, gap in enumerate((0.2, 0.3, 0.4, 0.1, 0.5), 1):
+        await log.submit(run, seq)
+        drift = {"sampled": 10.0, "gap": 10 * gap, "gap_max": 1.0}
+        found = {(run.id, seq): PassEntry(LOSS, 3.0, False, **drift)}
+        commit(log, await log.plan(), found)
+    stored = log.redis.hvals(tenant_keys.events(run.tenant))
+    events = [json.loads(row.split(b"|", 2)[2]) for row in stored]
+    assert {event["type"] for event in events} == {"run.drift"}
+    assert sorted(event["data"]["seq"] for event in events) == [2, 5]
+    first = min(events, key=lambda event: event["data"]["seq"])["data"]
+    assert first == {"training_run_id": run.id, "seq": 2, "rollout_gap": 0.3, "limit": 0.25}
+
+    assert (await hooks.find(run.tenant)).drift_above == 0.25
+    await hooks.set(run.tenant, "https://example.com")
+    assert (await hooks.find(run.tenant)).drift_above is None
 
 
 async def points(log: Log, run: RunRecord, after_step: int = -1) -> list[HistoryPoint]:
@@ -163,6 +187,35 @@ async def test_a_load_excludes_pending_passes(log: Log) -> None:
     assert (point.loss_sum, point.passes) == (LOSS * 3, 1)
 
 
+async def test_metrics_are_exact_and_an_evaluation_without_all_its_forwards_has_no_value(
+    log: Log,
+) -> None:
+    run = await log.new_run()
+    await train(log, run, 1, 1)
+    entries: list[HistoryEntry] = [
+        PassEntry(5.0, 1.0, True),  # of no evaluation
+        MetricsEntry({}, "eval/nll"),
+        PassEntry(LOSS, 2.0, True), PassEntry(LOSS, 1.0, True),
+        MetricsEntry({"reward": LOSS, "other": NORM}, "eval/nll", 2),
+        MetricsEntry({}, "lost/nll"),
+        PassEntry(LOSS, 1.0, True),
+        MetricsEntry({}, "lost/nll", 2),
+    ]  # fmt: skip
+    for seq, entry in enumerate(entries, 3):
+        kind = OpKind.METRICS if isinstance(entry, MetricsEntry) else OpKind.FORWARD
+        await log.submit(run, seq, kind)
+        commit(log, await log.plan(), {(run.id, seq): entry})
+    found = await read_metrics(log.connection, run.id)
+    assert {name: [(p.step, p.seq, p.value) for p in own] for name, own in found.items()} == {
+        "eval/nll": [(1, 7, (LOSS + LOSS) / 3.0)], "reward": [(1, 7, LOSS)], "other": [(1, 7, NORM)],
+    }  # fmt: skip
+    evaluations = [point for point in await points(log, run) if point.kind == "forward"]
+    assert [(point.passes, point.loss_sum) for point in evaluations] == [
+        (1, 5.0), (2, LOSS + LOSS), (1, LOSS),
+    ]  # fmt: skip
+    assert held(log) == 1 + 3 + 3
+
+
 #: Writes the points of steps 1…n one by one, as commits do, and counts the added points.
 WRITE_STEPS = (
     (SCRIPTS / "lib/history.lua").read_text()
@@ -196,15 +249,18 @@ async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(
     seq = await train(log, run, 1, 3)
     checkpoint = await samples.checkpoint(run, seq, "x", kind="weights")
     after = await train(log, run, seq + 1, 4)
+    await log.submit(run, after, OpKind.METRICS)
+    commit(log, await log.plan(), {(run.id, after): MetricsEntry({"reward": LOSS})})
+    after += 1
     await log.submit(run, after, OpKind.FORWARD)
     commit(log, await log.plan(), {(run.id, after): PassEntry(LOSS, 1.0, True)})
     await log.submit(run, after + 1)
     commit(log, await log.plan(), {(run.id, after + 1): PassEntry(LOSS, 1.0, False)})
     before = await points(log, run)
-    assert (len(before), held(log)) == (8, 8)
+    assert (len(before), held(log)) == (8, 9)
     log.execution.roll_back(checkpoint, "f", "sha")
     assert await points(log, run) == before[:3]
-    assert held(log) == 3
+    assert (held(log), await read_metrics(log.connection, run.id)) == (3, {})
     await train(log, run, after + 2, 1)
     newest = (await points(log, run))[-1]
     assert (newest.step, newest.passes, newest.run_tokens) == (4, 1, 28)

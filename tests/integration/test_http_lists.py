@@ -164,6 +164,45 @@ async def test_pages_of_checkpoints_hold_each_once_the_newest_first(
     )
 
 
+async def test_checkpoints_are_found_by_exact_metadata_type_and_base_model(
+    api: Api, worker: StandIn
+) -> None:
+    run, foreign = await api.new_run(), await api.new_run(BOB)
+    kinds = ("save_weights", "save_weights", "save_weights_for_sampler", "save_weights")
+    for seq, (name, kind) in enumerate(zip("abcd", kinds, strict=True), 1):
+        notes = {"step": str(seq % 2), "of": "sweep"}
+        body = {"model_id": run, "seq_id": seq, "path": name, "user_metadata": notes}
+        assert (await api.post(kind, body)).status_code == 200
+    theirs = {"model_id": foreign, "seq_id": 1, "path": "x", "user_metadata": {"of": "sweep"}}
+    assert (await api.post("save_weights", theirs, BOB)).status_code == 200
+    await worker.run_log()
+
+    async def found(**wanted: Any) -> tuple[list[str], Any]:
+        answer = await api.post("checkpoints/search", wanted)
+        assert answer.status_code == 200, answer.text
+        page = answer.json()
+        assert {each["base_model"] for each in page["checkpoints"]} <= {POOL.base_model}
+        return [each["checkpoint_id"] for each in page["checkpoints"]], page["next_cursor"]
+
+    every = ["weights/d", "sampler_weights/c", "weights/b", "weights/a"]
+    assert await found() == (every, None)
+    first, cursor = await found(limit=3)
+    assert first + (await found(limit=3, cursor=cursor))[0] == every
+    assert (await found(limit=4))[1] is None
+    for wanted, expected in (
+        ({"user_metadata": {"step": "1", "of": "sweep"}}, ["sampler_weights/c", "weights/a"]),
+        ({"user_metadata": {"of": "swee"}}, []),
+        ({"checkpoint_type": "sampler"}, ["sampler_weights/c"]),
+        ({"base_models": [POOL.base_model, "other"]}, every),
+        ({"base_models": []}, []),
+        ({"project_ids": ["none"]}, []),
+        ({"owner": {"type": "user", "owner_urns": ["somebody"]}}, []),
+    ):
+        assert (await found(**wanted))[0] == expected
+    page = await got(api, f"training_runs/{run}/checkpoints")
+    assert {each["base_model"] for each in page["checkpoints"]} == {POOL.base_model}
+
+
 async def test_a_save_is_in_no_list_until_its_files_are_durable(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await api.post("save_weights", {"model_id": run, "seq_id": 1, "path": "a"})

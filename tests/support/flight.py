@@ -23,6 +23,7 @@ from cotrain_workers.engine.ops import (
     Failure,
     HostOptimizer,
     HostWeights,
+    NoteOutput,
     Op,
     Output,
     SaveOutput,
@@ -98,7 +99,7 @@ class Flight:
             request = engine_op(op, self.bodies[op.run, op.seq], self.memory)
             if (op.run, op.seq) in crashed:
                 outputs[op.run, op.seq] = CRASHED
-            elif isinstance(request, Failure):
+            elif isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request
             else:
                 runnable.append(request)

@@ -195,6 +195,8 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
         }
     ),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
+    f"POST {API}rewind": _of_run(29, step=0),
+    f"POST {API}log_metrics": _of_run(28, metrics={"reward": 0.5}),
     f"POST {API}asample": lambda own: PinnedBuffer(json=sample_body(own.sampler, 9)),
     f"POST {API}auth/token": _json(),
     f"POST {API}client/config": _json(sdk_version="0.38.0"),
@@ -274,6 +276,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {ADMIN}tenants/{{tenant_id}}/runs/{{run_id}}/close": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/drain": _bare,
     f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/undrain": _bare,
+    f"POST {ADMIN}pools/{{pool_id}}/workers/{{worker_id}}/selfcheck": _bare,
     # ---- Pages ---------------------------------------------------------------------------------------
     "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
     "POST /ui/logout": _form(),
@@ -301,6 +304,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /ui/tenants/{tenant_id}/runs/{run_id}/close": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
+    "POST /ui/workers/{pool_id}/{worker_id}/selfcheck": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: PinnedBuffer(
         form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
     ),

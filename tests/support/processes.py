@@ -12,7 +12,7 @@ from typing import Self
 
 from cotrain_store.disk.spool import Spool
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.results.futures import Futures
@@ -118,7 +118,7 @@ def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
 def stack_of(connection: Connection, spool: Spool, futures: Futures) -> Stack:
     """Make the API's part of a stack, for which other processes do the rest."""
     return Stack(
-        Intake(connection, spool, always(TenantLimits())),
+        JointIntake(connection, spool, always(TenantLimits())),
         futures,
         Dispatch(connection, "nobody"),
         Records(connection),

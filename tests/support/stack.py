@@ -20,7 +20,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.intake import Intake
+from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
@@ -47,7 +47,7 @@ POOL = pool_of(MODEL)
 class Stack:
     """API's part of a stack: it accepts requests and reads results. Other processes execute them."""
 
-    intake: Intake
+    intake: JointIntake
     futures: Futures
     dispatch: Dispatch
     records: Records
@@ -113,7 +113,7 @@ async def stack(
     ticking = asyncio.create_task(clock.run())
     async with Futures(connection, spool) as futures:
         yield Stack(
-            Intake(connection, spool, always(limits or TenantLimits())),
+            JointIntake(connection, spool, always(limits or TenantLimits())),
             futures,
             dispatch,
             Records(connection),

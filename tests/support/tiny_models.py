@@ -272,8 +272,66 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
+HYBRID: Mapping[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    # The gated norm of small outputs multiplies rounding errors by up to 1 / sqrt(eps).
+    "rms_norm_eps": 1e-2,
+}
+HYBRID_MIXTURE: Mapping[str, Any] = {
+    **HYBRID,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+MAMBA: Mapping[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    "rms_norm_eps": 1e-2,
+}
+HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", HYBRID_MIXTURE),
+    "qwen3_5": ("Qwen3_5TextConfig", HYBRID),
+    "qwen3_5-wrapped": ("Qwen3_5Config", HYBRID),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", HYBRID_MIXTURE),
+    "qwen3_5_moe-wrapped": ("Qwen3_5MoeConfig", HYBRID_MIXTURE),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "conv_bias": True}),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            **MAMBA,
+            **MULTIPLIED,
+            **SIX_EXPERTS,
+            "layer_types": HYBRID["layer_types"],
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {**MAMBA, "mamba_d_ssm": 48, "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 2.0]},
+    ),
+    "bamba": ("BambaConfig", {**MAMBA, "attn_layer_indices": [1]}),
+}
 #: All families.
-EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES}
+EVERY: Mapping[str, tuple[str, Mapping[str, Any]]] = {**FAMILIES, **MORE, **MIXTURES, **HYBRIDS}
 #: Text models of the models with a vision tower.
 TEXT_OF: Mapping[str, str] = {
     "Gemma3Config": "gemma3_text",
@@ -283,6 +341,8 @@ TEXT_OF: Mapping[str, str] = {
     "Qwen3VLConfig": "qwen3_vl_text",
     "Qwen3VLMoeConfig": "qwen3_vl_moe_text",
     "Qwen2_5_VLConfig": "qwen2_5_vl_text",
+    "Qwen3_5Config": "qwen3_5_text",
+    "Qwen3_5MoeConfig": "qwen3_5_moe_text",
 }
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,

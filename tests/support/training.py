@@ -14,16 +14,17 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.model.families import FAMILY_BY_MODULE
+from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import load_plain
 
 
-def modules_of(spec: AdapterSpec) -> list[str]:
-    """Return the names of the modules that an adapter trains, in any family of models."""
-    return [name for name, family in FAMILY_BY_MODULE.items() if spec.trains(family)]
+def modules_of(network: Any, spec: AdapterSpec) -> list[str]:
+    """Return the names of the modules that an adapter trains in a model."""
+    modules = MODEL_TYPES[network.config.get_text_config().model_type].modules
+    return [name for name, family in modules.items() if spec.trains(family)]
 
 
 def random_datum(
@@ -94,13 +95,13 @@ class PeftOracle:
     def __init__(
         self, folder: Path, spec: AdapterSpec, dtype: torch.dtype, device: str = "cpu"
     ) -> None:
+        base: Any = load_plain(folder, dtype)
         config = LoraConfig(
             r=spec.rank,
             lora_alpha=spec.alpha,
-            target_modules=modules_of(spec),
+            target_modules=modules_of(base, spec),
             exclude_modules=r"model\.(vision_tower|multi_modal_projector|visual)\..*",
         )
-        base: Any = load_plain(folder, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
             self.model = get_peft_model(base.to(device), config, autocast_adapter_dtype=False)

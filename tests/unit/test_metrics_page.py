@@ -35,6 +35,7 @@ async def fleet_found(*_: object) -> Fleet:
     worker = WorkerHeartbeat(
         WorkerId("w0"), 1, "", "cpu", 1.0, 0, 0, 0.0, device_seconds=NUMBERS,
         kv_cache_ratio=0.5, adapters={"device": 1}, adapter_bytes={"device": 1},
+        self_check={"ok": True, "logprobs": 0.0, "gradients": 0.0, "weights": 0.0},
     )  # fmt: skip
     ids = (
         WorkerStatus(WorkerId("w0"), worker, 0, None, is_known=True),

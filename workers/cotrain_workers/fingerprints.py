@@ -14,6 +14,7 @@ from cotrain_workers.engine.ops import (
     Failure,
     HostOptimizer,
     LoadOutput,
+    NoteOutput,
     Output,
     PassOutput,
     ReverseKlOutput,
@@ -67,6 +68,8 @@ def fingerprint_of(output: Output) -> Fingerprint:
             return Fingerprint(f"adapter of {trainable_parameters} parameters")
         case LoadOutput(path):
             return Fingerprint(f"load of {path}")
+        case NoteOutput():
+            return Fingerprint("record")
         case SaveOutput(weights, optimizer):
             saved = {"weights": _arena(weights.flat), **_moments(optimizer)}
             return Fingerprint(

@@ -4,9 +4,11 @@ the engine's outputs.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Protocol
+from dataclasses import asdict, replace
+from typing import Protocol, TypeAlias
 
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, decode_loss, loss_and_metrics
 from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
@@ -22,12 +24,15 @@ from cotrain_workers.engine.ops import (
     Create,
     Datum,
     Failure,
+    GraphNode,
     HostOptimizer,
     HostWeights,
     Image,
     Import,
     KlDatum,
     Load,
+    LossGraph,
+    NoteOutput,
     Op,
     OptimStep,
     Pass,
@@ -53,14 +58,23 @@ class Checkpoints(Protocol):
         """Return the places of an adapter's matrices in its arena."""
 
 
-def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failure:
-    """Decode one op; a Failure when it was rejected at the door or cannot be read."""
+#: Decoded passes by the reference of their body in the spool. Runs of a sweep share bodies.
+Decoded: TypeAlias = dict[str, Pass | Failure]
+
+
+def engine_op(
+    op: QueuedOp, body: bytes, checkpoints: Checkpoints, decoded: Decoded | None = None
+) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read.
+
+    A pass whose body is in `decoded` shares its arrays. Other passes are added.
+    """
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
             return Create(op.run, op.seq, AdapterSpec(**asdict(lora)))
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
-            return decode_op_pass(op, body)
+            return decode_shared_pass(op, body, {} if decoded is None else decoded)
         case OpKind.REVERSE_KL:
             return reverse_kl_op(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
@@ -71,6 +85,8 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | Failu
             return load_op(op, body, checkpoints)
         case OpKind.IMPORT:
             return import_op(op, body)
+        case OpKind.METRICS | OpKind.REWIND:
+            return NoteOutput()
         case OpKind.REJECTED:
             rejected = json.loads(body)
             return Failure(rejected["error"], rejected["category"])
@@ -80,7 +96,9 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     """Decode a forward or a forward-backward; the same body always gives the same."""
     try:
         request = decode_pass(parse_pass(body))
-    except MalformedBody as malformed:
+        loss_id = request.loss_config.get(LOSS_ID)
+        graph = loss_graph(str(loss_id)) if request.loss_fn == CUSTOM else None
+    except (MalformedBody, UnsupportedInput) as malformed:
         return Failure(str(malformed), "user")
     return Pass(
         run=op.run,
@@ -92,11 +110,34 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
         needs_grad=op.kind is OpKind.FORWARD_BACKWARD,
+        graph=graph,
     )
 
 
 def _images(images: Sequence[BodyImage]) -> list[Image]:
     return [Image(**vars(each)) for each in images]
+
+
+def loss_graph(loss_id: str) -> LossGraph:
+    """Return the loss that an id contains. Raises UnsupportedInput."""
+    loss = decode_loss(loss_id)
+    return LossGraph(
+        id=loss_id,
+        inputs=[(each.name, each.rank) for each in loss.inputs],
+        nodes=[GraphNode(n.op, n.name, n.target, n.args, n.kwargs) for n in loss.graph.nodes],
+        metrics=loss_and_metrics(loss)[1],
+    )
+
+
+def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Failure:
+    """Decode a pass, or return the one of this body for this run; add it to `decoded`."""
+    known = decoded.get(op.ref) or decode_op_pass(op, body)
+    if op.ref != "inline":
+        decoded[op.ref] = known
+    if isinstance(known, Failure) or (known.run, known.seq) == (op.run, op.seq):
+        return known
+    needs_grad = op.kind is OpKind.FORWARD_BACKWARD
+    return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:
@@ -118,8 +159,9 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
         return Failure(f"Checkpoint {request.path} cannot be read on the server{why}", "server")
     if request.optimizer and optimizer is None:
         return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
+    kind = request.lora.optimizer if request.lora else "adamw"
     creates = request.lora is not None
-    return Load(op.run, op.seq, request.path, weights, optimizer, creates)
+    return Load(op.run, op.seq, request.path, weights, optimizer, creates, kind)
 
 
 def _weights(request: LoadRequest, checkpoints: Checkpoints) -> HostWeights:

@@ -5,6 +5,7 @@ one. They return to their queues. `result_of` encodes one output as the result o
 compares it with the stored result.
 """
 
+import json
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -15,10 +16,18 @@ import numpy as np
 
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.bodies.reverse_kl_body import reverse_kl_answer
-from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef
+from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef, decode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, PoolRecord, StepEntry
+from cotrain_store.messages.runs import (
+    HistoryEntry,
+    LoraSpec,
+    MetricsEntry,
+    PassEntry,
+    PoolRecord,
+    RewindEntry,
+    StepEntry,
+)
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_workers.checkpoints.files import Saved
@@ -27,6 +36,7 @@ from cotrain_workers.engine.ops import (
     CycleOutput,
     Failure,
     LoadOutput,
+    NoteOutput,
     Op,
     OptimStep,
     Output,
@@ -63,7 +73,7 @@ class StepRun:
     numerics.
     """
     history: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
-    """History entries of the finished ops."""
+    """History entries of the finished passes and optimizer steps."""
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
     """Compute time in s of earlier steps, for passes that this step continued."""
 
@@ -149,7 +159,7 @@ def commit_of(
         usage=usage_of(step, outputs, device_s),
         opened={op_id: open_tokens[op_id] for op_id in op_ids if op_id in open_tokens},
         device_s=device_s,
-        history=ran.history,
+        history={**ran.history, **notes_of(ops, bodies, outputs)},
         ended=tuple(op.run for op in failed if ends_run(op, bodies[op.run, op.seq])),
         is_exact=ran.is_exact,
     )
@@ -175,6 +185,9 @@ def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
             return Result.of_json({"model_id": op.run, "type": "create_model"})
         case LoadOutput(path):
             return Result.of_json({"path": path, "model_id": op.run, "type": "load_weights"})
+        case NoteOutput(answer):
+            kind = "rewind" if op.kind is OpKind.REWIND else "log_metrics"
+            return Result.of_json({"type": kind, **answer})
         case SaveOutput():
             raise AssertionError("the result of a save is made with its records")
         case Failure(message, category):
@@ -280,6 +293,24 @@ def history_by(
     return found
 
 
+def notes_of(
+    ops: Iterable[QueuedOp],
+    bodies: Mapping[tuple[str, int], bytes],
+    outputs: Mapping[tuple[str, int], Output],
+) -> dict[OpId, HistoryEntry]:
+    """Return the history entries of a step's METRICS and REWIND ops that did not fail."""
+    found: dict[OpId, HistoryEntry] = {}
+    for op in ops:
+        output = outputs[op.run, op.seq]
+        if not isinstance(output, NoteOutput):
+            continue
+        if op.kind is OpKind.REWIND:
+            found[op.run, op.seq] = RewindEntry(output.answer["seq"], output.answer["step"])
+        else:
+            found[op.run, op.seq] = decode(MetricsEntry, json.loads(bodies[op.run, op.seq]))
+    return found
+
+
 def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
     match request, output:
         case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
@@ -295,7 +326,7 @@ def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
 
 def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]:
     """Return the fields of a PassEntry for the drift of a pass with `rewarded` tokens with an advantage."""
-    if not drift:
+    if "sampled_tokens:sum" not in drift:
         return {}
     sampled = drift["sampled_tokens:sum"]
     is_bounded = "clip_fraction:mean" in drift
@@ -311,8 +342,10 @@ def drift_entry(drift: Mapping[str, float], rewarded: float) -> dict[str, float]
 
 def _weight(request: Pass | ReverseKl) -> float:
     """Return the sum of the weights, or the number of non-zero advantages if the loss has no
-    weights.
+    weights. For a custom loss it is the number of datums, over which its losses are summed.
     """
+    if isinstance(request, Pass) and request.graph is not None:
+        return float(len(request.datums))
     if isinstance(request, ReverseKl):
         weights = [datum.weights for datum in request.datums]
     elif all("weights" in datum.inputs for datum in request.datums):
@@ -340,6 +373,21 @@ def ends_run(op: QueuedOp, body: bytes) -> bool:
     already ended.
     """
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
+
+
+def finished_outputs(
+    ops: Iterable[QueuedOp], outputs: Mapping[tuple[str, int], Output]
+) -> dict[tuple[str, int], Output]:
+    """Return the outputs without those behind an unfinished op of their run, which has none yet."""
+    unfinished: set[RunId] = set()
+    finished: dict[tuple[str, int], Output] = {}
+    for op in ops:
+        output = outputs.get((op.run, op.seq))
+        if output is None:
+            unfinished.add(op.run)
+        elif op.run not in unfinished:
+            finished[op.run, op.seq] = output
+    return finished
 
 
 def finished_ops(step: Step, outputs: Mapping[tuple[str, int], Output]) -> tuple[QueuedOp, ...]:

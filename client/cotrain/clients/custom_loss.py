@@ -1,17 +1,33 @@
-"""A custom loss, written in torch over the log-probs that the server computes.
+"""Custom losses, written in torch over the log-probs that the server computes.
 
-The server runs a forward. This client computes the loss of its log-probs and differentiates it. The
+A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server runs a forward. This client computes the loss of its log-probs and differentiates it. The
 server then runs a backward of cross-entropy, `-sum(weight * logprob)`, with the negated derivative as
 weights. By the chain rule, its gradient is that of the custom loss. Only this module needs torch.
 """
 
+import builtins
+import inspect
+import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, SupportsFloat
+from typing import Any, Self, SupportsFloat
+
+from pydantic import ValidationError
 
 from cotrain.errors import TorchMissing, UnsupportedInput
+from cotrain.wire.custom_loss import (
+    LOGPROBS,
+    CustomLossGraph,
+    CustomLossInput,
+    CustomLossInputRank,
+    CustomLossNode,
+    check_loss,
+)
+from cotrain.wire.custom_loss import CustomLoss as TracedLoss
 from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.model import in_a_sentence
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
@@ -19,10 +35,95 @@ LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloa
 """Maps the datums and their log-probs (float32 tensors, each with the shape of the datum's
 `target_tokens`) to the loss, a tensor, and a dict of numbers for the metrics."""
 
+PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
+"""Maps the log-probs of one datum, and the `loss_fn_inputs` that its arguments name, to a scalar tensor and a dict of scalar
+tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`."""
+
 TARGETS, WEIGHTS = "target_tokens", "weights"
 
 # Custom losses of all clients run one at a time, so that user code need not be thread-safe.
 _one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class LossHandle:
+    """A loss that the server runs; `forward_backward_custom` accepts it in place of a function."""
+
+    name: str
+    inputs: tuple[CustomLossInput, ...]
+    loss_id: str
+
+    def result(self, timeout: float | None = None) -> Self:
+        """Return this handle. Programs for the hosted SDK call `result` or await it."""
+        return self
+
+    def __await__(self) -> Generator[None, None, Self]:
+        yield from ()
+        return self
+
+
+def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]) -> TracedLoss:
+    """Trace a loss of one datum to a graph. Raises TorchMissing, or UnsupportedInput, which names the operation."""
+    _torch()
+    fx = import_module("torch.fx")
+    names = list(inspect.signature(fn).parameters)
+    if names[:1] != [LOGPROBS] or set(names) != set(input_ranks):
+        raise UnsupportedInput(
+            f"a custom loss has the parameters logprobs and the loss_fn_inputs it reads, and input_ranks has a rank for each:"
+            f" the parameters are {names}, the ranks {dict(input_ranks)}"
+        )
+    try:
+        graph = fx.symbolic_trace(fn).graph
+    except Exception as error:
+        raise UnsupportedInput(
+            f"the loss cannot be traced by torch.fx: {error}. It must not branch on values of tensors. A function that"
+            " cannot be traced runs here: run.forward_backward_custom(data, loss_fn)"
+        ) from error
+    name_of = import_module("torch.fx.node")._get_qualified_name
+    try:
+        loss = TracedLoss(
+            inputs=[CustomLossInput(name=name, rank=input_ranks[name]) for name in names],
+            graph=CustomLossGraph(nodes=[_node(node, name_of) for node in graph.nodes]),
+        )
+    except ValidationError as error:
+        raise UnsupportedInput(in_a_sentence(error)) from error
+    check_loss(loss)
+    return loss
+
+
+def _node(node: Any, name_of: Callable[[Any], str]) -> CustomLossNode:
+    target = name_of(node.target) if node.op == "call_function" else str(node.target)
+    return CustomLossNode(
+        op=node.op,
+        name=node.name,
+        target=target.replace("_operator.", "operator.", 1),
+        args=[_encoded(arg) for arg in node.args],
+        kwargs={name: _encoded(arg) for name, arg in node.kwargs.items()},
+    )
+
+
+def _encoded(arg: Any) -> Any:
+    torch = import_module("torch")
+    match arg:
+        case float() if not math.isfinite(arg):
+            return {"float": str(arg)}
+        case None | bool() | int() | float() | str():
+            return arg
+        case list():
+            return [_encoded(each) for each in arg]
+        case tuple():
+            return {"tuple": [_encoded(each) for each in arg]}
+        case dict():
+            return {"dict": {str(name): _encoded(each) for name, each in arg.items()}}
+        case slice():
+            return {"slice": [_encoded(each) for each in (arg.start, arg.stop, arg.step)]}
+        case builtins.Ellipsis:
+            return {"ellipsis": True}
+        case torch.fx.Node():
+            return {"ref": arg.name}
+        case torch.dtype() | torch.device():
+            return {type(arg).__name__: str(arg).removeprefix("torch.")}
+    raise UnsupportedInput(f"a custom loss cannot have an argument of type {type(arg).__name__}")
 
 
 class CustomLoss:

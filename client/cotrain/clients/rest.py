@@ -23,6 +23,8 @@ from cotrain.wire.checkpoints import (
 from cotrain.wire.rest import (
     AccessScope,
     AssignProjectRequest,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     GetSessionResponse,
     ListSessionsResponse,
@@ -32,6 +34,7 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
+    WaitReason,
 )
 from cotrain.wire.runs import UnloadModelRequest, UntypedAPIFuture
 from cotrain.wire.sampling import GetSamplerResponse
@@ -157,6 +160,10 @@ class RestClient:
         path = url_of("training_runs", training_run_id, "history")
         return self._get(path, TrainingRunHistory, after_step=after_step)
 
+    def get_wait_reason(self, training_run_id: str) -> Future[WaitReason]:
+        """Return the cause for which a run waits: `.reason` is one sentence, `.cause` a word for programs."""
+        return self._get(url_of("training_runs", training_run_id, "why"), WaitReason)
+
     # ---- Checkpoints -----------------------------------------------------------------------------
 
     def list_checkpoints(self, training_run_id: str) -> Future[CheckpointsListResponse]:
@@ -258,6 +265,14 @@ class RestClient:
         """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
         return self._start(self._calls.post("sessions/search", request, SessionSearchResponse))
 
+    def search_checkpoints(
+        self, request: CheckpointSearchRequest
+    ) -> Future[CheckpointSearchResponse]:
+        """Search your checkpoints; pass `next_cursor` of a result as `cursor` to get its next page."""
+        return self._start(
+            self._calls.post("checkpoints/search", request, CheckpointSearchResponse)
+        )
+
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session to a project. A project is only a name and needs no creation."""
         path = url_of("sessions", session_id, "project")
@@ -305,9 +320,13 @@ class RestClient:
 
     # ---- Webhook ---------------------------------------------------------------------------------
 
-    def set_webhook(self, url: str) -> Future[NewWebhook]:
-        """Set the URL that receives this account's events; returns the signing secret, only once."""
-        return self._start(self._calls.put_for("webhook", SetWebhookRequest(url=url), NewWebhook))
+    def set_webhook(self, url: str, drift_above: float | None = None) -> Future[NewWebhook]:
+        """Set the URL that receives this account's events; returns the signing secret, only once.
+
+        A pass with a mean rollout gap above `drift_above` nats causes an event `run.drift`.
+        """
+        request = SetWebhookRequest(url=url, drift_above=drift_above)
+        return self._start(self._calls.put_for("webhook", request, NewWebhook))
 
     def get_webhook(self) -> Future[Webhook]:
         """Return the webhook's URL and the state of its deliveries."""
@@ -331,6 +350,7 @@ class RestClient:
     update_training_run_async = update_training_run
     end_training_run_async = end_training_run
     get_training_run_history_async = get_training_run_history
+    get_wait_reason_async = get_wait_reason
     get_training_run_by_tinker_path_async = get_training_run_by_tinker_path
     list_checkpoints_async = list_checkpoints
     list_user_checkpoints_async = list_user_checkpoints

@@ -14,20 +14,35 @@ from typing_extensions import override
 
 from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
+from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import checkpoint_url
+from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.retention import delete_all
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.session import Outcome, Session
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
+from cotrain.requests.polling import wait_for_json
 from cotrain.settings import client_settings
 from cotrain.transport.http import reader
 from cotrain.transport.retries import RetryPolicy
+from cotrain.wire.custom_loss import (
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
+    CustomLossInputRank,
+)
 from cotrain.wire.rest import Checkpoint
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig
+from cotrain.wire.runs import (
+    InterpolateRequest,
+    InterpolateResponse,
+    LoraConfig,
+    OptimizerConfig,
+    UntypedAPIFuture,
+)
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
@@ -61,8 +76,9 @@ class ServiceClient:
         self._samplers = Samplers(self._connection, self._session)
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
+        self._losses = 0
 
-    @hosted("optimizer", "lora_alpha", "lora_rank", "target_modules")
+    @hosted("lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
         self,
         base_model: str,
@@ -75,12 +91,13 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: dict[str, Any] | None = None,
+        optimizer: OptimizerConfig | None = None,
         note: str | None = None,
         tags: Sequence[str] = (),
     ) -> TrainingClient:
         """Create a run: a new adapter on a base model. Its output matrix is zero, so it changes nothing yet.
 
-        The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
+        `optimizer` is AdamW, or `types.MuonOptimizerConfig()`. The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
         dashboard find the run by its note (at most 2,000 characters) and tags (at most 16, each at most 64
         characters). Waits until the server has created the run. Raises RequestFailed, APIError, or
         ValidationError for another dropout or a note or tag that is too long.
@@ -95,19 +112,41 @@ class ServiceClient:
             train_unembed=train_unembed,
         )
         labels = Labels(note, list(tags) or None)
-        return await self._runs.create(base_model, lora, user_metadata, labels)
+        return await self._runs.create(base_model, lora, user_metadata, labels, optimizer)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(
         _create_lora_training_client
     )
 
-    @hosted("optimizer")
+    async def _create_sweep(
+        self,
+        base_model: str,
+        settings: Sequence[Mapping[str, Any]],
+        *,
+        name: str | None = None,
+        note: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> Sweep[TrainingClient]:
+        """Create runs with different settings that train on the same batches, each sent once.
+
+        Each entry of `settings` has any of `lr` (or `learning_rate`), `rank`, `seed`, and the other fields of
+        `LoraConfig` and `AdamParams`. Runs without a `seed` get the same one. A sweep has at most 64 runs.
+        They have the tag `sweep:NAME`. Raises UnsupportedInput for an unknown setting, and the errors of
+        `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
+        """
+        labels = Labels(note, list(tags))
+        return await self._runs.sweep(base_model, settings, name, labels)
+
+    create_sweep, create_sweep_async = both_ways(_create_sweep)
+
     async def _create_training_client_from_state(
         self,
         path: str,
         base_model: str | None = None,
         user_metadata: dict[str, Any] | None = None,
         weights_access_token: str | None = None,
+        *,
+        optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         """Create a run with the weights of a checkpoint and a new optimizer state.
 
@@ -115,7 +154,7 @@ class ServiceClient:
         that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
-        start = Start(path, base_model, user_metadata, weights_access_token)
+        start = Start(path, base_model, user_metadata, weights_access_token, optimizer)
         return await self._runs.load(start, optimizer=False)
 
     create_training_client_from_state, create_training_client_from_state_async = both_ways(
@@ -149,6 +188,30 @@ class ServiceClient:
         return await self._samplers.create(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
+
+    async def _create_custom_loss(
+        self, fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> LossHandle:
+        """Trace a loss of one datum with `torch.fx`, and return a handle for `forward_backward_custom`.
+
+        `fn(logprobs, …)` receives the log-probs of a datum's targets, and the `loss_fn_inputs` that its other
+        parameters name. `input_ranks` has the number of axes of each. It returns a scalar tensor and a dict of
+        scalar tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`. The server adds the losses of all
+        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/custom-losses.md.
+        """
+        loss, name = trace(fn, input_ranks), getattr(fn, "__name__", "loss")
+        self._losses += 1
+        request = CreateCustomLossRequest(
+            session_id=await self._session.id(),
+            custom_loss_seq_id=self._losses,
+            name=name,
+            **dict(loss),
+        )
+        future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
+        made = await wait_for_json(self._transport, future.request_id, CreateCustomLossResponse)
+        return LossHandle(name, tuple(loss.inputs), made.loss_id)
+
+    create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)
 
     def create_rest_client(self) -> RestClient:
         """Return a client for lists, checkpoints and usage. It opens no session and sends nothing yet."""
@@ -196,6 +259,12 @@ class ServiceClient:
         await self._transport.delete(checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
+
+    async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
+        """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
+        return await delete_all(RestCalls(self._transport), paths)
+
+    delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
     async def _download_checkpoint(
         self, path: str, folder: str | Path, progress: Progress | None = None

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 
 from typing_extensions import override
 
-from cotrain.clients.custom_loss import CustomLoss, LossFn
-from cotrain.clients.rest_calls import url_of
+from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
+from cotrain.clients.evaluation import Evaluation, evaluated, numbers_of
+from cotrain.clients.rest_calls import RestCalls, url_of
+from cotrain.clients.retention import Rule, prune, rules_of
 from cotrain.clients.sampling import Samplers, SamplingClient
+from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
+from cotrain.clients.train_output import TrainOutput, joined
 from cotrain.clients.unsupported_arguments import absent, hosted
-from cotrain.errors import UnsupportedInput
-from cotrain.requests.connection import BackgroundLoop, Connection
+from cotrain.errors import APIError, MalformedMessage, UnsupportedInput
+from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
@@ -27,64 +31,59 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from cotrain.wire.datums import Datum
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID
+from cotrain.wire.datums import Datum, datums_of
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
+    MAX_SWEEP_RUNS,
     AdamParams,
     ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
+    LogMetricsRequest,
+    LogMetricsResponse,
+    MuonParams,
     OptimStepRequest,
     OptimStepResponse,
     PlacedReverseKlRequest,
     ReverseKlDatum,
     ReverseKlResponse,
+    RewindRequest,
+    RewindResponse,
     UnloadModelRequest,
     UnloadModelResponse,
     UntypedAPIFuture,
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
-from cotrain.wire.tensors import TensorData
 
 T = TypeVar("T")
 
-
-@dataclass(frozen=True)
-class TrainOutput:
-    """Result of a training step: the losses of the pass, before the update, and the optimizer's metrics."""
-
-    forward_backward: ForwardBackwardOutput
-    optim_step: OptimStepResponse
-
-    @property
-    def loss(self) -> float:
-        """The loss of the batch; see `ForwardBackwardOutput.loss`."""
-        return self.forward_backward.loss
-
-    @property
-    def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
-        """Named arrays for each datum in the order sent, as in `ForwardBackwardOutput`."""
-        return self.forward_backward.loss_fn_outputs
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of both requests. If both have a name, the pass's value is returned."""
-        return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
+log = logging.getLogger("cotrain")
 
 
-def joined(
-    loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
-) -> Future[TrainOutput]:
-    """Combine both futures into one, accepted and done when both are. It fails with the first failure."""
+class Forks(Protocol):
+    """Factory of copies of runs."""
 
-    async def accept() -> None:
-        await passed.accepted_async()
-        await stepped.accepted_async()
+    async def fork(
+        self,
+        sampler_id: str,
+        parent: str,
+        base_model: str,
+        adams: Sequence[AdamParams],
+        name: str | None,
+    ) -> Sweep[TrainingClient]:
+        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
 
-    async def finish() -> TrainOutput:
-        return TrainOutput(await passed, await stepped)
 
-    return Future(loop.start(accept()), loop.start(finish()), what="a train call")
+def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
+    """Return the optimizer of each copy. Raises UnsupportedInput."""
+    count = n if n is not None else len(lr or ())
+    if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
+        given = "" if lr is None else f", and lr has {len(lr)} rates"
+        raise UnsupportedInput(
+            f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}"
+        )
+    return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
 
 
 class TrainingClient:
@@ -97,12 +96,18 @@ class TrainingClient:
     """
 
     def __init__(
-        self, connection: Connection, samplers: Samplers, model_id: str, base_model: str
+        self,
+        connection: Connection,
+        samplers: Samplers,
+        model_id: str,
+        base_model: str,
+        forks: Forks,
     ) -> None:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
         self._samplers = samplers
+        self._forks = forks
         self._model_id = model_id
         self._base_model = base_model
         self._requests = RunRequests(connection, model_id)
@@ -111,6 +116,11 @@ class TrainingClient:
     def model_id(self) -> str:
         """Id of the run on the server."""
         return self._model_id
+
+    @property
+    def requests(self) -> RunRequests:
+        """Requests of the run in order, for a sweep that sends some of them."""
+        return self._requests
 
     @override
     def __repr__(self) -> str:
@@ -154,23 +164,28 @@ class TrainingClient:
 
     @hosted("learning_rate", "lr")
     def optim_step(
-        self, adam_params: AdamParams | None = None, *, optim_params: AdamParams | None = None
+        self,
+        adam_params: AdamParams | MuonParams | None = None,
+        *,
+        optim_params: AdamParams | MuonParams | None = None,
     ) -> Future[OptimStepResponse]:
-        """Apply one AdamW step with the accumulated gradient, then zero the gradient.
+        """Apply one step of the run's optimizer with the accumulated gradient, then zero the gradient.
 
-        `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if both are passed.
+        A run with Muon takes MuonParams. `optim_params` is an alias of `adam_params`. Raises UnsupportedInput if
+        both are passed.
         """
         if adam_params is not None and optim_params is not None:
             raise UnsupportedInput(
                 "adam_params and optim_params are one argument: give one of them"
             )
         params = adam_params or optim_params or AdamParams()
-        if not isinstance(params, AdamParams):
+        if not isinstance(params, AdamParams | MuonParams):
             raise UnsupportedInput(
                 f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}"
             )
+        named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
         return self._requests.ask(
-            "optim_step", OptimStepRequest, OptimStepResponse, adam_params=params
+            "optim_step", OptimStepRequest, OptimStepResponse, **{named: params}
         )
 
     optim_step_async = submitted(optim_step)
@@ -181,13 +196,20 @@ class TrainingClient:
         ttl_seconds: int | None = None,
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
+        *,
+        keep: str | None = None,
     ) -> Future[SaveWeightsResponse]:
         """Save weights and optimizer state at this position in the run's order; returns their path.
 
         The future is done when they are on the server's disk. A name in use fails, or is replaced if
         `overwrite` is set. Without a name, the checkpoint is named after its position in the order.
+
+        `keep` then deletes older checkpoints of this run. `"last:3, best:eval/nll:2"` keeps the newest three
+        and the two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for
+        an invalid rule.
         """
-        return self._requests.ask(
+        rules = None if keep is None else rules_of(keep)
+        saved = self._requests.ask(
             "save_weights",
             SaveWeightsRequest,
             SaveWeightsResponse,
@@ -196,6 +218,7 @@ class TrainingClient:
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
+        return saved if rules is None else self._then_prune(saved, rules)
 
     save_state_async = submitted(save_state)
 
@@ -277,6 +300,23 @@ class TrainingClient:
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
+    def fork(
+        self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
+    ) -> Sweep[TrainingClient]:
+        """Copy this run, at this position in its order, to `n` new runs, as one sweep.
+
+        The copies have its weights and its optimizer state, and each the next learning rate of `lr`; without
+        `n` as many as rates. All are made in one cycle, from the memory of the worker. This run continues.
+        Blocks until they exist. Raises UnsupportedInput, RequestFailed or APIError.
+        """
+        return self._loop.run(self._forked(*self._save_for_forks(n, lr), name))
+
+    def fork_async(
+        self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
+    ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
+        """Copy this run to new ones; see `fork`."""
+        return self._loop.run_async(self._forked(*self._save_for_forks(n, lr), name))
+
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
         return load_tokenizer(self._connection, self._base_model)
@@ -299,6 +339,56 @@ class TrainingClient:
 
     history, history_async = both_ways(_history)
 
+    def rewind(self, step: int) -> Future[RewindResponse]:
+        """Return this run to its state after optimizer step `step`, at this position in the order.
+
+        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
+        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
+        """
+        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
+
+    rewind_async = submitted(rewind)
+
+    def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
+        """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.
+
+        They are kept with the run's history, drawn on its page, and stored with checkpoints that are saved
+        before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
+        names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
+        """
+        return self._log(metrics=numbers_of(metrics))
+
+    log_async = submitted(log)
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        name: str = "eval",
+    ) -> Future[Evaluation]:
+        """Compute the loss on a data set of any size without a gradient, in the cycles of other runs' training.
+
+        The history receives it as the metric `<name>/nll` for cross_entropy, `<name>/loss` for other
+        losses. If a request of the evaluation fails, or another thread uses the run during it, the
+        history has no value. Raises UnsupportedInput for empty data.
+        """
+        data = datums_of(data)
+        if not data:
+            raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
+        metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
+        begun = self._log(evaluation=metric)
+        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
+        ended = self._log(evaluation=metric, passes=len(passes))
+        return evaluated(self._loop, data, passes, (begun, ended))
+
+    evaluate_async = submitted(evaluate)
+
+    def _log(self, **what: Any) -> Future[LogMetricsResponse]:
+        return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
+
     async def _unload(self) -> None:
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
@@ -311,7 +401,7 @@ class TrainingClient:
 
     @hosted("loss_type_input")
     def forward_backward_custom(
-        self, data: Sequence[Datum], loss_fn: LossFn
+        self, data: Sequence[Datum], loss_fn: LossFn | LossHandle
     ) -> Future[ForwardBackwardOutput]:
         """Compute a custom loss and add its gradient to the accumulated gradient of the run.
 
@@ -319,8 +409,11 @@ class TrainingClient:
         with the shape of its `target_tokens`. It returns the loss and a dict of numbers for the metrics. It
         runs on a thread of this client after the forward; the `seq_id` of the backward is reserved before
         this method returns. Later requests of the run wait for it, at most `COTRAIN_GAP_LIMIT_S` of the
-        server. Raises TorchMissing, or UnsupportedInput for a datum without targets.
+        server. A `LossHandle` of `ServiceClient.create_custom_loss` runs on the server, in one pass. Raises
+        TorchMissing, or UnsupportedInput for a datum without targets.
         """
+        if isinstance(loss_fn, LossHandle):
+            return self.forward_backward(data, CUSTOM, {LOSS_ID: loss_fn.loss_id})
         loss = CustomLoss(data, loss_fn)
         return self._requests.pass_twice(loss.forward_data(), loss)
 
@@ -366,6 +459,24 @@ class TrainingClient:
 
     forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
 
+    def _save_for_forks(
+        self, n: int | None, lr: Sequence[float] | None
+    ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
+        adams = _fork_rates(n, lr)  # before the save, which takes a position
+        number = self._samplers.reserve()
+        return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
+
+    async def _forked(
+        self,
+        saved: Future[SaveWeightsForSamplerResponse],
+        adams: Sequence[AdamParams],
+        name: str | None,
+    ) -> Sweep[TrainingClient]:
+        sampler_id = (await saved).sampling_session_id
+        if sampler_id is None:
+            raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
+        return await self._forks.fork(sampler_id, self._model_id, self._base_model, adams, name)
+
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
             return self._save_for_sampler(path=name)
@@ -378,6 +489,20 @@ class TrainingClient:
             SaveWeightsForSamplerResponse,
             **what,
         )
+
+    def _then_prune(
+        self, saved: Future[SaveWeightsResponse], rules: Sequence[Rule]
+    ) -> Future[SaveWeightsResponse]:
+        async def finish() -> SaveWeightsResponse:
+            answer = await saved
+            try:
+                await prune(RestCalls(self._transport), self._model_id, rules)
+            except APIError as error:  # the checkpoint is saved, and the next save repeats this
+                log.warning("older checkpoints of %s were not deleted: %s", self._model_id, error)
+            return answer
+
+        accepted = self._loop.start(saved.accepted_async())
+        return Future(accepted, self._loop.start(finish()), what=f"a save of {self._model_id}")
 
     def _load(
         self, path: str, token: str | None, *, optimizer: bool

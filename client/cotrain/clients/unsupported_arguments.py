@@ -9,7 +9,6 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.runs import OptimizerConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,7 +24,6 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
         "a sampler is a snapshot, always; make another one to see newer weights",
     ),
     "loss_type_input": ((None, "logprobs"), "a custom loss is of log-probs"),
-    "optimizer": ((None, OptimizerConfig()), "AdamW is the only optimizer"),
     "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
     "record_stability_info": ((False,), "this server records none"),
     "target_modules": ((), "train_attn, train_mlp and train_unembed choose the modules"),
@@ -34,7 +32,6 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
 """For each name, the values without effect, and the reason why no others are supported."""
 
 METHODS = {
-    "create_custom_loss": "a loss is a plain function: run.forward_backward_custom(data, loss_fn)",
     "get_console_url": "there is no console; `cotrain top` and `cotrain runs` show what is there",
     "get_telemetry": "nothing is collected",
     "holder": "a client is made of a client here: service.create_sampling_client(…)",

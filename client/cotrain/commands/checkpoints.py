@@ -8,6 +8,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from cotrain.clients.rest import RestClient
+from cotrain.clients.retention import rules_of, superfluous
 from cotrain.commands.terminal import (
     AsJson,
     PathOf,
@@ -122,6 +123,49 @@ def delete(
         print_json([{"tinker_path": path, "deleted": True} for path in paths])
 
 
+@app.command(
+    epilog=examples(
+        "cotrain checkpoints prune --keep 'last:3, best:eval/nll:2' --dry-run",
+        "cotrain checkpoints prune --run 1f2e3d4c:train:0 --keep last:1",
+    )
+)
+def prune(
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="last:N keeps the newest, best:METRIC:N the lowest values, highest:METRIC:N the highest; "
+            "separated by commas."
+        ),
+    ],
+    run: Annotated[
+        str | None, typer.Option(help="Only this run; otherwise each run alone.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete the training checkpoints that a rule does not keep, in each run.
+
+    The newest checkpoint of a run, published ones, and those with an expiry are always kept.
+    """
+    with opened() as service:
+        rules = rules_of(keep)
+        by_run: dict[str, list[Checkpoint]] = {}
+        for each in service.list_checkpoints():
+            owner = ParsedCheckpointTinkerPath.from_tinker_path(each.tinker_path).training_run_id
+            if run in (None, owner):
+                by_run.setdefault(owner, []).append(each)
+        doomed = [each for found in by_run.values() for each in superfluous(found, rules)]
+        if not dry_run:
+            service.delete_checkpoints([each.tinker_path for each in doomed])
+    size = decimal(sum(each.size_bytes or 0 for each in doomed))
+    print_result(
+        [{"tinker_path": each.tinker_path, "deleted": not dry_run} for each in doomed],
+        _table(doomed),
+        f"{'would delete' if dry_run else 'deleted'} {len(doomed)} checkpoints, {size}",
+        as_json=as_json,
+    )
+
+
 def _find(rest: RestClient, path: str) -> Checkpoint:
     run = ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
     for checkpoint in rest.list_checkpoints(run).result().checkpoints:
@@ -132,14 +176,16 @@ def _find(rest: RestClient, path: str) -> Checkpoint:
 
 def _table(checkpoints: list[Checkpoint]) -> Table:
     return table(
-        ("path", "size", "saved", "expires", "public"),
+        ("path", "step", "size", "saved", "expires", "public", "metrics"),
         (
             (
                 each.tinker_path,
+                each.step,
                 None if each.size_bytes is None else decimal(each.size_bytes),
                 each.time,
                 each.expires_at or "never",
                 "yes" if each.public else "",
+                ", ".join(f"{name} {value:.4g}" for name, value in (each.metrics or {}).items()),
             )
             for each in checkpoints
         ),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 from rich.text import Text
 
+from cotrain.clients.service import ServiceClient
 from cotrain.commands.terminal import AsJson, examples, failing_in_a_sentence, opened, print_result
 from cotrain.data.conversations import read_chat
 from cotrain.data.rendering import TooLong, TrainOn, render
@@ -57,7 +58,7 @@ def show(
     """
     with failing_in_a_sentence():
         conversations = read_chat(file)
-        used = _of_server(base_model) if tokenizer is None else _load(tokenizer)
+        used = tokenizer_of(tokenizer, base_model)
         rendered = render(
             conversations,
             used,
@@ -88,6 +89,25 @@ def coloured(datum: Datum, tokenizer: Any) -> Text:
     return shown
 
 
+def tokenizer_of(name: str | None, base_model: str | None) -> Any:
+    """Load a tokenizer by its folder or name, or that of the server's model. Raises TokenizerMissing."""
+    if name is not None:
+        return _load(name)
+    with opened() as service:
+        return service.create_sampling_client(
+            base_model=model_of(service, base_model)
+        ).get_tokenizer()
+
+
+def model_of(service: ServiceClient, base_model: str | None) -> str:
+    """Return the model, or the only one of the server. Raises UnsupportedInput if it has several."""
+    models = service.get_server_capabilities().supported_models
+    names = [model.model_name for model in models if model.model_name]
+    if base_model is None and len(names) != 1:
+        raise UnsupportedInput(f"give --base-model: one of {', '.join(names)}")
+    return base_model or names[0]
+
+
 def _load(name: str) -> Any:
     try:
         return import_module("transformers").AutoTokenizer.from_pretrained(
@@ -101,13 +121,3 @@ def _load(name: str) -> Any:
         raise TokenizerMissing(
             f"--tokenizer: {name!r} is no folder with a tokenizer, and none is on the hub"
         ) from error
-
-
-def _of_server(base_model: str | None) -> Any:
-    with opened() as service:
-        models = service.get_server_capabilities().supported_models
-        names = [model.model_name for model in models if model.model_name]
-        if base_model is None and len(names) != 1:
-            raise UnsupportedInput(f"give --tokenizer, or --base-model: one of {', '.join(names)}")
-        chosen = base_model or names[0]
-        return service.create_sampling_client(base_model=chosen).get_tokenizer()

@@ -6,7 +6,7 @@ each is imported on use.
 
 import csv
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path  # typer reads the annotation at run time
@@ -24,9 +24,9 @@ from cotrain.commands.terminal import (
     table,
 )
 from cotrain.errors import CotrainError
-from cotrain.wire.rest import HistoryPoint
+from cotrain.wire.rest import HistoryPoint, MetricPoint, TrainingRunHistory
 
-Export = Callable[[str, Sequence[HistoryPoint], Path, str], str]
+Export = Callable[[str, TrainingRunHistory, Path, str], str]
 
 
 class Target(StrEnum):
@@ -64,7 +64,18 @@ def scalars_of(point: HistoryPoint) -> dict[str, float]:
     return {name: value for name, value in shown.items() if value is not None}
 
 
-def to_tensorboard(name: str, points: Sequence[HistoryPoint], output: Path, project: str) -> str:
+def scalars_in(
+    history: TrainingRunHistory,
+) -> list[tuple[HistoryPoint | MetricPoint, dict[str, float]]]:
+    """Return each point of a history with its values, in the order of the run's log."""
+    found: list[tuple[HistoryPoint | MetricPoint, dict[str, float]]] = []
+    found += [(each, scalars_of(each)) for each in history.points]
+    for name, own in history.metrics.items():
+        found += [(each, {name: each.value}) for each in own]
+    return sorted(found, key=lambda pair: pair[0].seq)
+
+
+def to_tensorboard(name: str, history: TrainingRunHistory, output: Path, project: str) -> str:
     """Write an event file. TensorBoard stores 32 bits of each number."""
     event_pb2 = imported("tensorboard.compat.proto.event_pb2")
     summary_pb2 = imported("tensorboard.compat.proto.summary_pb2")
@@ -72,9 +83,9 @@ def to_tensorboard(name: str, points: Sequence[HistoryPoint], output: Path, proj
     folder = output / name
     writer = files.EventFileWriter(str(folder))
     try:
-        for point in points:
+        for point, scalars in scalars_in(history):
             summary = summary_pb2.Summary()
-            for tag, value in scalars_of(point).items():
+            for tag, value in scalars.items():
                 summary.value.add(tag=tag, simple_value=value)
             at = {"wall_time": point.time_s, "step": point.step}
             writer.add_event(event_pb2.Event(summary=summary, **at))
@@ -83,7 +94,7 @@ def to_tensorboard(name: str, points: Sequence[HistoryPoint], output: Path, proj
     return str(folder)
 
 
-def to_wandb(name: str, points: Sequence[HistoryPoint], output: Path, project: str) -> str:
+def to_wandb(name: str, history: TrainingRunHistory, output: Path, project: str) -> str:
     """Log to Weights & Biases, with the settings of its own variables: WANDB_MODE, WANDB_API_KEY, …"""
     wandb = imported("wandb")
     output.mkdir(parents=True, exist_ok=True)
@@ -91,20 +102,20 @@ def to_wandb(name: str, points: Sequence[HistoryPoint], output: Path, project: s
     try:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
-        for point in points:
-            run.log({"step": point.step, **scalars_of(point)})
+        for point, scalars in scalars_in(history):
+            run.log({"step": point.step, **scalars})
     finally:
         run.finish()
     return f"wandb project {project}"
 
 
-def to_trackio(name: str, points: Sequence[HistoryPoint], output: Path, project: str) -> str:
+def to_trackio(name: str, history: TrainingRunHistory, output: Path, project: str) -> str:
     """Log to trackio's own folder on this host."""
     trackio = imported("trackio")
     trackio.init(project=project, name=name)
     try:
-        for point in points:
-            trackio.log(scalars_of(point), step=point.step)
+        for point, scalars in scalars_in(history):
+            trackio.log(scalars, step=point.step)
     finally:
         trackio.finish()
     return f"trackio project {project}"
@@ -148,7 +159,7 @@ def history(
     if as_csv:
         _print_csv(points)
     else:
-        print_result(points, history_view(points), as_json=as_json)
+        print_result(points, history_view(points, found.metrics), as_json=as_json)
 
 
 def export(
@@ -163,21 +174,24 @@ def export(
     """
     with opened() as service:
         rest = service.create_rest_client()
-        histories = {run: rest.get_training_run_history(run).result().points for run in runs}
-        for run, points in histories.items():
-            where = EXPORTS[to](folder_name(run), points, output, project)
-            typer.echo(f"{run}: {len(points)} points to {where}")
+        histories = {run: rest.get_training_run_history(run).result() for run in runs}
+        for run, history in histories.items():
+            where = EXPORTS[to](folder_name(run), history, output, project)
+            typer.echo(f"{run}: {len(scalars_in(history))} points to {where}")
 
 
-def history_view(points: Sequence[HistoryPoint]) -> RenderableType:
+def history_view(
+    points: Sequence[HistoryPoint], metrics: Mapping[str, Sequence[MetricPoint]]
+) -> RenderableType:
     """Return curves over the steps, and a table of all points."""
-    if not points:
+    if not points and not metrics:
         return Text("no optimizer step yet")
     steps = [point for point in points if point.kind == "optim_step"]
     curves = (
         ("loss", [point.loss for point in steps]),
         ("gradient norm", [point.grad_norm or 0.0 for point in steps]),
         ("evaluation", [point.loss for point in points if point.kind == "forward"]),
+        *((name, [point.value for point in own]) for name, own in metrics.items()),
     )
     return Group(
         table(

@@ -170,6 +170,8 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
         rows.append(("note", run.note))
     if run.tags:
         rows.append(("tags", ", ".join(run.tags)))
+    if run.rewind_from is not None:
+        rows.append(("can rewind to", f"step {run.rewind_from} or later"))
     if run.waiting:
         rows.append(("waiting", run.waiting.removeprefix("waiting ")))
     if run.corrupted:
@@ -177,6 +179,13 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
     if run.rolled_back_to:
         rows.append(("rolled back to", run.rolled_back_to))
     return rows
+
+
+def why(run: Run, as_json: AsJson = False) -> None:
+    """Show the cause for which a run waits, in one sentence."""
+    with opened() as service:
+        found = service.create_rest_client().get_wait_reason(run).result()
+    print_result(found, found.reason, as_json=as_json)
 
 
 def models(as_json: AsJson = False) -> None:

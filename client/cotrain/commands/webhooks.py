@@ -7,17 +7,29 @@ import typer
 from cotrain.commands.terminal import AsJson, examples, facts, minute, opened, print_result
 
 app = typer.Typer(
-    help="Be notified when a run ends or fails, or a checkpoint is saved.", no_args_is_help=True
+    help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.",
+    no_args_is_help=True,
 )
 
 
-@app.command("set", epilog=examples("cotrain webhooks set https://example.com/hooks/cotrain"))
+@app.command(
+    "set",
+    epilog=examples(
+        "cotrain webhooks set https://example.com/hooks/cotrain",
+        "cotrain webhooks set https://example.com/hooks/cotrain --drift-above 0.2",
+    ),
+)
 def set_webhook(
-    url: Annotated[str, typer.Argument(metavar="URL", help="https://…")], as_json: AsJson = False
+    url: Annotated[str, typer.Argument(metavar="URL", help="https://…")],
+    drift_above: Annotated[
+        float | None,
+        typer.Option(metavar="NATS", help="Send run.drift above this mean rollout gap of a pass."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Send events to this URL. Prints the signing secret, which is shown only once."""
     with opened() as service:
-        made = service.create_rest_client().set_webhook(url).result()
+        made = service.create_rest_client().set_webhook(url, drift_above).result()
     print_result(made, made.secret, as_json=as_json)
     if not as_json:
         typer.echo("kept by the server and shown once: verify each event with it", err=True)
@@ -29,6 +41,8 @@ def show(as_json: AsJson = False) -> None:
     with opened() as service:
         found = service.create_rest_client().get_webhook().result()
     rows: list[tuple[str, object]] = [("url", found.url), ("since", found.created_at)]
+    if found.drift_above is not None:
+        rows.append(("drift above", f"{found.drift_above:g} nats"))
     for name in ("waiting", "delivered", "retried", "given_up", "dropped"):
         rows.append((name.replace("_", " "), getattr(found, name)))
     if found.last_outcome:

@@ -5,7 +5,8 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.chunks import chunks_of, combine
+from cotrain.requests.chunks import chunks_of, combine, cut
 from cotrain.requests.connection import Connection, check_not_forked
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
@@ -55,7 +56,7 @@ class RunRequests:
         self._transport = connection.transport
         self._in_flight = connection.in_flight
         self._queue = connection.send_queue()
-        self._model_id = model_id
+        self.model_id = model_id
         self._ordering = threading.Lock()
         self._pid = os.getpid()
         self._next_seq_id = 1
@@ -67,7 +68,7 @@ class RunRequests:
 
     @override
     def __repr__(self) -> str:
-        return f"run {self._model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
+        return f"run {self.model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
 
     def ask(
         self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
@@ -83,7 +84,7 @@ class RunRequests:
                 return await wait_for_json(self._transport, request_id, answer)
 
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
-        return self._send(path, [request(model_id=self._model_id, seq_id=1, **what)], wait)
+        return self._send(path, [request(model_id=self.model_id, seq_id=1, **what)], wait)
 
     def pass_over(
         self,
@@ -100,9 +101,7 @@ class RunRequests:
         # Encoded here, so that later changes by the caller have no effect. This happens before a
         # `seq_id` is taken, so that a datum that cannot be encoded leaves no gap.
         requests = [
-            wrap_datums(
-                self._model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only
-            )
+            wrap_datums(self.model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only)
             for chunk in self._cut(data)
         ]
         if not self._has_warned and any(map(is_unshifted, data)):
@@ -118,6 +117,26 @@ class RunRequests:
 
         method = "forward" if forward_only else "forward_backward"
         return self._send("forward_backward", requests, wait, method)
+
+    def forwards_over(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+    ) -> list[Future[ForwardBackwardOutput]]:
+        """POST forwards as the run's next requests, in parts as large as the server's chunk size.
+
+        Raises UnsupportedInput for a datum that is not text.
+        """
+        config = self._connection.known_config
+        parts = cut(
+            encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
+        )
+        requests = [
+            wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True)
+            for part in parts
+        ]
+        return [self._send("forward_backward", [each], self._pass_result) for each in requests]
 
     def pass_twice(
         self, data: Sequence[Datum], custom: CustomPass
@@ -136,7 +155,7 @@ class RunRequests:
         )
         # Shielded: cancelling the result must leave no gap at the backward's `seq_id`.
         outcome = self._loop.start(_shielded(work))
-        what = f"custom pass {seq_ids.start} of run {self._model_id}"
+        what = f"custom pass {seq_ids.start} of run {self.model_id}"
         return Future(accepted, outcome, what=what)
 
     def _send(
@@ -150,7 +169,7 @@ class RunRequests:
         outcome = self._loop.start(self._outcome(accepted, wait))
         self._undone.add(outcome)
         outcome.add_done_callback(self._undone.discard)
-        what = f"{method or path} {seq_ids.start} of run {self._model_id}"
+        what = f"{method or path} {seq_ids.start} of run {self.model_id}"
         return Future(accepted, outcome, what=what)
 
     def _start(
@@ -165,11 +184,43 @@ class RunRequests:
         size_bytes = sum(map(_size, requests))
         self._in_flight.acquire(size_bytes, len(requests))
         with self._ordering:
-            first = self._next_seq_id
-            self._next_seq_id += len(requests) * seq_ids_each
-            numbered = [_at(first + i, request) for i, request in enumerate(requests)]
+            seq_ids = self.reserve(len(requests) * seq_ids_each)
+            numbered = [_at(seq_ids[i], request) for i, request in enumerate(requests)]
             accepted = self._loop.start(self._submit(path, numbered, size_bytes))
-        return accepted, range(first, first + len(requests) * seq_ids_each)
+        return accepted, seq_ids
+
+    @contextmanager
+    def ordered(self) -> Iterator[None]:
+        """Hold the order of this run: nothing else is numbered or queued in the block."""
+        check_not_forked(self._pid)
+        with self._ordering:
+            yield
+
+    def reserve(self, count: int) -> range:
+        """Return the run's next `seq_id`s. The caller holds the order and starts to send in it."""
+        first = self._next_seq_id
+        self._next_seq_id += count
+        return range(first, self._next_seq_id)
+
+    async def in_order(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
+        """Send in the order of the run, and retry while the server is full; see `SendQueue.send`."""
+        return await self._queue.send(seq_id, size_bytes, post)
+
+    def result_of(
+        self,
+        accepted: concurrent.futures.Future[str],
+        wait: Callable[[Transport, str], Coroutine[Any, Any, T]],
+        what: str,
+    ) -> Future[T]:
+        """Return the future of a request that is sent elsewhere, by the future of its request id."""
+
+        async def outcome() -> T:
+            return await self._polled(wait, await asyncio.shield(asyncio.wrap_future(accepted)))
+
+        started = self._loop.start(outcome())
+        self._undone.add(started)
+        started.add_done_callback(self._undone.discard)
+        return Future(accepted, started, what=f"{what} of run {self.model_id}")
 
     async def _submit(
         self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
@@ -193,16 +244,20 @@ class RunRequests:
 
     async def _post(self, path: str, request: Any) -> str:
         try:
-            await self._fill_lost()
+            await self.fill_lost()
             return await self._accepted(path, request, raises_busy=True)
         except RateLimitError:
             raise
         except APIError as error:
-            if is_transient(error):
-                await self._fill_once(request.seq_id)
-            else:
-                await self._fill_gap(request.seq_id)
+            await self.fill(request.seq_id, error)
             raise
+
+    async def fill(self, seq_id: int, error: APIError) -> None:
+        """Fill the `seq_id` of a request that failed with this error."""
+        if is_transient(error):
+            await self._fill_once(seq_id)
+        else:
+            await self._fill_gap(seq_id)
 
     async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
         future = await self._transport.post(
@@ -210,7 +265,7 @@ class RunRequests:
         )
         return future.request_id
 
-    async def _fill_lost(self) -> None:
+    async def fill_lost(self) -> None:
         """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
         for seq_id in sorted(self._lost):
             try:
@@ -294,7 +349,7 @@ class RunRequests:
         self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool
     ) -> wire.ForwardBackwardRequest:
         return wrap_datums(
-            self._model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only
+            self.model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only
         )
 
     async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:

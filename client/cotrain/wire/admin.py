@@ -147,6 +147,13 @@ class WorkerShown(WireModel):
     """Last crash or refused start: `at`, `count`, `reason`, and `since` it does not run. None without one."""
 
 
+class SelfCheckAsked(WireModel):
+    """Accepted request for a self-check of a worker."""
+
+    asked_at: float
+    """Time in s since the epoch; the worker reports its result with it."""
+
+
 class WorkerList(WireModel):
     """Workers of all pools."""
 

@@ -127,7 +127,7 @@ class LoadWeightsRequest(LoadRequest, SequencedRequest):
 
 
 class OptimizerChoice(WireModel):
-    """Optimizer of a new run; AdamW is the only one, and the server rejects others."""
+    """Optimizer of a new run, adamw or muon; the server rejects others."""
 
     type: str = "adamw"
 
@@ -140,7 +140,8 @@ class CreateFromWeightsRequest(LoadRequest):
     base_model: Name | None = None
     """Base model of the checkpoint, or None."""
     user_metadata: dict[str, Any] | None = None
-    optimizer_config: OptimizerChoice = OptimizerChoice()
+    optimizer_config: OptimizerChoice | None = None
+    """None: AdamW, or that of the loaded optimizer state."""
 
 
 class LoadWeightsResponse(WireModel):

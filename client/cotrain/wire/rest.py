@@ -13,6 +13,9 @@ from cotrain.wire.model import Name, WireModel
 __all__ = [
     "AccessibleSearchOwner",
     "Checkpoint",
+    "CheckpointSearchCursor",
+    "CheckpointSearchRequest",
+    "CheckpointSearchResponse",
     "CheckpointType",
     "CheckpointsListResponse",
     "Cursor",
@@ -74,6 +77,11 @@ class Checkpoint(WireModel):
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     """None: the checkpoint does not expire."""
+    base_model: str | None = None
+    step: int | None = None
+    """Optimizer steps of its run before the save."""
+    metrics: dict[str, float] | None = None
+    """Metrics that its run received between that step and the save."""
 
 
 class CheckpointsListResponse(WireModel):
@@ -115,6 +123,23 @@ class TrainingRun(WireModel):
     """Loss of the newest step in nats per token; None before the first step, and without weights."""
     failed_requests: int | None = None
     """Number of requests of an own run that failed."""
+    rewind_from: int | None = None
+    """Oldest step to which `run.rewind` can return; only set when the owner requests this run by id."""
+
+
+WaitCause = Literal[
+    "ended", "failed", "idle", "quota", "paused", "no_scheduler", "no_worker", "restarting", "restoring", "draining",
+    "gap", "running", "large_pass", "disk", "gather", "share", "cycle",
+]  # fmt: skip
+
+
+class WaitReason(WireModel):
+    """GET training_runs/{run}/why: the cause for which a run waits."""
+
+    training_run_id: str
+    cause: WaitCause
+    reason: str
+    """The cause in one sentence, with its numbers."""
 
 
 class UpdateTrainingRunRequest(WireModel):
@@ -175,12 +200,28 @@ class HistoryPoint(WireModel):
         return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
 
 
+class MetricPoint(WireModel):
+    """Value of an own metric, or of an evaluation."""
+
+    step: int
+    """Number of optimizer steps before it."""
+    steps: int
+    """Number of consecutive points that this one replaces, itself included."""
+    seq: int
+    """Seq of its request in the run's log."""
+    time_s: float
+    """Time when it was recorded, in seconds since the epoch."""
+    value: float
+
+
 class TrainingRunHistory(WireModel):
     """GET training_runs/{run}/history."""
 
     training_run_id: str
     points: list[HistoryPoint]
     """Points in the order of the run's log."""
+    metrics: dict[str, list[MetricPoint]] = Field(default={})
+    """Metrics of `run.log` and `run.evaluate` by name, each in the order of the run's log."""
 
 
 # ---- Sessions ------------------------------------------------------------------------------------
@@ -354,6 +395,35 @@ class SessionSummary(WireModel):
     display_name: str | None = None
     user_metadata: dict[str, str] | None = None
     checkpoint_storage_bytes: int | None = None
+
+
+class CheckpointSearchCursor(WireModel):
+    """Start of the next page."""
+
+    last_created_at: AwareDatetime
+    last_checkpoint_uuid: Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class CheckpointSearchRequest(WireModel):
+    """POST checkpoints/search. An omitted field matches every checkpoint."""
+
+    project_ids: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
+    user_metadata: dict[str, str] = Field(default={})
+    """Key-value pairs; all must match exactly."""
+    checkpoint_type: CheckpointType | None = None
+    owner: SearchOwner = OwnSearchOwner()
+    base_models: list[Name] | None = Field(default=None, max_length=MAX_SEARCHED)
+    """Any of them; an empty list matches no checkpoint."""
+    limit: int = Field(default=50, ge=1, le=MAX_SEARCH_PAGE)
+    cursor: CheckpointSearchCursor | None = None
+
+
+class CheckpointSearchResponse(WireModel):
+    """Page of a search, newest first."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: CheckpointSearchCursor | None = None
+    """None at the end."""
 
 
 class SessionSearchResponse(WireModel):

@@ -20,6 +20,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
+from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import (
     Argument,
@@ -48,12 +49,16 @@ __all__ = [
     "InterpolateResponse",
     "LoraConfig",
     "ModelData",
+    "MuonOptimizerConfig",
+    "MuonParams",
     "OptimStepRequest",
     "OptimStepResponse",
     "OptimizerConfig",
     "RequestFailedResponse",
     "ReverseKlDatum",
     "ReverseKlResponse",
+    "SweepFuture",
+    "SweepFutures",
     "TryAgainResponse",
     "UnloadModelRequest",
     "UnloadModelResponse",
@@ -95,10 +100,28 @@ class LoraConfig(Argument):
         return dropout
 
 
+_NO_DIMUON = (
+    "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
+)
+
+
 class OptimizerConfig(WireModel):
     """Optimizer of a run, fixed when the run is created."""
 
-    type: Literal["adamw"] = "adamw"
+    type: Literal["adamw", "muon"] = "adamw"
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _refuse_dimuon(cls, name: Any) -> Any:
+        if name == "dimuon":
+            raise ValueError(_NO_DIMUON)
+        return name
+
+
+class MuonOptimizerConfig(OptimizerConfig):
+    """Muon as the optimizer of a run."""
+
+    type: Literal["adamw", "muon"] = "muon"
 
 
 class CreateModelRequest(WireModel):
@@ -189,9 +212,9 @@ class ForwardBackwardInput(WireModel):
 
     data: Listed[Datum]
     loss_fn: Name
-    """cross_entropy, importance_sampling, ppo, cispo, dro or gspo."""
+    """cross_entropy, importance_sampling, ppo, cispo, dro, gspo, reinforce, grpo, dapo, sapo or custom."""
     loss_fn_config: dict[str, float | str] | None = None
-    """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro."""
+    """`clip_low_threshold` and `clip_high_threshold` are ratios; `beta` is for dro, `loss_id` for custom."""
 
 
 class ForwardBackwardRequest(SequencedRequest):
@@ -275,18 +298,39 @@ class AdamParams(Argument):
     """Maximum L2 norm of the gradient of the whole adapter; 0 and inf disable clipping. A negative one is rejected."""
 
 
-class OptimStepRequest(SequencedRequest):
-    """POST optim_step."""
+class MuonParams(Argument):
+    """Parameters of one Muon step, for a run with that optimizer; see docs/guide/optimizers.md.
 
-    adam_params: AdamParams
+    A step has the size of an AdamW step with the same learning rate.
+    """
+
+    type: Literal["muon"] = "muon"
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-4
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
+    """As in AdamParams."""
+
+    @field_validator("type", mode="before")
+    @classmethod
+    def _refuse_dimuon(cls, name: Any) -> Any:
+        if name == "dimuon":
+            raise ValueError(_NO_DIMUON)
+        return name
+
+
+class OptimStepRequest(SequencedRequest):
+    """POST optim_step, with the parameters of the run's optimizer."""
+
+    adam_params: AdamParams | None = None
+    optimizer_params: MuonParams | None = None
     type: Literal["optim_step"] = "optim_step"
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_optimizers(cls, request: Any) -> Any:
-        if isinstance(request, dict) and request.get("optimizer_params") is not None:
-            raise ValueError("AdamW is the only optimizer here: send adam_params")
-        return request
+    @model_validator(mode="after")
+    def _has_one(self) -> Self:
+        if (self.adam_params is None) == (self.optimizer_params is None):
+            raise ValueError("send adam_params for AdamW, or optimizer_params for muon")
+        return self
 
 
 class OptimStepResponse(WireModel):
@@ -294,6 +338,47 @@ class OptimStepResponse(WireModel):
 
     metrics: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None
     """`grad_norm`: L2, over the whole adapter, before it was scaled down; `clock_cycle:unique`."""
+
+
+MAX_METRICS = 64
+"""Maximum number of metrics in one request."""
+
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@ -]{0,127}$")]
+"""Up to 128 letters, digits, spaces, `_`, `.`, `/`, `@` and `-`, as in `eval/nll`."""
+
+
+class LogMetricsRequest(SequencedRequest):
+    """POST log_metrics: add metrics to the run's history, or begin or end an evaluation."""
+
+    metrics: dict[MetricName, float] = Field(default={}, max_length=MAX_METRICS)
+    """Finite numbers by name."""
+    evaluation: MetricName | None = None
+    """Metric of an evaluation: the loss per weight of the forwards since its begin."""
+    passes: int = Field(default=0, ge=0, lt=2**31)
+    """Number of these forwards; 0 begins the evaluation."""
+
+
+class LogMetricsResponse(WireModel):
+    """Result of log_metrics: the metrics are in the history."""
+
+    type: Literal["log_metrics"] = "log_metrics"
+
+
+class RewindRequest(SequencedRequest):
+    """POST rewind: return a run to its state after an earlier optimizer step."""
+
+    step: int = Field(ge=0, lt=2**53)
+    """Number of optimizer steps at that state; 0 is the start of the run."""
+
+
+class RewindResponse(WireModel):
+    """Result of a rewind."""
+
+    step: int
+    """Number of optimizer steps of the run now."""
+    seq: int
+    """Seq in the run's log of the op after which it continues."""
+    type: Literal["rewind"] = "rewind"
 
 
 class UntypedAPIFuture(WireModel):
@@ -304,10 +389,44 @@ class UntypedAPIFuture(WireModel):
     sample_sequence_ids: list[str] | None = None
 
 
+MAX_SWEEP_RUNS = 64
+"""Maximum number of runs in one request. Redis accepts their ops in one script, at 0.1 ms each."""
+
+
+class ForkRunRequest(WireModel):
+    """POST fork_run: create runs with the weights and the optimizer state of an unnamed save."""
+
+    session_id: Name
+    sampling_session_id: Name
+    """Sampler of the save, which had `optimizer` set."""
+    model_seq_ids: Annotated[list[ModelSeqId], Field(min_length=1, max_length=MAX_SWEEP_RUNS)]
+    user_metadata: Annotated[list[dict[str, Any]], Field(max_length=MAX_SWEEP_RUNS)] | None = None
+    """One for each run."""
+    tags: Tags | None = None
+    type: Literal["fork_run"] = "fork_run"
+
+
+class SweepFuture(WireModel):
+    """Requests of one run of a sweep: the pass, and its optimizer step, if any."""
+
+    model_id: str
+    request_ids: list[str] = Field(default=[])
+    error: str | None = None
+    """Reason why this run accepts no further requests; the other runs are not affected."""
+    status_code: int = 200
+    """HTTP status of `error`, as for a request of this run alone."""
+
+
+class SweepFutures(WireModel):
+    """Response to POST sweep_pass: one entry for each run, in the order sent."""
+
+    runs: list[SweepFuture]
+
+
 class FutureRetrieveRequest(WireModel):
     """POST retrieve_future."""
 
-    request_id: Name
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID)]  # may contain a custom loss
     allow_metadata_only: bool = False
 
 

@@ -89,6 +89,8 @@ class SaveWeightsForSamplerRequest(SequencedRequest):
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
+    optimizer: bool | None = None
+    """True: save the optimizer state as well, so that the run can be forked. Only without a name."""
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 

@@ -45,6 +45,8 @@ class ClientConfigResponse(WireModel):
     sample_max_concurrent_requests: Annotated[int, Field(ge=1)] = 2000
     """Maximum number of concurrent samples of one client that polls once for each."""
     use_pyqwest_transport: bool = True
+    custom_loss_server_side: bool = False
+    """True if the server runs the custom losses of `create_custom_loss`."""
     cotrain_max_pass_bytes: Annotated[int, Field(ge=1)] | None = None
     """Maximum bytes of one pass before compression; only a cotrain server sends it, and receives passes whole."""
     cotrain_version: str | None = None

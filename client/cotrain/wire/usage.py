@@ -169,6 +169,8 @@ class SetWebhookRequest(WireModel):
 
     url: Annotated[str, Field(min_length=1, max_length=2_000)]
     """`https://…`; `http://` if the operator allows private networks."""
+    drift_above: Annotated[float, Field(gt=0)] | None = None
+    """Mean rollout gap in nats above which a pass causes an event `run.drift`. None: no such events."""
 
 
 class NewWebhook(WireModel):
@@ -183,6 +185,7 @@ class Webhook(WireModel):
     """GET webhook: its URL, and the state of deliveries since the webhook was first set."""
 
     url: str
+    drift_above: float | None = None
     created_at: datetime
     waiting: int
     """Events that are not delivered yet."""

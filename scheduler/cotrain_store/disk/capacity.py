@@ -5,11 +5,11 @@ is accepted.
 import asyncio
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol
 
 import structlog
 
@@ -18,9 +18,18 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
 from cotrain_store.errors import Reason, Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import Connection
 
-#: Function that spools a body too large for Redis, and returns its reference, or `inline`. Raises
-#: DISK_RESERVE_REACHED or StoreUnavailable if the body cannot be written.
-StoreBody: TypeAlias = Callable[[bytes], Awaitable[str]]
+
+class StoreBody(Protocol):
+    """Function that stores the body of an op, or of several ops."""
+
+    async def __call__(self, body: bytes, copies: int = 1) -> str:
+        """Spool a body if `copies` of it are too large for Redis; return its reference, or
+        `inline`.
+
+        Raises:
+            DISK_RESERVE_REACHED, StoreUnavailable: the body cannot be written.
+        """
+
 
 log = structlog.get_logger()
 
@@ -86,8 +95,8 @@ class Capacity:
         """
         refs: list[str] = []
 
-        async def store(body: bytes) -> str:
-            if len(body) <= INLINE_LIMIT_BYTES:
+        async def store(body: bytes, copies: int = 1) -> str:
+            if len(body) * copies <= INLINE_LIMIT_BYTES:
                 return "inline"
             refs.append(await self._spooled(body))
             return refs[-1]

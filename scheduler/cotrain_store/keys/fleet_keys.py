@@ -57,6 +57,8 @@ workers: Callable[[PoolId], str] = "cotrain:{{{}}}:workers".format
 #: Hash worker id → time (s) of the operator's drain request, until it is withdrawn.
 #: The field outlives the worker's processes.
 draining: Callable[[PoolId], str] = "cotrain:{{{}}}:draining".format
+#: Hash worker id → time (s) of the operator's request for a self-check; the worker deletes it when it begins.
+self_checks: Callable[[PoolId], str] = "cotrain:{{{}}}:self_checks".format
 #: Hash of planned moves (run → `owner>target`); a field is deleted with its move.
 moves: Callable[[PoolId], str] = "cotrain:{{{}}}:moves".format
 #: Scaling decision of a pool (JSON `Scaling`), written by the leading scheduler.

@@ -11,6 +11,10 @@ run: Callable[[RunId], str] = "cotrain:run:{}".format
 steps: Callable[[RunId], str] = "cotrain:run:{}:steps".format
 #: List of a run's forwards between optimizer steps; limits as in `steps`.
 evaluations: Callable[[RunId], str] = "cotrain:run:{}:evaluations".format
+#: Hash metric → number of its points so far. The names that a run's history has.
+metric_names: Callable[[RunId], str] = "cotrain:run:{}:metrics".format
+#: List of the points of one metric; limits as in `steps`.
+metric: Callable[[RunId, str], str] = "cotrain:run:{}:metric:{}".format
 #: Packed state of a run's history: its counters, and the passes since the last optimizer step.
 #: Kept as long as the run.
 history: Callable[[RunId], str] = "cotrain:run:{}:history".format
@@ -18,7 +22,11 @@ history: Callable[[RunId], str] = "cotrain:run:{}:history".format
 #: * `weight` is the size charged for the run, and `unwritten` the part of it not yet written to disk.
 #: * `given_up_ops`, `given_up_bytes` and `given_up_since` exist while ops behind a gap are given up.
 #: * `begun` exists while a pass is open in a worker: its seq, its executed tokens, and the process' epoch.
+#: * `step:<seq>` is the number of an optimizer step in the log.
+#: * `rewind:<seq>` is the seq to which a REWIND returned.
+#: * `rewound` is the seq of the last REWIND. No recovery copy before it is registered any more.
 #: * `moved_ms` is the time of the last move.
+#: * `source` is the reference of the weights that a fork began with, if they were not stored then.
 log: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:log:{}".format
 #: Hash seq → envelope; a field is deleted when a snapshot covers it.
 ops: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:ops:{}".format

@@ -88,7 +88,7 @@ audit_of_all: Callable[[], str] = "cotrain:audit".format
 #: Lease timeout of the webhook sender.
 LEASE_MS = 10_000
 
-#: Hash of a tenant's webhook (id, url, secret, outcomes of its events), until removed.
+#: Hash of a tenant's webhook (id, url, secret, drift_above, outcomes of its events), until removed.
 webhook: Callable[[TenantId], str] = "cotrain:tenant:{}:webhook".format
 #: Hash event id → arrival (ms), attempts and body; a field is deleted with its event.
 events: Callable[[TenantId], str] = "cotrain:tenant:{}:webhook_events".format

@@ -8,6 +8,7 @@ process shows it, and the next scheduler continues from it. Times are those of h
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 
@@ -73,6 +74,9 @@ class WorkerHeartbeat:
     restoring: dict[str, int] | None = None
     """Progress of the runs that it restores from their logs now: `runs_done`, `runs`, `ops_done`, `ops`.
     None: it restores none."""
+    self_check: dict[str, Any] | None = None
+    """Result of the last self-check of this process: `asked_at`, `at`, `took_s`, `ok`, `problem`, `runs`, `tokens`,
+    `tolerance`, and the largest differences of `logprobs`, `gradients` and `weights`. None: there was none."""
     members: list[dict[str, int]] = field(default_factory=list)
     """`runs` and `memory_bytes` of each process of a group; empty if the worker is one process."""
 

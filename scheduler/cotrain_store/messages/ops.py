@@ -47,6 +47,10 @@ class OpKind(StrEnum):
     LOAD = "load"
     #: A request that failed validation: it takes its seq in the order and fails.
     REJECTED = "rejected"
+    #: Returns the run to its state after an earlier optimizer step. Always the first of its run in a step.
+    REWIND = "rewind"
+    #: Adds a tenant's own metrics to the history of its run, or begins or ends an evaluation.
+    METRICS = "metrics"
 
 
 #: Kinds that process tokens slice by slice. A pass may take several steps, with at least one slice

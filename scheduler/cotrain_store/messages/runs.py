@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from cotrain.wire.rest import HistoryPoint
+from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
 
 
@@ -37,6 +37,7 @@ class LoraSpec:
     train_unembed: bool = True
     alpha: float = DEFAULT_ALPHA
     per_expert: bool = False  # True if each expert of a layer has both matrices, as in some uploads
+    optimizer: str = "adamw"  # or "muon"
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,43 @@ class StepEntry:
     rate: float
 
 
-HistoryEntry = PassEntry | StepEntry
+@dataclass(frozen=True)
+class MetricsEntry:
+    """Metrics of a tenant for its run's history, or a boundary of an evaluation. Body of a METRICS op."""
+
+    values: Mapping[str, float]
+    evaluation: str = ""
+    """Metric that receives the loss per weight of an evaluation; empty for an op without one."""
+    passes: int = 0
+    """Number of forwards that the evaluation had, at its end; 0 at its beginning."""
+
+
+@dataclass(frozen=True)
+class RewindEntry:
+    """Return of a run to its state after an earlier op: its history continues from there."""
+
+    to_seq: int
+    to_step: int  # number of optimizer steps at that op
+
+
+HistoryEntry = PassEntry | StepEntry | MetricsEntry | RewindEntry
+
+
+#: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.
+METRIC_POINT = struct.Struct("<IIQddd")
+
+
+def read_metric(stored: Iterable[bytes]) -> list[MetricPoint]:
+    """Return the points of one metric, in order, from the rows that the script packed."""
+    points, before = [], 0
+    for row in stored:
+        number, step, seq, time_s, total, weight = METRIC_POINT.unpack(row)
+        value = total / weight if weight > 0 else total
+        points.append(
+            MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value)
+        )
+        before = number
+    return points
 
 
 def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -62,6 +63,9 @@ class CheckpointRecord:
     user_metadata: dict[str, Any] = field(default_factory=dict)
     public: bool = False  # True if every tenant may read it
     size: int = 0  # bytes of its files
+    step: int = 0  # optimizer steps of its run before the save
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that its run received between that step and the save."""
 
     @property
     def path(self) -> str:

@@ -154,6 +154,8 @@ _HEARTBEAT = (
     Metric(Source.FLEET, "cotrain_worker_safe_tokens", _G, "Maximum tokens of one pass of the base model that fit into memory.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_samples_running", _G, "Sample requests claimed and not finished.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_samples_waiting", _G, "Sample requests claimed and not started.", _OF_WORKER),
+    Metric(Source.FLEET, "cotrain_worker_self_check_difference", _G, "Largest difference of the last self-check of a worker between an adapter alone and in a mix, relative to the largest value, by kind.", ("pool", "worker", "kind")),
+    Metric(Source.FLEET, "cotrain_worker_self_check_ok", _G, "1 if the last self-check of a worker passed, 0 if it failed; missing before the first one.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_takes_saves", _G, "0 while the disk is too slow to accept more saves, else 1.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_tokens_per_second", _G, "Measured training speed.", _OF_WORKER),
     Metric(Source.FLEET, "cotrain_worker_up", _G, "1 for a live worker, 0 for an unavailable one.", _OF_WORKER),

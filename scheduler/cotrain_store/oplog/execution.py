@@ -156,6 +156,14 @@ class Execution:
             fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_HEARTBEAT_TTL_MS
         )
 
+    def take_self_check(self) -> float | None:
+        """Remove the operator's request for a self-check, and return its time; None if there is none."""
+        key = fleet_keys.self_checks(self.pool)
+        asked_at = self._redis.hget(key, self.worker)
+        if asked_at is not None:
+            self._redis.hdel(key, self.worker)
+        return None if asked_at is None else float(asked_at)
+
     def leave(self) -> None:
         """Delete the heartbeat, so that it does not first have to expire."""
         if self._wakes:
@@ -207,8 +215,9 @@ class Execution:
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         spooled = [op for op in ops if op.ref != "inline"]
         if spooled:
-            read = self._spool.read_each([op.ref for op in spooled])
-            found |= dict(zip(((op.run, op.seq) for op in spooled), read, strict=True))
+            refs = list(dict.fromkeys(op.ref for op in spooled))  # runs of a sweep share bodies
+            read = dict(zip(refs, self._spool.read_each(refs), strict=True))
+            found |= {(op.run, op.seq): read[op.ref] for op in spooled}
         return [found[op.run, op.seq] for op in ops]
 
     def commit(

@@ -6,9 +6,9 @@ Nothing here writes, so nothing is fenced.
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from cotrain.wire.rest import HistoryPoint
+from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
@@ -16,7 +16,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState, read_points
+from cotrain_store.messages.runs import RunState, read_metric, read_points
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 
@@ -47,6 +47,15 @@ class LogPosition:
     older_numerics_id: str  # numerics of the workers that wrote the log since `older_snap`
     weights_epoch: int  # number of rollbacks of the run
     rolled_back_to: str  # path of the checkpoint of the last rollback; empty for none
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """Seq of each optimizer step in the log to its number."""
+    rewinds: Mapping[int, int] = field(default_factory=dict)
+    """Seq of each REWIND in the log to the seq to which it returned."""
+
+    @property
+    def reaches_start(self) -> bool:
+        """True if the log still has all ops of the run."""
+        return min(self.snap, self.older_snap) < 0
 
 
 class RunLogs:
@@ -166,7 +175,49 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         else older or numerics,
         weights_epoch=int(row.get("epoch", 0)),
         rolled_back_to=row.get("rolled_back_to", ""),
+        steps=_numbered(row, "step:"),
+        rewinds=_numbered(row, "rewind:"),
     )
+
+
+def _numbered(row: Mapping[str, str], prefix: str) -> dict[int, int]:
+    return {
+        int(name.removeprefix(prefix)): int(float(value))
+        for name, value in row.items()
+        if name.startswith(prefix)
+    }
+
+
+async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int | None:
+    """Return the oldest optimizer step to which a run can go back; None if there is none."""
+    raw = await connection.hgetall(run_keys.log(pool, run))
+    if not raw:
+        return None
+    position = log_position({name.decode(): value.decode() for name, value in raw.items()})
+    return 0 if position.reaches_start else min(position.steps.values(), default=None)
+
+
+async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:
+    """Return the names of a run's own metrics. The caller has checked the tenant."""
+    return frozenset(name.decode() for name in await connection.hkeys(run_keys.metric_names(run)))
+
+
+async def read_metrics(
+    connection: Connection, run: RunId, after_step: int = -1
+) -> dict[str, list[MetricPoint]]:
+    """Return the points of a run's own metrics after a step, by name. The caller has checked the
+    tenant.
+    """
+    names = sorted(await metric_names(connection, run))
+    pipeline = connection.pipeline(transaction=True)
+    for name in names:
+        pipeline.lrange(run_keys.metric(run, name), 0, -1)
+    rows = await pipeline.execute() if names else []
+    found = {
+        name: [point for point in read_metric(row) if point.step > after_step]
+        for name, row in zip(names, rows, strict=True)
+    }
+    return {name: points for name, points in found.items() if points}
 
 
 async def read_history(

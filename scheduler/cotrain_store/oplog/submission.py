@@ -64,12 +64,15 @@ class Submission:
     save: SubmittedOp | None  # next op, accepted together with this one or not at all
     tokens: int
     uses: tuple[WeightsRef, ...]
+    """Weights that the op needs. They must be stored, except those of a fork."""
     sampler: SamplerId | None
     now_ms: int
     pool_tag: str
     limits: TenantLimits
     weighs: RunWeight | None = None
     """Weight of the run, for the op that creates it; None if it is unknown."""
+    forks: bool = False
+    """True for an op that creates a run from weights that may be in the memory of one worker only."""
     max_seq_gap: int = MAX_SEQ_GAP
     sampler_idle_ms: int = run_keys.EPHEMERAL_SAMPLER_IDLE_MS
     sampler_rest_ms: int = SAMPLER_REST_MS

@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept
+-- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -15,6 +15,25 @@ end
 if redis.call('HEXISTS', open, cycle) == 0 then
   return 'DONE'
 end
+
+-- Queue an event when the mean rollout gap of a run's pass exceeds the limit of its tenant's webhook. The next event of the run
+-- follows only after a pass below the limit.
+local drift_limits = {}
+local function note_drift(tenant, run, seq, found)
+  if (found.sampled or 0) == 0 then
+    return
+  end
+  drift_limits[tenant] = drift_limits[tenant] or
+    tonumber(redis.call('HGET', 'cotrain:tenant:' .. tenant .. ':webhook', 'drift_above') or '') or math.huge
+  local limit = drift_limits[tenant]
+  local key, gap = 'cotrain:run:' .. run, found.gap / found.sampled
+  if gap <= limit then
+    redis.call('HDEL', key, 'drifts')
+  elseif redis.call('HSETNX', key, 'drifts', seq) == 1 then
+    note_event(tenant, 'run.drift', { training_run_id = run, seq = seq, rollout_gap = gap, limit = limit })
+  end
+end
+
 local done = {}
 for i, op in ipairs(args.ops) do
   if is_result_swept(ARGV[RESULTS + i]) then
@@ -34,9 +53,18 @@ for _, part in ipairs(args.back) do
   end
 end
 
+-- Histories of the step's runs, each read and written once.
+local histories = {}
+local function history_of(run)
+  if not histories[run] then
+    histories[run] = parse_history(redis.call('GET', 'cotrain:run:' .. run .. ':history'))
+  end
+  return histories[run]
+end
+
 -- Reserve the name of a save until its weights are stored. The result is published then. Returns false if the
 -- name is in use. The request id identifies the weights. A sampler, unlike a name, refers to them at once.
-local function reserve(ref, seq, save, result, ttl_ms)
+local function reserve(ref, run, seq, save, result, ttl_ms)
   local checkpoint = 'cotrain:checkpoint:' .. save.name
   local pending = 'cotrain:checkpoint:' .. save.name .. ':pending'
   if save.collision and redis.call('EXISTS', checkpoint, pending) > 0 then
@@ -44,7 +72,9 @@ local function reserve(ref, seq, save, result, ttl_ms)
   end
   redis.call('ZADD', pending, seq, ref)
   redis.call('SADD', 'cotrain:tenant:' .. save.tenant .. ':owed', ref)
-  redis.call('HSET', 'cotrain:weights:' .. ref, 'checkpoint', save.user, 'result', result,
+  -- Of two fields with one name, every reader uses the second.
+  local user = string.sub(save.user, 1, -2) .. ',' .. metrics_json(history_of(run), run) .. '}'
+  redis.call('HSET', 'cotrain:weights:' .. ref, 'checkpoint', user, 'result', result,
     'ttl', ttl_ms, 'last', save.last)
   return true
 end
@@ -56,15 +86,6 @@ local function add_sampler(ref, save)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
     redis.call('SADD', 'cotrain:weights:' .. ref .. ':users', 's:' .. save.name)
   end
-end
-
--- Histories of the step's runs, each read and written once.
-local histories = {}
-local function history_of(run)
-  if not histories[run] then
-    histories[run] = parse_history(redis.call('GET', 'cotrain:run:' .. run .. ':history'))
-  end
-  return histories[run]
 end
 
 local function note_unstored(ref, run, save)
@@ -81,7 +102,7 @@ end
 local function write_save(ref, run, seq, save, result, ttl_ms)
   if save.kind == 's' then
     add_sampler(ref, save)
-  elseif reserve(ref, seq, save, result, ttl_ms) then
+  elseif reserve(ref, run, seq, save, result, ttl_ms) then
     result = nil
   else
     return save.collision
@@ -115,8 +136,14 @@ for i, op in ipairs(args.ops) do
     if row[3] then
       redis.call('HDEL', log, 'begun')
     end
-    if op.found then
+    if op.found and op.found.to_seq then
+      points[run] = (points[run] or 0) + rewind_run(history_of(run), run, log, seq, op.found)
+    elseif op.found then
       points[run] = (points[run] or 0) + note_found(history_of(run), run, seq, op.found, op.tokens, args.time_s)
+      note_drift(tenant, run, seq, op.found)
+      if op.found.norm then
+        redis.call('HSET', log, 'step:' .. seq, history_of(run).steps)
+      end
     elseif op.replaces_state then
       forget_passes(history_of(run)) -- the pending gradient was discarded
       points[run] = points[run] or 0

@@ -13,6 +13,7 @@ if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
   return 'PLANNED'
 end
 for _, seq in ipairs(redis.call('HKEYS', ops)) do
+  redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
   if redis.call('HGET', 'cotrain:weights:' .. run .. ':' .. seq, 'digest') == '' then
     return 'UNSTORED'
   end

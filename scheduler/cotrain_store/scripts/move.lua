@@ -12,7 +12,7 @@ end
 if redis.call('HGET', moves, run) ~= args.worker .. '>' .. args.to then
   return 'OUTDATED'
 end
-local row = redis.call('HMGET', log, 'state', 'worker', 'next', 'done', 'snap')
+local row = redis.call('HMGET', log, 'state', 'worker', 'next', 'done', 'snap', 'source')
 local heartbeat = redis.call('GET', to_heartbeat)
 if row[1] ~= 'live' or row[2] ~= args.worker or redis.call('SISMEMBER', workers, args.to) == 0
   or not heartbeat or cjson.decode(heartbeat).is_handing_over then
@@ -21,6 +21,9 @@ if row[1] ~= 'live' or row[2] ~= args.worker or redis.call('SISMEMBER', workers,
 end
 if tonumber(row[3]) ~= tonumber(row[4]) + 1 or args.in_memory and row[5] ~= row[4] then
   return 'EARLY'
+end
+if row[4] == '-1' and row[6] and redis.call('HGET', 'cotrain:weights:' .. row[6], 'digest') == '' then
+  return 'EARLY' -- a fork that has not run yet, from weights that only its owner has
 end
 redis.call('HSET', log, 'worker', args.to, 'moved_ms', string.format('%.0f', args.now_ms))
 redis.call('HDEL', log, 'begun') -- an open pass restarts on the target

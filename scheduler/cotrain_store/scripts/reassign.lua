@@ -38,6 +38,12 @@ for _, ref in ipairs(redis.call('SMEMBERS', unstored)) do
     redis.call('HSET', 'cotrain:weights:' .. ref, 'worker', successor)
     redis.call('SADD', prefix .. 'unstored:' .. successor, ref)
     runs[string.match(ref, '^(.*):[^:]*$')] = true
+    for _, user in ipairs(redis.call('SMEMBERS', 'cotrain:weights:' .. ref .. ':users')) do
+      local fork = string.match(user, '^l:{[^}]*}:(.*):%d+$')
+      if fork and redis.call('HGET', prefix .. 'log:' .. fork, 'worker') == dead then
+        runs[fork] = true
+      end
+    end
   end
 end
 for run in pairs(runs) do

@@ -6,7 +6,7 @@
 local epoch_key, log, record_key, open, ops, bodies, digests, refs, queue, notify, counters = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local run, done, weights_epoch = args.run, args.done, args.weights_epoch
-local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs, queue = queue }
+local of_run = { log = log, ops = ops, bodies = bodies, digests = digests, refs = refs, queue = queue }
 
 if redis.call('GET', epoch_key) ~= args.epoch then
   return 'FENCED'

@@ -6,14 +6,14 @@
 local epoch_key, log, ops, bodies, digests, refs = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local epoch, run, seq, file = args.epoch, args.run, args.seq, args.file
-local of_run = { ops = ops, bodies = bodies, digests = digests, refs = refs }
+local of_run = { log = log, ops = ops, bodies = bodies, digests = digests, refs = refs }
 
 if redis.call('GET', epoch_key) ~= epoch then
   return 'FENCED'
 end
-local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'oldsnap', 'numerics')
+local row = redis.call('HMGET', log, 'snap', 'done', 'snapfile', 'snapsha', 'oldsnap', 'numerics', 'rewound')
 local snap, done = tonumber(row[1] or -1), tonumber(row[2] or -1)
-if not row[1] or seq < 0 or seq < snap or seq > done then
+if not row[1] or seq < 0 or seq < snap or seq > done or seq < tonumber(row[7] or -1) then
   return 'OUTDATED'
 end
 if seq == snap then -- the same state: this file replaces a lost one

@@ -57,6 +57,7 @@ class AuditEvent(StrEnum):
     WEBHOOK_REMOVE = "webhook_remove"
     WORKER_DRAIN = "worker_drain"
     WORKER_UNDRAIN = "worker_undrain"
+    WORKER_SELF_CHECK = "worker_self_check"
 
 
 @dataclass

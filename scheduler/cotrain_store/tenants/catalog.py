@@ -21,6 +21,8 @@ from cotrain_store.tenants.records import Records
 from cotrain_store.weights.checkpoints import Checkpoints
 
 Item = TypeVar("Item")
+READ_AT_ONCE = 100
+"""Number of checkpoints that a search reads in one go."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,46 @@ class Catalog:
         await self._checkpoints.strike_expired(tenant)
         page = await self._page(weights_keys.tenant_checkpoints(tenant), offset, limit, keep)
         return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
+
+    async def search_checkpoints(
+        self,
+        tenant: TenantId,
+        after: tuple[int, str] | None,
+        limit: int,
+        matches: Callable[[CheckpointRecord, RunRecord, SessionRecord], bool],
+    ) -> tuple[list[tuple[CheckpointRecord, RunRecord]], tuple[int, str] | None]:
+        """Return up to `limit` matching checkpoints of a tenant after a position, newest first, and the next position.
+
+        A position is the time in µs and the member of the last checkpoint. It is None at the end.
+        """
+        await self._checkpoints.strike_expired(tenant)
+        rows = await self._redis.zrange(
+            weights_keys.tenant_checkpoints(tenant), 0, -1, withscores=True
+        )
+        newest_first = sorted(
+            ((round(score * 1_000_000), name.decode()) for name, score in rows), reverse=True
+        )
+        left = [each for each in newest_first if after is None or each < after]
+        found: list[tuple[CheckpointRecord, RunRecord]] = []
+        for start in range(0, len(left), READ_AT_ONCE):
+            part = left[start : start + READ_AT_ONCE]
+            records = await self._checkpoint_records(name for _, name in part)
+            runs = await self.runs_of(records)
+            sessions = await self.session_records({run.session for run in runs.values()})
+            record_by_member = {f"{r.run}/{r.kind}/{r.name}": r for r in records}
+            for position in part:
+                record = record_by_member.get(position[1])
+                run = runs.get(record.run) if record else None
+                if record and run and matches(record, run, sessions[run.session]):
+                    found.append((record, run))
+                    if len(found) == limit:
+                        return found, None if position == left[-1] else position
+        return found, None
+
+    async def runs_of(self, records: Sequence[CheckpointRecord]) -> dict[RunId, RunRecord]:
+        """Return the runs of checkpoints that the caller may read."""
+        names = list(dict.fromkeys(record.run for record in records))
+        return {run.id: run for run in await self._run_records(names)}
 
     async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
         """Return a page of sessions."""

@@ -38,13 +38,17 @@ class Webhooks:
 
     # ---- Of a tenant -----------------------------------------------------------------------------
 
-    async def set(self, tenant: TenantId, url: str) -> str:
+    async def set(self, tenant: TenantId, url: str, drift_above: float | None = None) -> str:
         """Set the address of the tenant's events; return the new secret, which is not shown
-        again.
+        again. Passes with a mean rollout gap above `drift_above` nats cause an event.
         """
         secret = SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode()
         row = {"url": url, "secret": secret, "created_at": repr(time.time())}
         name = tenant_keys.webhook(tenant)
+        if drift_above is None:
+            await self._redis.hdel(name, "drift_above")
+        else:
+            row["drift_above"] = repr(drift_above)
         await self._redis.hset(name, mapping=row)
         await self._redis.hsetnx(
             name, "id", secrets.token_hex(8)
@@ -60,6 +64,7 @@ class Webhooks:
         last_at = text.get("last_at")
         return Webhook(
             url=text["url"],
+            drift_above=float(text["drift_above"]) if "drift_above" in text else None,
             created_at=datetime.fromtimestamp(float(text["created_at"]), UTC),
             waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
             delivered=int(text.get("delivered", 0)),

@@ -41,8 +41,11 @@ TENSORS = "adapter_model.safetensors"
 FAMILY_BY_MODULE: Mapping[str, Family] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"), "attn"),
     **dict.fromkeys(("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "attn"),
+    **dict.fromkeys(("in_proj_qkvz", "in_proj_ba", "out_proj", "in_proj_qkv"), "attn"),
+    **dict.fromkeys(("in_proj_z", "in_proj_b", "in_proj_a", "in_proj"), "attn"),
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj", "gate_up_proj"), "mlp"),
-    **dict.fromkeys(("c_fc", "c_proj", "fc1", "fc2"), "mlp"),
+    **dict.fromkeys(("c_fc", "c_proj", "fc1", "fc2", "w1", "w2", "w3"), "mlp"),
+    **dict.fromkeys(("input_linear", "output_linear"), "mlp"),
     "lm_head": "unembed",
 }
 UNEMBED = "lm_head"

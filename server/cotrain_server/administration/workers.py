@@ -1,6 +1,10 @@
 """Actions of the operator on workers and single runs, with their audit entries."""
 
+import time
+
 from cotrain_server.services import Services
+from cotrain_store.errors import Reason, Refused
+from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.oplog.moves import Drains, Moves
 from cotrain_store.tenants.audit_log import AuditEvent
@@ -18,6 +22,20 @@ async def take_worker_back(services: Services, pool: str, worker: str) -> None:
     details = {"pool": pool, "worker": worker}
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_UNDRAIN, details) as act:
         act.is_done = await Drains(services.connection).take_back(PoolId(pool), WorkerId(worker))
+
+
+async def ask_self_check(services: Services, pool: str, worker: str) -> float:
+    """Request a self-check of a worker; return the time of the request in s since the epoch.
+
+    Raises WORKER_NOT_FOUND. Of several requests before the worker begins, the newest counts.
+    """
+    connection, details = services.connection, {"pool": pool, "worker": worker}
+    if not await connection.sismember(fleet_keys.workers(PoolId(pool)), worker):
+        raise Refused(Reason.WORKER_NOT_FOUND)
+    async with services.audit.act_of_operator(None, AuditEvent.WORKER_SELF_CHECK, details):
+        key, now = fleet_keys.self_checks(PoolId(pool)), time.time()
+        await connection.hset(key, worker, repr(now))
+    return now
 
 
 async def pause_run(services: Services, tenant: TenantId, run_id: str, reason: str) -> None:

@@ -136,7 +136,7 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     """
     schemas = [_inlined(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    content: dict[str, Any] = {"application/json": {"schema": schema}}
+    content: dict[str, Any] = {"application/json": {"schema": schema}} if models else {}
     if binary:
         content[PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
     return {"requestBody": {"required": True, "content": content}}

@@ -118,6 +118,11 @@ def check_fits(weights: WeightsRecord, run: RunRecord, *, optimizer: bool) -> No
             "One of the checkpoint and the run has matrices of its own for each expert, and the other shares them: "
             "start a run from the checkpoint, which takes its form."
         )
+    if optimizer and weights.lora.optimizer != run.lora.optimizer:
+        raise Invalid(
+            f"The checkpoint has an optimizer state of {weights.lora.optimizer}, the run has {run.lora.optimizer}: "
+            "load it without its optimizer state."
+        )
     if optimizer and weights.lora.alpha != run.lora.alpha:
         raise Invalid(
             f"The checkpoint has alpha {weights.lora.alpha:g}, the run {run.lora.alpha:g}: load it "

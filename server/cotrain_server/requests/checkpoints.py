@@ -78,9 +78,15 @@ def _for_sampler(request: AddressedFields, run: RunRecord) -> SaveRequest:
     number = wanted.sampling_session_seq_id
     if (wanted.path is None) == (number is None):
         raise Invalid("Exactly one of path and sampling_session_seq_id is needed.")
+    if wanted.optimizer and number is None:
+        raise Invalid(
+            "optimizer is for a save without a path: save_weights has the optimizer state."
+        )
     return SaveRequest(
         name=wanted.path,
         sampler=None if number is None else sampler_id(run.session, number),
+        kind="weights" if wanted.optimizer else "sampler_weights",
+        answer={"type": "save_weights_for_sampler"} if wanted.optimizer else {},
         ttl_seconds=wanted.ttl_seconds,
         user_metadata=dict(wanted.user_metadata or {}),
     )

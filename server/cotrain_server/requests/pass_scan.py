@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
+from cotrain.wire.runs import MAX_SWEEP_RUNS
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 
@@ -44,6 +45,9 @@ HEAD_FIELDS = 64
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MALFORMED = "The request is not a ForwardBackwardRequest message."
+_MALFORMED_SWEEP = (
+    "The request is not a SweepPassRequest message: runs, and then their pass_request."
+)
 
 
 class TooManyObjects(Invalid):
@@ -167,6 +171,31 @@ def head_of(body: bytes) -> bytes:
     except IndexError as cut:
         raise MalformedBody(_MALFORMED) from cut
     return body[:end]
+
+
+_RUN, _PASS_REQUEST = 0x0A, 0x12
+
+
+def split_sweep(body: bytes) -> tuple[bytes, bytes]:
+    """Return the runs of a SweepPassRequest, as such a message, and its pass.
+
+    Raises:
+        Invalid: it has more than MAX_SWEEP_RUNS runs.
+        MalformedBody: it is not a message, or has no pass after the runs.
+    """
+    try:
+        for runs, (tag, begin, value, stop) in enumerate(_fields(body, 0, len(body))):
+            if tag == _PASS_REQUEST and stop == len(body):
+                return body[:begin], body[value:stop]
+            if tag != _RUN or stop - value > HEAD_BYTES:
+                break
+            if runs == MAX_SWEEP_RUNS:
+                raise Invalid(
+                    f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls."
+                )
+    except IndexError as cut:
+        raise MalformedBody(_MALFORMED_SWEEP) from cut
+    raise MalformedBody(_MALFORMED_SWEEP)
 
 
 def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:

@@ -9,13 +9,16 @@ run's order (as a rejected op), because its client has already used the seq_id.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
 
+from cotrain.errors import UnsupportedInput
+from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
 from cotrain.wire.pass_codec import ROUTED_EXPERTS
-from cotrain.wire.runs import AdamParams
+from cotrain.wire.runs import AdamParams, MuonParams
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord
@@ -34,26 +37,51 @@ class LossNeeds:
     """Allowed numbers in `loss_fn_config`, each at least 0."""
     bounds_surrogate: bool = False
     """True if a ratio out of bounds has no gradient, so that the bounds must enclose 1."""
+    optional: tuple[str, ...] = ()  # inputs that all datums have, or none
     takes_columns: bool = False  # True if targets may be `(N, K)`: K weighted targets per position
 
 
 _CLIP = frozenset({"clip_low_threshold", "clip_high_threshold"})
 _POLICY = ("logprobs", "advantages")
+_ROLLOUT = ("rollout_logprobs",)
+#: Settings of every policy loss.
+_CORRECTIONS = frozenset({"importance_cap", "sequence_mask_above"})
+#: Inputs that a setting above 0 requires.
+_INPUT_OF = {"importance_cap": "rollout_logprobs", "beta": "reference_logprobs"}
+
+
+def _policy(
+    config: AbstractSet[str] = frozenset(),
+    *more: str,
+    optional: tuple[str, ...] = _ROLLOUT,
+    bounds_surrogate: bool = False,
+) -> LossNeeds:
+    return LossNeeds((*_POLICY, *more), _CORRECTIONS | config, bounds_surrogate, optional)
+
 
 NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
     {
         "cross_entropy": LossNeeds(("weights",), takes_columns=True),
-        "importance_sampling": LossNeeds(_POLICY),
-        "ppo": LossNeeds(_POLICY, _CLIP, bounds_surrogate=True),
-        "cispo": LossNeeds(_POLICY, _CLIP),
-        "dro": LossNeeds(_POLICY, frozenset({"beta"})),
-        "gspo": LossNeeds((*_POLICY, "sequence_ratio_mask"), _CLIP, bounds_surrogate=True),
+        "importance_sampling": _policy(),
+        "ppo": _policy(_CLIP, bounds_surrogate=True),
+        "cispo": _policy(_CLIP),
+        "dro": _policy({"beta"}),
+        "gspo": _policy(_CLIP, "sequence_ratio_mask", bounds_surrogate=True),
+        "reinforce": _policy(),
+        "grpo": _policy(
+            _CLIP | {"beta"}, optional=(*_ROLLOUT, "reference_logprobs"), bounds_surrogate=True
+        ),
+        "dapo": _policy(_CLIP, bounds_surrogate=True),
+        "sapo": _policy({"tau_positive", "tau_negative"}),
     }
 )
 
 
 #: Names of all loss inputs.
-_READ = {TARGETS, *(name for needs in NEEDS_BY_LOSS.values() for name in needs.inputs)}
+_READ = {
+    TARGETS,
+    *(name for needs in NEEDS_BY_LOSS.values() for name in (*needs.inputs, *needs.optional)),
+}
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
 
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
@@ -70,10 +98,17 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
     """
     if not request.datums:
         raise Invalid("data is empty; send at least one datum.")
-    needs = _needs_of(request.loss_fn)
-    _check_config(request.loss_fn, needs, request.loss_config)
+    custom = _custom_loss(request) if request.loss_fn == CUSTOM else None
+    needs = _needs_of(request.loss_fn) if custom is None else _needs_of_custom(custom)
+    if custom is None:
+        needs = _with_optional(request, needs)
+        _check_config(request.loss_fn, needs, request.loss_config)
     for number, datum in enumerate(request.datums):
-        _check_shapes(number, datum, request.loss_fn, needs, pool)
+        _check_lengths(number, datum, pool)
+        if custom is None:
+            _check_shapes(number, datum, request.loss_fn, needs)
+        else:
+            _check_custom_shapes(number, datum, custom)
     check_tokens("Token", [datum.tokens for datum in request.datums], pool.vocab_size)
     targets = [datum.inputs[TARGETS] for datum in request.datums]
     check_tokens("Target token", targets, pool.vocab_size)
@@ -84,13 +119,20 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
 
 
-def check_adam(params: AdamParams) -> None:
-    """Check the numbers of an optim_step that the wire type does not constrain. Raises Invalid."""
-    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+def check_steps(field: str, params: AdamParams | MuonParams) -> None:
+    """Check the numbers of an optim_step that its wire type does not constrain. Raises Invalid."""
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
         if abs(getattr(params, name)) > LARGEST:
-            raise Invalid(f"adam_params.{name} is larger than a float32 can be.")
+            raise Invalid(f"{field}.{name} is larger than a float32 can be.")
     if params.grad_clip_norm < 0:
-        raise Invalid("adam_params.grad_clip_norm must be 0, which is no limit, or more.")
+        raise Invalid(f"{field}.grad_clip_norm must be 0, which is no limit, or more.")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Check the numbers of an AdamW step that the wire type does not constrain. Raises Invalid."""
+    check_steps("adam_params", params)
+    if params.eps > LARGEST:
+        raise Invalid("adam_params.eps is larger than a float32 can be.")
     # A row without any gradient has m = v = 0, and 0 / (0 + 0) is NaN.
     if params.eps <= 0:
         raise Invalid("adam_params.eps must be greater than 0.")
@@ -110,6 +152,59 @@ def _needs_of(loss_fn: str) -> LossNeeds:
     return NEEDS_BY_LOSS[loss_fn]
 
 
+def _with_optional(request: PassBody, needs: LossNeeds) -> LossNeeds:
+    """Return the needs with the optional inputs of the first datum, which all datums then need. Raises Invalid."""
+    given = tuple(name for name in needs.optional if name in request.datums[0].inputs)
+    for setting, wanted in _INPUT_OF.items():
+        number = request.loss_config.get(setting, 0.0)
+        if number and wanted in needs.optional and wanted not in given:
+            raise Invalid(
+                f"data[0].loss_fn_inputs.{wanted} is missing; loss_fn_config.{setting}={number} needs it."
+            )
+    return replace(needs, inputs=(*needs.inputs, *given))
+
+
+def _custom_loss(request: PassBody) -> CustomLoss:
+    loss_id = request.loss_config.get(LOSS_ID)
+    if len(request.loss_config) > 1 or not isinstance(loss_id, str):
+        raise Invalid(
+            "loss_fn_config of loss custom must be {'loss_id': …}, from create_custom_loss."
+        )
+    try:
+        loss = decode_loss(loss_id)
+    except UnsupportedInput as error:
+        raise Invalid(str(error)) from error
+    runs = len(loss.graph.nodes) * len(request.datums)
+    if runs > MAX_NODE_RUNS:
+        raise Invalid(
+            f"data has {len(request.datums)} datums for a custom loss of {len(loss.graph.nodes)} nodes: {runs} in"
+            f" all, at most {MAX_NODE_RUNS} are allowed. Send fewer datums in one call."
+        )
+    return loss
+
+
+def _needs_of_custom(loss: CustomLoss) -> LossNeeds:
+    return LossNeeds(tuple(each.name for each in loss.inputs[1:] if each.name != TARGETS))
+
+
+def _check_custom_shapes(number: int, datum: DatumArrays, loss: CustomLoss) -> None:
+    """Check that a datum has each input of a custom loss, with its rank."""
+    length = len(datum.tokens)
+    for name, rank in (
+        (TARGETS, loss.inputs[0].rank),
+        *((i.name, i.rank) for i in loss.inputs[1:]),
+    ):
+        if name not in datum.inputs:
+            raise Invalid(
+                f"data[{number}].loss_fn_inputs.{name} is missing; the custom loss reads it."
+            )
+        shape = datum.inputs[name].shape
+        fits = (datum.inputs[name].size == 1, shape == (length,), _is_table(shape, length))[rank]
+        if not fits:
+            expected = ("a scalar", f"[{length}]", f"[{length}, K]")[rank]
+            raise Invalid(_wrong_shape(number, name, shape, f"the custom loss reads {expected}"))
+
+
 def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | str]) -> None:
     numbers: dict[str, float] = {}
     for name, value in config.items():
@@ -120,6 +215,8 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
             )
         if isinstance(value, str) or not 0 <= value <= LARGEST:
             raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
+        if name.startswith("tau_") and value <= 0:
+            raise Invalid(f"loss_fn_config.{name} must be above 0.")
         numbers[name] = value
     low = numbers.get("clip_low_threshold", 0.0)
     high = numbers.get("clip_high_threshold", max(low, 1.0))
@@ -143,9 +240,7 @@ def refuse_too_long(subject: str, length: int, pool: PoolRecord) -> None:
         )
 
 
-def _check_shapes(
-    number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds, pool: PoolRecord
-) -> None:
+def _check_lengths(number: int, datum: DatumArrays, pool: PoolRecord) -> None:
     length = len(datum.tokens)
     if not 1 <= length <= pool.context_length:
         raise Invalid(
@@ -153,6 +248,10 @@ def _check_shapes(
             f"{pool.context_length}."
         )
     refuse_too_long(f"Datum {number} has", length, pool)
+
+
+def _check_shapes(number: int, datum: DatumArrays, loss_fn: str, needs: LossNeeds) -> None:
+    length = len(datum.tokens)
     for name in (TARGETS, *needs.inputs):
         if name not in datum.inputs:
             unread = sorted(set(datum.inputs) - {TARGETS, *needs.inputs})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self, TypeVar
@@ -21,7 +21,14 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest
+from cotrain.wire.runs import (
+    ForwardBackwardRequest,
+    ForwardRequest,
+    LogMetricsRequest,
+    MuonParams,
+    OptimStepRequest,
+    RewindRequest,
+)
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.images import image_reader
@@ -31,18 +38,20 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.pass_validation import check_adam, check_pass
+from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
 from cotrain_store.bodies.pass_body import decode_pass, has_images, locate_images, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_store.messages.ids import SamplerId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.runs import MetricsEntry, PoolRecord
 
 #: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
 #: 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
 #: A loss uses one or two axes. The product of millions of axes would take minutes.
 MAX_AXES = 8
+#: Maximum number of metrics of one run.
+MAX_NAMES = 128
 #: Fields that are parsed at once: 1,500 datums with three inputs. A field takes as long as a JSON
 #: value. A larger pass is parsed in a child process.
 FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
@@ -163,6 +172,24 @@ def _parsed(
     )
 
 
+def read_sweep_pass(body: bytes) -> ParsedPass:
+    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
+
+    Raises:
+        Unreadable: not the message, or with a run of its own.
+    """
+    try:
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+    except TooManyObjects:
+        return ParsedPass("", None, None, "", body, is_read=False)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if message.model_id or message.seq_id:
+        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
+    content = _canonical(message)
+    return ParsedPass("", None, message, "", content, has_images=has_images(message))
+
+
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = parse_pass(head_of(body))
@@ -265,11 +292,56 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     return Op.rejected(refusal, content)
 
 
+def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
+    """Check metrics and return their op. `known` are the names in the run's history."""
+    content = canonical_json(request.fields)
+
+    def make() -> Op:
+        wanted = LogMetricsRequest.model_validate(request.fields)
+        names = {*wanted.metrics, wanted.evaluation or ""} - {"", *known}
+        if not wanted.metrics and not wanted.evaluation:
+            raise Invalid("metrics is empty: pass a number by name.")
+        if len(known) + len(names) > MAX_NAMES:
+            raise Invalid(
+                f"metrics: {min(names)!r} would be one name too many. A run may have {MAX_NAMES} of them."
+            )
+        entry = MetricsEntry(wanted.metrics, wanted.evaluation or "", wanted.passes)
+        return Op(OpKind.METRICS, encode(entry).encode(), 0, digest_of(content))
+
+    return op_or_refusal(make, content)
+
+
+def rewind_op(request: AddressedFields) -> Op:
+    """Check a rewind and return its op. Its worker checks that the log of the run reaches the step."""
+    content = canonical_json(request.fields)
+
+    def make() -> Op:
+        wanted = RewindRequest.model_validate(request.fields)
+        body = json.dumps({"step": wanted.step}).encode()
+        return Op(OpKind.REWIND, body, 0, digest_of(content))
+
+    return op_or_refusal(make, content)
+
+
 def _step_op(fields: dict[str, Any]) -> Op:
-    params = OptimStepRequest.model_validate(_with_default_seq(fields)).adam_params
-    check_adam(params)
-    body = params.model_dump_json().encode()
+    request = OptimStepRequest.model_validate(_with_default_seq(fields))
+    if request.adam_params is not None:
+        check_adam(request.adam_params)
+        body = request.adam_params.model_dump_json().encode()
+    else:
+        assert request.optimizer_params is not None  # the wire type requires one of them
+        check_steps("optimizer_params", request.optimizer_params)
+        body = json.dumps(_muon_fields(request.optimizer_params)).encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def _muon_fields(params: MuonParams) -> dict[str, Any]:
+    """Return the fields of the engine's step; `eps` and `beta2` are AdamW's alone."""
+    return {
+        "type": params.type, "learning_rate": params.learning_rate, "beta1": params.momentum,
+        "beta2": 0.0, "eps": 1e-7, "weight_decay": params.weight_decay,
+        "grad_clip_norm": params.grad_clip_norm,
+    }  # fmt: skip
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from functools import partial
 import structlog
 from fastapi import APIRouter, Request, Response
 
+from cotrain.wire.custom_loss import PREFIX, CreateCustomLossResponse
 from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sample_codec import sample_response_to_json
@@ -56,13 +57,16 @@ _NUMBER_BYTES = 4
 )
 async def retrieve_future(
     poll: FutureRetrieveRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> Wait:
+) -> Wait | Response:
     """Return the result, or 408 after the hold time. A result can be fetched more than once.
 
     A fetch by a viewer does not mark the result as read, because the tenant's own clients have not
     read it.
     """
     name, hold_s = RequestId(poll.request_id), services.long_poll_s
+    if name.startswith(PREFIX):
+        made = CreateCustomLossResponse(loss_id=name).model_dump_json()
+        return Response(made, media_type="application/json")
     accept = request.headers.get("accept", "")
     return partial(_result, services, tenant, name, hold_s, accept)
 

@@ -1,11 +1,12 @@
-"""Endpoint load_weights: load a checkpoint into an existing run or a new one."""
+"""Endpoints load_weights and fork_run: load a checkpoint into an existing run or a new one, and copy a run."""
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
-from cotrain.wire.runs import UntypedAPIFuture
+from cotrain.wire.runs import MAX_SWEEP_RUNS, ForkRunRequest, SweepFutures, UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
@@ -21,11 +22,13 @@ from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
 from cotrain_server.requests.submission import new_run, submit
+from cotrain_server.requests.sweeps import sweep_future
 from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import SessionRecord, Tenant
+from cotrain_store.messages.runs import LoraSpec, SessionRecord, Tenant
+from cotrain_store.oplog.joint_intake import JointOp
 
 router = tenant_router("weights")
 
@@ -49,6 +52,50 @@ async def load_weights(
     except WRONG_PATH as error:
         op = Op.rejected(str(error), canonical_json(load.fields))
         return await submit(services, run, load.seq, op)
+
+
+@router.post("/fork_run", response_model_exclude_none=True)
+async def fork_run(
+    request: ForkRunRequest, services: ServicesDep, tenant: TenantDep
+) -> SweepFutures:
+    """Queue the creation of runs with the state of an unnamed save that has the optimizer state.
+
+    All of them are created in one cycle, from the memory of the worker, which need not have stored the
+    save yet. Idempotent.
+    """
+    session = await services.records.open_session(tenant.id, request.session_id)
+    sampler = await services.records.sampler(tenant.id, request.sampling_session_id)
+    if sampler.weights is None:
+        raise Invalid("sampling_session_id is a sampler of the base model: fork a run.")
+    weights = await services.records.weights(sampler.weights)
+    check_optimizer(weights, optimizer=True)
+    if weights.lora.optimizer != "adamw":
+        raise Invalid(
+            f"sampling_session_id: forks train with adamw, and this run has {weights.lora.optimizer}. "
+            "Save its state, and create runs from the checkpoint."
+        )
+    numbers, metadata = request.model_seq_ids, request.user_metadata or [{}] * MAX_SWEEP_RUNS
+    if len(set(numbers)) < len(numbers) or len(metadata) < len(numbers):
+        raise Invalid("model_seq_ids must differ, and user_metadata must have an entry for each.")
+    for entry in metadata:
+        check_metadata(entry)
+    pool = await services.records.pool_of(weights.base_model)
+    body = load_body(f"tinker://{weights.run}", weights, optimizer=True, creates=weights.lora)
+    ops = [
+        JointOp(
+            new_run(session, number, pool, weights.lora, metadata[at]),
+            *(0, OpKind.LOAD, body, 0, digest_of(body), weights.ref),
+        )
+        for at, number in enumerate(numbers)
+    ]
+    accepted = await services.intake.submit_together(tenant.id, ops)
+    most = (await services.quotas.of(tenant.id)).record_bytes
+    for op, each in zip(ops, accepted, strict=True):
+        if request.tags and isinstance(each, str):
+            await services.run_labels.set(op.run, most, tags=request.tags)
+    return SweepFutures(
+        runs=[sweep_future(op.run.id, [each]) for op, each in zip(ops, accepted, strict=True)]
+    )
 
 
 async def _create(
@@ -91,15 +138,28 @@ async def _start(
     weights = source.weights
     if session.finished_at is not None:
         raise Refused(Reason.SESSION_FINISHED)
-    if wanted.optimizer_config.type != "adamw":
-        raise Invalid("optimizer_config.type: adamw is the only optimizer here.")
+    lora = _with_optimizer(weights.lora, wanted)
     if wanted.base_model not in (None, weights.base_model):
         raise Invalid(f"The checkpoint is of base model {weights.base_model}.")
     check_optimizer(weights, optimizer=wanted.optimizer)
     pool = await services.records.pool_of(weights.base_model)
     check_rank(weights.lora.rank, pool.max_rank)
-    run = new_run(session, wanted.model_seq_id, pool, weights.lora, wanted.user_metadata)
-    body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=weights.lora)
+    run = new_run(session, wanted.model_seq_id, pool, lora, wanted.user_metadata)
+    body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=lora)
     return await services.intake.create_run(
         run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)
     )
+
+
+def _with_optimizer(lora: LoraSpec, wanted: CreateFromWeightsRequest) -> LoraSpec:
+    """Return the adapter of a new run with its optimizer: that of the state, if it is loaded. Raises Invalid."""
+    chosen = wanted.optimizer_config.type if wanted.optimizer_config else None
+    if chosen not in (None, "adamw", "muon"):
+        raise Invalid(f"optimizer_config.type: {chosen!r:.40} is not served. Known: adamw, muon.")
+    if wanted.optimizer:
+        if chosen not in (None, lora.optimizer):
+            raise Invalid(
+                f"optimizer_config.type: the optimizer state is of {lora.optimizer}; load it without."
+            )
+        chosen = lora.optimizer
+    return replace(lora, optimizer=chosen or "adamw")

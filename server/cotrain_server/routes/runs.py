@@ -11,6 +11,7 @@ from cotrain.wire.runs import (
     GetInfoResponse,
     LoraConfig,
     ModelData,
+    OptimizerConfig,
     UnloadModelRequest,
     UntypedAPIFuture,
 )
@@ -43,7 +44,9 @@ async def create_model(
     check_metadata(request.user_metadata)
     pool = await services.records.pool_of(request.base_model)
     check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))
-    lora = _lora_spec(run_id(session.id, request.model_seq_id), request.lora_config)
+    lora = _lora_spec(
+        run_id(session.id, request.model_seq_id), request.lora_config, request.optimizer_config.type
+    )
     run = new_run(session, request.model_seq_id, pool, lora, request.user_metadata)
     request_id = await services.intake.create_run(run)
     if request.note or request.tags:
@@ -70,6 +73,7 @@ async def get_info(
         lora_rank=run.lora.rank,
         lora_alpha=run.lora.alpha,
         model_name=run.base_model,
+        optimizer_config=OptimizerConfig.model_validate({"type": run.lora.optimizer}),
         weights_epoch=run.weights_epoch,
         rolled_back_to=run.rolled_back_to or None,
     )
@@ -96,7 +100,7 @@ async def _tokenizer_id(
     return str(await published_tokenizer(pool, services.settings) or base_model)
 
 
-def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:
+def _lora_spec(run: RunId, config: LoraConfig, optimizer: str) -> LoraSpec:
     if not (config.train_attn or config.train_mlp or config.train_unembed):
         raise Invalid(
             "lora_config: at least one of train_attn, train_mlp, train_unembed is needed."
@@ -108,6 +112,7 @@ def _lora_spec(run: RunId, config: LoraConfig) -> LoraSpec:
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
         alpha=config.alpha,
+        optimizer=optimizer,
     )
 
 

@@ -5,7 +5,10 @@ from typing import Any
 
 from fastapi import Request
 
+from cotrain.errors import UnsupportedInput
 from cotrain.version import PROTOCOL, __version__
+from cotrain.wire.custom_loss import CreateCustomLossRequest, check_loss, encode_loss
+from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sessions import (
     ClientConfigRequest,
     ClientConfigResponse,
@@ -19,6 +22,7 @@ from cotrain.wire.sessions import (
     SupportedModel,
     TelemetryResponse,
 )
+from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_notes
@@ -50,6 +54,7 @@ async def client_config(
         # Otherwise 0.22 writes JSON without NaN: its encoder raises after the seq is already used.
         proto_write_fwdbwd=True,
         sample_use_retrieve_futures=True,
+        custom_loss_server_side=True,
         # Requests above the quota would only be answered with 429.
         sample_max_concurrent_requests=min(quotas.samples, MAX_SAMPLES_AT_ONCE),
         # The transport of 0.22 follows redirects, which its checkpoint download must see itself.
@@ -109,6 +114,19 @@ async def finish_session(
         run = await services.records.run(tenant.id, name)
         await services.intake.close_run(run)
     return {"type": "finish_session"}
+
+
+@router.post("/create_custom_loss")
+async def create_custom_loss(
+    request: CreateCustomLossRequest, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Check a custom loss and return its id, which contains all of it. Nothing is stored."""
+    await services.records.open_session(tenant.id, request.session_id)
+    try:
+        check_loss(request)
+        return UntypedAPIFuture(request_id=encode_loss(request))
+    except UnsupportedInput as error:
+        raise Invalid(str(error)) from error
 
 
 @router.get("/get_server_capabilities")

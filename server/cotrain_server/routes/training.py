@@ -1,9 +1,10 @@
-"""Endpoints forward, forward_backward and optim_step: check, accept, and answer at once.
+"""Endpoints forward, forward_backward, optim_step, sweep_pass, log_metrics and rewind: check, accept, and answer at once.
 
 A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
 an answer that waited for an earlier chunk would never end.
 """
 
+import asyncio
 from functools import partial
 
 from fastapi import Request
@@ -12,31 +13,42 @@ from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
+    LogMetricsRequest,
     OptimStepRequest,
+    RewindRequest,
+    SweepFutures,
     UntypedAPIFuture,
 )
-from cotrain_server.errors import BodyTooLarge
+from cotrain_server.errors import BodyTooLarge, Invalid
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import (
     DataRoute,
     ServicesDep,
     TenantDep,
+    body_of,
     queued_body,
     tenant_router,
 )
 from cotrain_server.requests.passes import (
     Op,
     ParsedPass,
+    metrics_op,
     pass_op,
     read_binary_pass,
+    read_fields,
     read_json_pass,
     read_step,
+    rewind_op,
     step_op,
 )
 from cotrain_server.requests.submission import idempotency_key, submit
+from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
 from cotrain_server.services import Services
-from cotrain_store.errors import BaseModelNotServed, Reason, Refused
-from cotrain_store.messages.runs import PoolRecord, Tenant
+from cotrain_store.errors import BaseModelNotServed, Reason, Refused, RunNotFound
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
+from cotrain_store.oplog.joint_intake import JointOp
+from cotrain_store.oplog.reader import metric_names
 
 router = tenant_router("training", kind=DataRoute)
 
@@ -64,6 +76,68 @@ async def optim_step(
     step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
+
+
+@router.post("/log_metrics", **queued_body(LogMetricsRequest))
+async def log_metrics(
+    request: Request, services: ServicesDep, tenant: TenantDep
+) -> UntypedAPIFuture:
+    """Queue metrics for the run's history, after all earlier requests of the run."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    known = await metric_names(services.connection, run.id)
+    return await submit(services, run, wanted.seq, metrics_op(wanted, known))
+
+
+@router.post("/rewind", **queued_body(RewindRequest))
+async def rewind(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
+    """Queue the return of a run to its state after an earlier optimizer step."""
+    wanted = read_fields(await json_body(request))
+    run = await services.records.run(tenant.id, wanted.model_id)
+    return await submit(services, run, wanted.seq, rewind_op(wanted))
+
+
+@router.post("/sweep_pass", response_model_exclude_none=True, openapi_extra=body_of(binary=True))
+async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep) -> SweepFutures:
+    """Queue one pass for several runs of one base model, and an optimizer step of each if it has
+    Adam's parameters. The message is SweepPassRequest of wire.proto.
+
+    The runs may be different in everything else. A run that accepts no requests has an error in the
+    answer, and does not affect the others.
+    """
+    if not is_protobuf(request):
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send {PROTOBUF}.")
+    body, weight = await request.body(), body_weight(request)
+    sweep = await services.parser.run(tenant.id, weight, read_sweep, body)
+    runs = await asyncio.gather(*(_found(services, tenant, entry) for entry in sweep.entries))
+    pools = {run.pool: run.base_model for run in runs if run}
+    if len(pools) > 1:
+        raise Invalid(
+            f"runs: all runs of one request train one base model, not {', '.join(pools.values())}."
+        )
+    joint: list[JointOp] = []
+    for pool_id, base_model in pools.items():
+        pool = await services.records.pool(pool_id)
+        if pool is None:
+            raise BaseModelNotServed(f"Base model {base_model!r} is not served here any more.")
+        batch = await _pass_op(services, tenant, weight, sweep.batch, pool, is_json=False)
+        quotas = await services.quotas.of(tenant.id)
+        for entry, run in zip(sweep.entries, runs, strict=True):
+            joint += joint_ops(run, entry, batch, quotas.tokens, quotas.bytes) if run else ()
+    accepted = await services.intake.submit_together(tenant.id, joint) if joint else []
+    by_run: dict[str, list[RequestId | Exception]] = {}
+    for op, each in zip(joint, accepted, strict=True):
+        by_run.setdefault(op.run.id, []).append(each)
+    return SweepFutures(
+        runs=[sweep_future(e.model_id, by_run.get(e.model_id, ())) for e in sweep.entries]
+    )
+
+
+async def _found(services: Services, tenant: Tenant, entry: SweepEntry) -> RunRecord | None:
+    try:
+        return await services.records.run(tenant.id, entry.model_id)
+    except RunNotFound:
+        return None
 
 
 async def _queue_pass(

@@ -3,12 +3,16 @@
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import Query, Request, Response
 
 from cotrain.wire.model import Name
 from cotrain.wire.rest import (
+    CheckpointSearchCursor,
+    CheckpointSearchRequest,
+    CheckpointSearchResponse,
     CheckpointsListResponse,
     Cursor,
     Tag,
@@ -16,6 +20,7 @@ from cotrain.wire.rest import (
     TrainingRunHistory,
     TrainingRunsResponse,
     UpdateTrainingRunRequest,
+    WaitReason,
 )
 from cotrain_server.http.tenant_routes import (
     Limit,
@@ -25,8 +30,10 @@ from cotrain_server.http.tenant_routes import (
     TenantDep,
     tenant_router,
 )
-from cotrain_server.views.records import checkpoint_of, csv_of, history_of, training_run_of
-from cotrain_store.oplog.reader import read_history
+from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
+from cotrain_server.views.session_search import has_checkpoint, may_find, time_at, us_of
+from cotrain_server.views.waiting import read_why
+from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
 
@@ -86,7 +93,14 @@ async def get_training_run(
     positions = await services.run_list.positions([entry.run], time.time())
     shown = training_run_of(entry, tenant.id, positions[entry.run.id])
     notice = await services.futures.gap_notice(entry.run.pool, entry.run.id)
-    return shown.model_copy(update={"waiting": notice})
+    oldest = await oldest_rewind(services.connection, entry.run.pool, entry.run.id)
+    return shown.model_copy(update={"waiting": notice, "rewind_from": oldest})
+
+
+@router.get("/training_runs/{run_id}/why")
+async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> WaitReason:
+    """Return the cause for which a run waits, in one sentence."""
+    return await read_why(services, await services.records.run(tenant.id, run_id))
 
 
 @router.patch("/training_runs/{run_id}")
@@ -126,7 +140,8 @@ async def get_history(
     )
     if wants_csv:
         return Response(csv_of(points), media_type="text/csv")
-    return history_of(run.id, points)
+    metrics = await read_metrics(services.connection, run.id, after_step)
+    return TrainingRunHistory(training_run_id=run.id, points=points, metrics=metrics)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
@@ -136,9 +151,10 @@ async def list_checkpoints(
     """List a run's checkpoints; for another tenant's run, only the published ones."""
     records = await services.catalog.checkpoints_of(tenant.id, run_id)
     hides_external = _hides_external(request.headers)
+    runs = await services.catalog.runs_of(records)
     return CheckpointsListResponse(
         checkpoints=[
-            checkpoint_of(record)
+            checkpoint_of(record, runs.get(record.run))
             for record in records
             if not (hides_external and record.kind == "external_weights")
         ]
@@ -156,9 +172,33 @@ async def list_user_checkpoints(
     """List the checkpoints of all your runs."""
     keep = _is_not_external if _hides_external(request.headers) else None
     page = await services.catalog.checkpoints(tenant.id, offset, limit, keep)
+    runs = await services.catalog.runs_of(page.items)
     return CheckpointsListResponse(
-        checkpoints=[checkpoint_of(record) for record in page.items],
+        checkpoints=[checkpoint_of(record, runs.get(record.run)) for record in page.items],
         cursor=Cursor(offset=offset, limit=limit, total_count=page.total_count),
+    )
+
+
+@router.post("/checkpoints/search")
+async def search_checkpoints(
+    wanted: CheckpointSearchRequest, services: ServicesDep, tenant: TenantDep
+) -> CheckpointSearchResponse:
+    """Find your checkpoints by exact metadata, type, base model and project, newest first."""
+    if not may_find(wanted.owner, tenant.id):
+        return CheckpointSearchResponse(checkpoints=[])
+    cursor = wanted.cursor
+    after = (us_of(cursor.last_created_at), cursor.last_checkpoint_uuid) if cursor else None
+    async with services.walks.of(tenant.id):
+        found, position = await services.catalog.search_checkpoints(
+            tenant.id, after, wanted.limit, partial(has_checkpoint, wanted)
+        )
+    next_cursor = None
+    if position:
+        next_cursor = CheckpointSearchCursor(
+            last_created_at=time_at(position[0]), last_checkpoint_uuid=position[1]
+        )
+    return CheckpointSearchResponse(
+        checkpoints=[checkpoint_of(record, run) for record, run in found], next_cursor=next_cursor
     )
 
 

@@ -3,6 +3,7 @@
 from fastapi import Request
 
 from cotrain.wire.checkpoints import (
+    OptimizerChoice,
     SaveWeightsExternalRequest,
     SaveWeightsRequest,
     WeightsInfoRequest,
@@ -75,4 +76,5 @@ async def weights_info(
         train_unembed=weights.lora.train_unembed,
         train_mlp=weights.lora.train_mlp,
         train_attn=weights.lora.train_attn,
+        optimizer_config=OptimizerChoice(type=weights.lora.optimizer),
     )

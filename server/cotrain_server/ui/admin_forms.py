@@ -76,6 +76,7 @@ _form(_RUN + "/move", workers.move, MoveRequest, back="/runs/{run_id}")
 _form(_RUN + "/close", workers.close, back="/runs/{run_id}")
 _form(_WORKER + "/drain", workers.drain, back="/workers")
 _form(_WORKER + "/undrain", workers.undrain, back="/workers")
+_form(_WORKER + "/selfcheck", workers.selfcheck, back="/workers")
 _form(
     _WORKER + "/move", workers.move, MoveRequest,
     back="/workers", parts_in={"tenant_id": "tenant", "run_id": "run"},

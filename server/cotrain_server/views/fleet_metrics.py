@@ -145,6 +145,11 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     found.add("cotrain_owed_save_bytes", worker.unstored_bytes, **of)
     found.add("cotrain_snapshot_age_seconds_max", worker.snapshot_age_s, **of)
     found.add("cotrain_snapshot_due_seconds", worker.snapshot_due_s, **of)
+    if worker.self_check:
+        found.add("cotrain_worker_self_check_ok", worker.self_check["ok"], **of)
+        for kind in ("logprobs", "gradients", "weights"):
+            difference = worker.self_check[kind]
+            found.add("cotrain_worker_self_check_difference", difference, kind=kind, **of)
     if worker.kv_cache_ratio is not None:
         found.add("cotrain_kv_cache_usage_ratio", worker.kv_cache_ratio, **of)
     for phase, seconds in worker.device_seconds.items():

@@ -12,9 +12,8 @@ from cotrain.wire.rest import (
     CheckpointType,
     HistoryPoint,
     TrainingRun,
-    TrainingRunHistory,
 )
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
@@ -29,8 +28,8 @@ TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
 ANOTHER_TENANT = "another tenant"
 
 
-def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
-    """Return a checkpoint in wire format."""
+def checkpoint_of(record: CheckpointRecord, run: RunRecord | None = None) -> Checkpoint:
+    """Return a checkpoint in wire format, with the base model of its run."""
     return Checkpoint(
         checkpoint_id=f"{record.kind}/{record.name}",
         checkpoint_type=TYPE_BY_KIND[record.kind],
@@ -40,6 +39,9 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
         public=record.public,
         user_metadata=text_by_name(record.user_metadata),
         expires_at=None if record.expires_at is None else utc(record.expires_at),
+        base_model=run.base_model if run else None,
+        step=record.step,
+        metrics=dict(record.metrics) or None,
     )
 
 
@@ -66,9 +68,13 @@ def training_run_of(
             if is_own
             else max((found.created_at for found in newest), default=run.created_at)
         ),
-        last_checkpoint=checkpoint_of(entry.last_checkpoint) if entry.last_checkpoint else None,
+        last_checkpoint=checkpoint_of(entry.last_checkpoint, run)
+        if entry.last_checkpoint
+        else None,
         last_sampler_checkpoint=(
-            checkpoint_of(entry.last_sampler_checkpoint) if entry.last_sampler_checkpoint else None
+            checkpoint_of(entry.last_sampler_checkpoint, run)
+            if entry.last_sampler_checkpoint
+            else None
         ),
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
         weights_epoch=run.weights_epoch if is_own else 0,
@@ -102,11 +108,6 @@ def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
 def utc(seconds: float) -> datetime:
     """Return a time in UTC from seconds since the epoch."""
     return datetime.fromtimestamp(seconds, UTC)
-
-
-def history_of(run: RunId, points: Sequence[HistoryPoint]) -> TrainingRunHistory:
-    """Return a history in wire format."""
-    return TrainingRunHistory(training_run_id=run, points=list(points))
 
 
 def csv_of(points: Sequence[HistoryPoint]) -> str:

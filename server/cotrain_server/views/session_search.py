@@ -1,10 +1,11 @@
-"""Filter and result format of the session search."""
+"""Filters of the searches of sessions and checkpoints, and the result format of sessions."""
 
 from datetime import UTC, datetime, timedelta
 
 from cotrain.wire.rest import (
     AccessibleSearchOwner,
     ActiveStatusQuery,
+    CheckpointSearchRequest,
     ClientFinishedStatusQuery,
     FailedRunReason,
     FailedStatusQuery,
@@ -20,9 +21,11 @@ from cotrain.wire.rest import (
     SessionSummary,
     StatusQuery,
 )
-from cotrain_server.views.records import text_by_name
+from cotrain_server.views.records import TYPE_BY_KIND, text_by_name
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import RunRecord, SessionRecord
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -43,6 +46,22 @@ def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
     metadata = text_by_name(session.user_metadata) or {}
     has_metadata = wanted.user_metadata.items() <= metadata.items()
     return in_project and has_metadata and _is_named(wanted, entry) and _has_status(wanted, entry)
+
+
+def has_checkpoint(
+    wanted: CheckpointSearchRequest,
+    record: CheckpointRecord,
+    run: RunRecord,
+    session: SessionRecord,
+) -> bool:
+    """Return True if a checkpoint matches a search."""
+    metadata = text_by_name(record.user_metadata) or {}
+    return (
+        (wanted.checkpoint_type in (None, TYPE_BY_KIND[record.kind]))
+        and (wanted.base_models is None or run.base_model in wanted.base_models)
+        and (wanted.project_ids is None or (session.project_id or "") in wanted.project_ids)
+        and wanted.user_metadata.items() <= metadata.items()
+    )
 
 
 def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> SessionSummary:
@@ -80,7 +99,17 @@ def cursor_at(position: Cursor) -> SessionSearchCursor:
 
 def position_of(cursor: SessionSearchCursor) -> Cursor:
     """Parse the result of `cursor_at`."""
-    return Cursor((cursor.last_created_at - _EPOCH) // _MICROSECOND, cursor.last_session_id)
+    return Cursor(us_of(cursor.last_created_at), cursor.last_session_id)
+
+
+def us_of(time: datetime) -> int:
+    """Return a time in µs since 1970."""
+    return (time - _EPOCH) // _MICROSECOND
+
+
+def time_at(us: int) -> datetime:
+    """Return the time of µs since 1970."""
+    return _EPOCH + _MICROSECOND * us
 
 
 def _is_named(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
@@ -112,4 +141,4 @@ def _asks_for(query: StatusQuery, status: SessionStatus | None) -> bool:
 
 
 def _time_of(position: Cursor) -> datetime:
-    return _EPOCH + _MICROSECOND * position.created_at_us
+    return time_at(position.created_at_us)

@@ -24,7 +24,7 @@ async def set_webhook(
     check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
     details = {"host": urlsplit(request.url).netloc}
     async with services.audit.act(tenant, AuditEvent.WEBHOOK_SET, details):
-        secret = await services.webhooks.set(tenant.id, request.url)
+        secret = await services.webhooks.set(tenant.id, request.url, request.drift_above)
     return NewWebhook(url=request.url, secret=secret)
 
 

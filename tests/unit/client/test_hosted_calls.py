@@ -62,7 +62,11 @@ def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
 @pytest.mark.parametrize(
     ("call", "argument", "message"),
     [
-        ("create_lora_training_client", {"optimizer": "dimuon"}, "AdamW is the only optimizer"),
+        (
+            "create_lora_training_client",
+            {"optimizer": "dimuon"},
+            "must be types.AdamOptimizerConfig",
+        ),
         ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
         ("create_sampling_client_async", {"record_stability_info": True}, "records none"),
     ],

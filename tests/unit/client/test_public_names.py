@@ -17,6 +17,7 @@ MODULES = {
     "cotrain.errors",
     "cotrain.exceptions",
     "cotrain.learning_rates",
+    "cotrain.losses",
     "cotrain.mint",
     "cotrain.settings",
     "cotrain.types",
@@ -26,13 +27,13 @@ NAMES = """
 __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture
 APIResponseValidationError APIStatusError APITimeoutError AuthenticationError BadRequestError
 BillingError BiosAPIError Checkpoint CheckpointNotFound CheckpointType ClientClosed ConflictError
-CotrainError data Datum DmelChunk EncodedTextChunk exceptions ExportFailed ForeignAnswer ForwardBackwardOutput Future
-InternalServerError learning_rates LibraryMissing LoraConfig MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
+CotrainError data Datum DmelChunk EncodedTextChunk Evaluation exceptions ExportFailed ForeignAnswer ForwardBackwardOutput Future
+InternalServerError learning_rates LibraryMissing LoraConfig losses MalformedMessage mint MintAPIError ModelID ModelInput ModelInputChunk
 NotFoundError OptimParams OptimStepRequest OptimStepResponse ParsedCheckpointTinkerPath
 PermissionDeniedError RateLimitError RequestFailed RequestFailedError RestClient RetryPolicy
 RoutedExperts SampledSequence SampleRequest SampleResponse SamplingClient SamplingParams ServiceClient
-SettingsMissing StopReason Submitted TensorData TensorDtype TinkerError TokenizerMissing
-TorchMissing TrainingClient TrainingRun TrainOutput types UnprocessableEntityError
+SettingsMissing StopReason Submitted Sweep SweepOutput TensorData TensorDtype TinkerError TokenizerMissing
+TorchMissing TrainingClient TrainingRun TrainOutput Trial types UnprocessableEntityError
 UnsupportedInput VersionMismatch
 """
 

@@ -34,15 +34,7 @@ LEFT_OUT = {
         "TelemetrySendRequest",
         "UnhandledExceptionEvent",
     },
-    "custom losses run on the client": {
-        "CreateCustomLossRequest",
-        "CreateCustomLossResponse",
-        "CustomLossGraph",
-        "CustomLossInput",
-        "CustomLossInputRank",
-        "CustomLossNode",
-    },
-    "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
+    "the rule of dimuon is not published in full": {"DimuonOptimizerConfig", "DimuonParams"},
     "one class with a `state` here, FutureCompletion": {"FutureFailed", "FutureFinished"},
     "one class with a `type` here, ClientSessionFinishReason": {
         "ClientSessionFinishErrored",

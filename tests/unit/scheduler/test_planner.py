@@ -32,7 +32,8 @@ from tests.support.draws import examples
 from tests.support.planning import leads, op, waiting_of
 
 TAIL = {OpKind.SAVE, OpKind.LOAD}
-KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REJECTED]
+ANYWHERE = {OpKind.REJECTED, OpKind.METRICS}
+KINDS = [*PASSES, OpKind.OPTIM_STEP, *TAIL, OpKind.REWIND, *sorted(ANYWHERE)]
 
 
 def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
@@ -87,7 +88,7 @@ def test_the_weights_of_a_run_change_at_most_once_and_after_its_passes(
         assert kinds.count(OpKind.OPTIM_STEP) <= 1
         if OpKind.OPTIM_STEP in kinds:
             after = kinds[kinds.index(OpKind.OPTIM_STEP) + 1 :]
-            assert set(after) <= TAIL | {OpKind.REJECTED}
+            assert set(after) <= TAIL | ANYWHERE
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -98,8 +99,18 @@ def test_only_saves_and_loads_follow_a_save_or_load_in_a_cycle(
     for row in rows:
         kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
         first = next((place for place, kind in enumerate(kinds) if kind in TAIL), len(kinds))
-        assert set(kinds[first:]) <= TAIL | {OpKind.REJECTED}
+        assert set(kinds[first:]) <= TAIL | ANYWHERE
         assert all(kinds.count(kind) <= most for kind, most in LIMITS.items())
+
+
+@given(queues(), st.integers(1, 1000), st.integers(1, 500))
+def test_a_rewind_is_the_first_of_its_run_in_a_cycle(
+    rows: list[RunQueue], budget_tokens: int, quantum: int
+) -> None:
+    chosen = select(rows, FairQueue(), budget_tokens, quantum).ops
+    for row in rows:
+        kinds = [chosen_op.kind for chosen_op in chosen if chosen_op.run == row.run]
+        assert OpKind.REWIND not in kinds[1:]
 
 
 @given(queues(), st.integers(1, 1000), st.integers(1, 500))
@@ -374,7 +385,7 @@ def test_an_op_after_a_planned_pass_has_no_cost(tail: OpKind) -> None:
 
 def test_an_op_without_tokens_is_in_the_next_cycle_at_any_load() -> None:
     large = [queue_of(f"r{n}", f"t{n}", [op(f"r{n}", 1, tokens=10_000)]) for n in range(100)]
-    kinds = (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD, OpKind.REJECTED)
+    kinds = (OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD, *sorted(ANYWHERE))
     free = [queue_of(f"s{kind}", "t0", [op(f"s{kind}", 0, kind)]) for kind in kinds]
     selection = select([*large, *free], FairQueue(), 100)
     assert {o.kind for o in selection.ops} == {*kinds, OpKind.FORWARD_BACKWARD}

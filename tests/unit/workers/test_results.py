@@ -13,7 +13,7 @@ from cotrain_server.ui.data.runs import log_rows
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import LoraSpec, PassEntry, StepEntry
+from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, RewindEntry, StepEntry
 from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
@@ -26,6 +26,7 @@ from cotrain_workers.engine.ops import (
     HostOptimizer,
     HostWeights,
     KlDatum,
+    NoteOutput,
     OptimStep,
     Output,
     Pass,
@@ -44,7 +45,9 @@ from cotrain_workers.results import (
     compute_seconds,
     counted_cycle,
     cycle_record,
+    finished_outputs,
     history_by,
+    notes_of,
     result_of,
     saves_of,
     usage_of,
@@ -288,3 +291,19 @@ def test_what_failed_or_is_open_or_is_no_number_for_json_is_left_out() -> None:
     assert history_by([training, OPTIM], failed) == {}
     endless: dict[tuple[str, int], Output] = {("a", 1): PassOutput([], float("inf"))}
     assert history_by([training], endless) == {}
+
+
+def test_an_op_that_does_not_run_waits_for_an_open_pass_before_it() -> None:
+    note, failed = NoteOutput(), Failure("no", "user")
+    ops = [*STEP.ops, QueuedOp(A, 3, OpKind.METRICS, 0, "inline", 1, 0.0)]
+    outputs: dict[tuple[str, int], Output] = {("a", 2): failed, ("a", 3): note, ("b", 1): failed}
+    assert finished_outputs(ops, outputs) == {("b", 1): failed}
+    whole = {("a", 1): failed, **outputs}
+    assert finished_outputs(ops, whole) == whole
+    entry = MetricsEntry({"reward": 0.5}, "eval/nll", 2)
+    back = QueuedOp(A, 4, OpKind.REWIND, 0, "inline", 1, 0.0)
+    notes = {**whole, ("a", 4): NoteOutput({"seq": 2, "step": 1})}
+    bodies = {("a", 3): encode(entry).encode()}
+    found = notes_of([*ops, back], bodies, notes)
+    assert found == {("a", 3): entry, ("a", 4): RewindEntry(2, 1)}
+    assert notes_of([back], {}, {("a", 4): failed}) == {}

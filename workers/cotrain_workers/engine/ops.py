@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -82,6 +82,27 @@ class Create:
 
 
 @dataclass(frozen=True)
+class GraphNode:
+    """One step of a custom loss, as `torch.fx` records it; arguments are encoded as JSON."""
+
+    op: str
+    name: str
+    target: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class LossGraph:
+    """A custom loss of one datum: its arguments, log-probabilities first, and its nodes in order."""
+
+    id: str  # identifies all of it
+    inputs: Sequence[tuple[str, int]] = field(compare=False)  # name and number of axes, 0 to 2
+    nodes: Sequence[GraphNode] = field(compare=False)
+    metrics: Mapping[str, str] = field(compare=False)  # name to node
+
+
+@dataclass(frozen=True)
 class Pass:
     """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's
     (summed, never averaged).
@@ -97,6 +118,7 @@ class Pass:
     """Maximum tokens of a slice, where memory does not allow larger ones: its sums then have other last bits.
     None: no limit.
     """
+    graph: LossGraph | None = None  # of loss `custom`
     tenant: str = ""
     """Tenant that may share computed images with this pass; empty: no other run."""
 
@@ -120,7 +142,7 @@ class ReverseKl:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """AdamW step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
+    """Optimizer step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
     no limit.
     """
 
@@ -132,6 +154,7 @@ class OptimStep:
     eps: float
     weight_decay: float
     grad_clip_norm: float
+    type: str = "adamw"  # or "muon", whose momentum is `beta1`
 
 
 @dataclass(frozen=True)
@@ -169,6 +192,7 @@ class Load:
     weights: HostWeights
     optimizer: HostOptimizer | None  # None: zero moments, step 0
     creates: bool = False
+    optimizer_type: str = "adamw"  # of the run that it creates
 
 
 @dataclass(frozen=True)
@@ -216,7 +240,7 @@ class PassOutput:
 
     logprobs: Sequence[np.ndarray]  # each of the shape of its datum's target_tokens
     loss_sum: float
-    drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy loss
+    drift: Mapping[str, float] = field(default_factory=dict)  # metrics of a policy or custom loss
     shared_tokens: int = 0  # not computed, because an earlier datum has the same prompt
 
 
@@ -263,8 +287,23 @@ class Failure:
     )
 
 
+@dataclass(frozen=True)
+class NoteOutput:
+    """Result of an op that runs outside a cycle, such as a rewind, or that only changes records."""
+
+    answer: Mapping[str, int] = field(default_factory=dict)
+    """Fields of its result."""
+
+
 Output = (
-    CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | Failure
+    CreateOutput
+    | PassOutput
+    | ReverseKlOutput
+    | StepOutput
+    | SaveOutput
+    | LoadOutput
+    | NoteOutput
+    | Failure
 )
 
 

@@ -45,6 +45,25 @@ class EqualLengths(NamedTuple):
     prompt: Prompt | None = None  # of all of them
 
 
+class StatefulRows(Protocol):
+    """Sequences of a packed row of `T` tokens, and their states."""
+
+    def before(self, layer: int, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the rows one, two … tokens before each row of `x` `[T, channels]`; zero before a sequence."""
+
+    def scan(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
+        `model/linear_attention.py`."""
+
+
 @dataclass
 class SequenceTable:
     """Sequences of a packed row, filler included. `lengths` adds up to the padded length.
@@ -59,6 +78,8 @@ class SequenceTable:
     """Shared prompts, by the index of the sequence that continues them."""
     equal_lengths: tuple[EqualLengths, ...] = field(init=False)
     longest: int = field(init=False)
+    rows: dict[int, StatefulRows] = field(init=False, default_factory=dict)
+    """Layout for layers with a state, by the length of their convolution."""
     _masks: dict[tuple[int, int | None, int], torch.Tensor] = field(
         init=False, default_factory=dict
     )
@@ -214,6 +235,10 @@ class StepRoute(Protocol):
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
+
+    @property
+    def states(self) -> StatefulRows:
+        """Sequences of the step, for layers with a state."""
 
     def add_to_experts(
         self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows

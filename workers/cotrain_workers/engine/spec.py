@@ -30,6 +30,9 @@ class AdapterSpec:
     model's width is shared by all experts of a layer, as at Tinker.
     """
 
+    optimizer: str = field(default="adamw", repr=False)
+    """Optimizer of the run: adamw or muon."""
+
     @property
     def scale(self) -> float:
         """Factor on `B @ A`."""
@@ -41,8 +44,10 @@ class AdapterSpec:
         return chosen[family]
 
     def stored(self) -> dict[str, Any]:
-        """Return the fields for a file; those of an adapter without experts are as in old files."""
+        """Return the fields for a file; those of an adapter without experts, with AdamW, are as in old files."""
         fields = asdict(self)
+        if self.optimizer == "adamw":
+            del fields["optimizer"]
         if not self.per_expert:
             del fields["per_expert"]
         return fields

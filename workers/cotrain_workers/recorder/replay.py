@@ -15,6 +15,7 @@ from cotrain_workers.engine.ops import (
     Failure,
     HostOptimizer,
     HostWeights,
+    NoteOutput,
     Op,
     Output,
     WeightsMissing,
@@ -125,7 +126,7 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
         if was_not_over(cycle, op) or (has_not_run(cycle, op) and not everything):
             continue
         request = engine_op(op, body, checkpoints)
-        if isinstance(request, Failure):
+        if isinstance(request, Failure | NoteOutput):
             outputs[op.run, op.seq] = request
         else:
             runnable.append(request)

@@ -8,7 +8,7 @@ the stored ones as a proof.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Op, Output, SaveOutput
+from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.restore_progress import RestoreProgress
@@ -76,7 +76,7 @@ def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: 
 log = structlog.get_logger()
 
 #: Ops that change no state leave no body in the log and are not run again.
-_STATELESS = (OpKind.FORWARD, OpKind.REJECTED)
+_STATELESS = (OpKind.FORWARD, OpKind.METRICS, OpKind.REJECTED)
 #: These run last in a cycle, in order.
 _TAIL = (OpKind.SAVE, OpKind.LOAD)
 #: A cycle contains no further ops of the run after one of these.
@@ -136,13 +136,17 @@ class Replay:
         position = self._execution.logs.position(run)
         if position is None or position.state is RunState.FAILED:
             raise SpoolCorrupt(f"Run {run} has no log to restore from.")
+        return (yield from self.restore_at(run, position, position.done))
+
+    def restore_at(self, run: RunId, position: LogPosition, last: int) -> Yielding[Restored]:
+        """Load a run into the engine as of an op that its log reaches; see `restore`."""
         lost = SpoolCorrupt(f"Run {run} has no copy that can be read.")
         for base in bases_of(position):
-            self._engine.adapters.drop(run)
-            self._progress.expect(run, position.done - base.seq)
+            if base.seq > last:
+                continue
+            self._progress.expect(run, last - base.seq)
             try:
-                self._load(run, base)
-                replayed, is_exact = yield from self._run_log(run, base, position.done)
+                replayed, is_exact = yield from self._run_log(run, base, position, last)
             except (SnapshotUnreadable, SpoolCorrupt) as unusable:
                 log.error("snapshot_unusable", run=run, seq=base.seq, reason=str(unusable))
                 lost = SpoolCorrupt(str(unusable))
@@ -153,7 +157,7 @@ class Replay:
                     run=run,
                     snapshot=base.seq,
                     replayed=replayed,
-                    done=position.done,
+                    done=last,
                 )
             return Restored(position, replayed, base.seq == position.snap, is_exact)
         self._engine.adapters.drop(run)
@@ -169,19 +173,33 @@ class Replay:
         except ValueError as foreign:
             raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
-    def _run_log(self, run: RunId, base: Base, done: int) -> Yielding[tuple[int, bool]]:
-        """Run the log from a base to `done`; return the number of ops, and whether bits are
+    def _run_log(
+        self, run: RunId, base: Base, position: LogPosition, last: int
+    ) -> Yielding[tuple[int, bool]]:
+        """Run the log from a base to `last`; return the number of ops, and whether bits are
         compared.
 
-        They are compared from the base until memory first runs out.
+        They are compared from the base until memory first runs out. If lost saves are among the ops that a
+        rewind abandoned, those ops run first, from the base.
         """
-        ops = [
+        logged = [
             op
-            for op in self._execution.logs.logged_ops(run, base.seq + 1, done)
+            for op in self._execution.logs.logged_ops(run, base.seq + 1, last)
             if op.kind not in _STATELESS
             and (op.kind is not OpKind.SAVE or self._weights.is_lost(WeightsRef(op.request_id)))
         ]
-        ops, is_exact = _from_last_load(ops), True
+        ran, is_exact = 0, True
+        for ops in timelines(logged, base.seq, position.rewinds):
+            self._engine.adapters.drop(run)
+            self._load(run, base)
+            ops = _from_last_load(ops)
+            is_exact = yield from self._run_ops(run, base, ops)
+            ran += len(ops)
+        return ran, is_exact
+
+    def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
+        """Run ops from a loaded base; return False if memory ran out."""
+        is_exact = True
         asks_for_bits = self._exact and not _is_foreign(self._engine, base.numerics_id)
         for group in _cycles(ops):
             bodies = _bodies(self._execution, group)
@@ -190,7 +208,7 @@ class Replay:
             self._check(group, cycle.outputs, exact=asks_for_bits and is_exact)
             self._put_saves_again(group, bodies, cycle.outputs)
             self._progress.reach(run, group[-1].seq - base.seq)
-        return len(ops), is_exact
+        return is_exact
 
     def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:
         """Decode the ops to replay. A client's invalid request failed, and fails again without a
@@ -199,10 +217,11 @@ class Replay:
         runnable: list[Op] = []
         for op, body in zip(group, bodies, strict=True):
             request = engine_op(op, body, self._weights)
-            if not isinstance(request, Failure):
+            if isinstance(request, Failure):
+                if request.category == "server":  # it ran before, so the request is not the cause
+                    raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
+            elif not isinstance(request, NoteOutput):
                 runnable.append(request)
-            elif request.category == "server":  # it ran before, so the request is not the cause
-                raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
         return runnable
 
     def _check(
@@ -265,6 +284,57 @@ def has_other_numerics(engine: Trainer, position: LogPosition) -> bool:
 
 def _is_foreign(engine: Trainer, numerics_id: str) -> bool:
     return numerics_id not in ("", engine.facts.numerics_id)
+
+
+def timelines(
+    ops: Sequence[QueuedOp], base: int, rewinds: Mapping[int, int]
+) -> list[list[QueuedOp]]:
+    """Return the ops to run from a base: first up to each save that a rewind abandoned, at last the remaining ones.
+
+    `ops` hold only saves that must be created again. `rewinds` maps the seq of each successful rewind to the
+    seq to which it returned. Pure.
+
+    Raises:
+        SpoolCorrupt: a rewind returned to a state before the base.
+    """
+    last = _after_rewinds(ops, base, rewinds)
+    abandoned = [op for op in ops if op.kind is OpKind.SAVE and op not in last]
+    found = [last]
+    while abandoned:
+        until = abandoned[-1].seq
+        found.insert(0, _after_rewinds([op for op in ops if op.seq <= until], base, rewinds))
+        abandoned = [op for op in abandoned if op not in found[0]]
+    return found
+
+
+def _after_rewinds(
+    ops: Iterable[QueuedOp], base: int, rewinds: Mapping[int, int]
+) -> list[QueuedOp]:
+    kept: list[QueuedOp] = []
+    for op in ops:
+        if op.kind is not OpKind.REWIND:
+            kept.append(op)
+        elif op.seq in rewinds:  # a refused one has no effect
+            target = rewinds[op.seq]
+            if target < base:
+                raise SpoolCorrupt(f"{op.request_id} returned to a state before this copy.")
+            kept = [each for each in kept if each.seq <= target]
+    return kept
+
+
+def rewind_target(position: LogPosition, step: int) -> int | str:
+    """Return the seq after which a run has taken `step` optimizer steps, or the reason of a refusal. Pure."""
+    seq_by_step = {number: seq for seq, number in position.steps.items() if seq <= position.done}
+    if position.reaches_start:
+        seq_by_step[0] = 0
+    if step in seq_by_step:
+        return seq_by_step[step]
+    if not seq_by_step:
+        return f"step {step} is out of reach: the log of this run holds no optimizer step"
+    return (
+        f"step {step} is out of reach: this run can go back to steps {min(seq_by_step)} to "
+        f"{max(seq_by_step)}, which its log holds since its second newest recovery copy. Load a checkpoint for others"
+    )
 
 
 def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:

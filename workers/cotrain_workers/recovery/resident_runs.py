@@ -11,9 +11,10 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import structlog
 
 from cotrain_store.blobs.protocol import Blobs
+from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import OpId, RunId
-from cotrain_store.messages.ops import OpKind, Step
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
@@ -21,7 +22,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.trainer import StateCopying, Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
-from cotrain_workers.recovery.replay import Replay, Restored, has_other_numerics
+from cotrain_workers.recovery.replay import Replay, Restored, bases_of, has_other_numerics
 from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.rollback import roll_back
 from cotrain_workers.recovery.snapshot_file import (
@@ -38,6 +39,8 @@ log = structlog.get_logger()
 #: Maximum number of copies in host memory that wait for the disk.
 COPIES_AT_ONCE = 4
 _PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
+#: These do not change the state of their run.
+_WITHOUT_EFFECT = (OpKind.FORWARD, OpKind.SAVE, OpKind.METRICS, OpKind.REJECTED)
 
 
 class ResidentRuns:
@@ -67,6 +70,8 @@ class ResidentRuns:
         self._replay = Replay(engine, execution, weights, self._snapshots, progress, exact=exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
+        self._rewound = set[RunId]()
+        """Runs in memory whose REWIND is not committed."""
         self._uncovered_s: dict[RunId, float] = {}
         """Training in copies that are taken and not yet registered, whether they can be written or
         not.
@@ -120,6 +125,20 @@ class ResidentRuns:
         self._backlogs[run] = backlog
         return restored
 
+    def rewind(self, run: RunId, last: int) -> Yielding[None]:
+        """Replace a run in memory by its state as of an earlier op, before the commit of its REWIND.
+
+        Yields like `ensure`. Raises ReplayDiverged or SpoolCorrupt; the run is not in memory then.
+        """
+        self._await_copy(run)
+        done = self._backlogs.pop(run).seq  # without a backlog, no copy of it is taken now
+        position = self._execution.logs.position(run)
+        if position is None:
+            raise SpoolCorrupt(f"Run {run} has no log.")
+        yield from self._replay.restore_at(run, position, last)
+        self._backlogs[run] = ReplayBacklog(done, used_at=time.monotonic())
+        self._rewound.add(run)
+
     def to_replay(self, run: RunId) -> int | None:
         """Return the number of ops between a run's newest copy and its last commit; None if there is
         nothing to restore.
@@ -128,6 +147,17 @@ class ResidentRuns:
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
         return position.done - position.snap
+
+    def logged(self, run: RunId) -> list[QueuedOp]:
+        """Return the ops that a restore of this run may execute; none if it is in memory.
+
+        Raises SpoolCorrupt if one of them is missing.
+        """
+        position = None if run in self._backlogs else self._execution.logs.position(run)
+        if position is None:
+            return []
+        first = min(base.seq for base in bases_of(position)) + 1 if bases_of(position) else 0
+        return self._execution.logs.logged_ops(run, first, position.done)
 
     def copy_due(self) -> None:
         """Register written copies and start due ones. No run in memory may be ahead of its log."""
@@ -156,6 +186,7 @@ class ResidentRuns:
         """Drop a run from memory, so that `ensure` restores it from its log."""
         self._engine.adapters.drop(run)
         self._backlogs.pop(run, None)
+        self._rewound.discard(run)
         self._uncovered_s.pop(run, None)
 
     def committed(
@@ -172,8 +203,13 @@ class ResidentRuns:
                 continue
             if (op.run, op.seq) not in outputs:
                 backlog.used_at = now
-            elif op.kind in (OpKind.FORWARD, OpKind.SAVE, OpKind.REJECTED):
+            elif op.kind in _WITHOUT_EFFECT:
                 backlog.pass_by(op.seq, now)
+            elif op.kind is OpKind.REWIND:
+                backlog.pass_by(op.seq, now)
+                if op.run in self._rewound:  # the copies after its state are gone
+                    backlog.ops, backlog.is_due = backlog.ops + 1, True
+                    self._rewound.discard(op.run)
             else:
                 compute_s, is_pass = device_s[op.run, op.seq], op.kind in _PASSES
                 alone_s = self._cost.alone_s(compute_s, compute_s / total_s, is_pass=is_pass)

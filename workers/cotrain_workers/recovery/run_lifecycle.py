@@ -1,10 +1,11 @@
 """Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -12,13 +13,13 @@ from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.ops import QueuedOp, Step
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.saves import LoadRequest, WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding, run_to_end
-from cotrain_workers.engine.ops import Failure
-from cotrain_workers.recovery.replay import ReplayDiverged, Restored
+from cotrain_workers.engine.ops import Failure, NoteOutput
+from cotrain_workers.recovery.replay import ReplayDiverged, Restored, rewind_target
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 
 log = structlog.get_logger()
@@ -58,6 +59,8 @@ class StepRuns:
     ops: tuple[QueuedOp, ...]  # ops to run
     stopped: Mapping[RunId, Failure]
     is_exact: bool
+    rewinds: Mapping[tuple[str, int], NoteOutput | Failure] = field(default_factory=dict)
+    """Outputs of the step's REWIND ops, which have run."""
 
 
 class RestoreStopped(Exception):
@@ -77,16 +80,21 @@ class RunLifecycle:
         self.progress = residents.progress
         self.uncounted: Counter[str] = Counter()
         """Counters for the pool's totals; cleared once a commit has written them."""
+        self._rewound: dict[RunId, int] = {}
+        """Runs that the current step has rewound, each with the seq of its state."""
 
     def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
         """Load every run of a step into memory; those that cannot be restored fail alone."""
         stopped: dict[RunId, Failure] = {}
         done: dict[RunId, int] = {}
         is_exact = True
+        self._rewound = {}
+        rewinds: dict[tuple[str, int], NoteOutput | Failure] = {}
         rolled_back: RolledBack | None = None
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
             self._forget_unless(run, seq - 1)
+        yield from self._recreate_sources(step.ops)
         with self._counted(first):
             for run in dict.fromkeys(op.run for op in step.ops):
                 match (yield from self._ensure(run, step.tenant_by_run[run])):
@@ -96,9 +104,31 @@ class RunLifecycle:
                         pass
                     case Ready(last, exactly):
                         done[run], is_exact = last, is_exact and exactly
+            for op in step.ops if rolled_back is None else ():
+                if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
+                    rewinds[op.run, op.seq] = yield from self._rewind(op)
         # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
-        return rolled_back or StepRuns(ops, stopped, is_exact)
+        return rolled_back or StepRuns(ops, stopped, is_exact, rewinds)
+
+    def _rewind(self, op: QueuedOp) -> Yielding[NoteOutput | Failure]:
+        """Run a REWIND, whose run is in memory; a refusal changes nothing."""
+        (body,) = self._execution.bodies([op])
+        position = self._execution.logs.position(op.run)
+        if body is None or position is None:
+            return Failure("The request is no longer stored.", "server")
+        step = json.loads(body)["step"]
+        target = rewind_target(position, step)
+        if isinstance(target, str):
+            return Failure(target[0].upper() + target[1:] + ".", "user")
+        try:
+            yield from self._residents.rewind(op.run, target)
+        except (ReplayDiverged, SpoolCorrupt) as broken:
+            log.error("rewind_failed", run=op.run, step=step, reason=str(broken))
+            yield from self._residents.ensure(op.run)
+            return Failure(f"Step {step} cannot be computed again on the server.", "server")
+        self._rewound[op.run] = target
+        return NoteOutput({"step": step, "seq": target})
 
     def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
         """Replay the run whose saved weights were lost before they were on disk."""
@@ -108,12 +138,15 @@ class RunLifecycle:
             self._weights.give_up(weights.ref)
 
     def reload_state(self, run: RunId) -> bool:
-        """Restore the last committed state of a run; return False if its bits may differ.
+        """Restore the state of a run before its step, after any rewind; return False if its bits may differ.
 
         Raises ReplayDiverged, SpoolCorrupt.
         """
         self._residents.forget_state(run)
-        return self._note_restored(run, run_to_end(self._residents.ensure(run)))
+        is_exact = self._note_restored(run, run_to_end(self._residents.ensure(run)))
+        if run in self._rewound:
+            run_to_end(self._residents.rewind(run, self._rewound[run]))
+        return is_exact
 
     def await_writes(self) -> None:
         """Wait until no save and no copy is in progress, at most WRITES_S."""
@@ -146,9 +179,22 @@ class RunLifecycle:
         finally:
             self.progress.end()
 
+    def _recreate_sources(self, ops: Iterable[QueuedOp]) -> Yielding[None]:
+        """Recreate lost weights that loads among these ops need: forks of a run that was not stored."""
+        loads = [op for op in ops if op.kind is OpKind.LOAD]
+        if not loads:
+            return
+        self._weights.reload()
+        lost = {record.ref: record for record in self._weights.lost()}
+        for body in self._execution.bodies(loads) if lost else ():
+            for source in LoadRequest.parse(body).sources if body else ():
+                if source.ref in lost and self._weights.is_lost(source.ref):
+                    yield from self.recreate_lost_weights(lost[source.ref])
+
     def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[Ready | RolledBack | Stopped]:
         """Load one run into memory; roll it back or stop it if it cannot be restored."""
         try:
+            yield from self._recreate_sources(self._residents.logged(run))
             restored = yield from self._residents.ensure(run)
         except ReplayDiverged as diverged:
             return Stopped(self.stop(run, tenant, diverged))

@@ -34,6 +34,7 @@ from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.device_time import DeviceTime, Duty, Throughput
 from cotrain_workers.worker.drain import Drain
+from cotrain_workers.worker.self_check import SelfCheck
 
 log = structlog.get_logger()
 
@@ -114,6 +115,7 @@ class WorkerReport:
         throughput: Throughput,
         device_time: DeviceTime,
         drain: Drain,
+        self_check: SelfCheck,
     ) -> None:
         self._execution = execution
         self._engine = engine
@@ -125,6 +127,7 @@ class WorkerReport:
         self._throughput = throughput
         self._device_time = device_time
         self._drain = drain
+        self._self_check = self_check
         self._duty = Duty()
 
     def describe(self) -> WorkerHeartbeat:
@@ -169,6 +172,7 @@ class WorkerReport:
             unstored_bytes=self._weights.unstored_bytes,
             snapshot_age_s=snapshot_age_s,
             snapshot_due_s=snapshot_due_s,
+            self_check=self._self_check.last,
             members=[process._asdict() for process in processes] if len(processes) > 1 else [],
         )
 

@@ -47,6 +47,7 @@ from cotrain_workers.worker.device_time import (
 from cotrain_workers.worker.drain import Drain, RunMoves
 from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
 from cotrain_workers.worker.prefetch import Prefetcher
+from cotrain_workers.worker.self_check import SelfCheck
 from cotrain_workers.worker.step_runner import StepRunner
 
 log = structlog.get_logger()
@@ -106,10 +107,12 @@ class WorkerLoop:
         self._maintained_at = -math.inf
         self._handover = Drain(execution.drain, residents, weights, sampler)
         self._moves = RunMoves(execution, residents)
+        self._self_check = SelfCheck(engine, execution)
         self._outside = copy_context()
         report = WorkerReport(
             execution, engine, record, residents, weights, sampler,
             self._runs, self._throughput, self._device_time, self._handover,
+            self._self_check,
         )  # fmt: skip
         self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
         self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
@@ -202,7 +205,18 @@ class WorkerLoop:
         self._residents.maintain()
         self._handover.go_on()
         self._moves.go_on()
+        if self._self_check.go_on(self._run_self_check):
+            self._heartbeat.send()
         self._maintained_at = time.monotonic()
+
+    def _run_self_check(self, work: Yielding[T]) -> T:
+        self._time_sharing.training_begins()
+        self._device_time.lap(Phase.IDLE)
+        try:
+            return drive(work, self._time_sharing.yield_to_decoder)[0]
+        finally:
+            self._device_time.lap(Phase.TRAIN)
+            self._time_sharing.training_ends()
 
     def execute(self, step: Step) -> None:
         """Execute and commit one step. It may be an open step of a crashed predecessor."""

@@ -16,7 +16,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.ops import Failure, Pass
-from cotrain_workers.op_codec import decode_op_pass
+from cotrain_workers.op_codec import decode_shared_pass
 
 log = structlog.get_logger()
 
@@ -77,13 +77,24 @@ class Prefetcher:
         queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
         # Drop decoded ops that were abandoned, or that belong to a run of an earlier step.
         self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
-        taken = sum(op.size for op in queued if op in self._decoded)
+        taken = sum({_body_key(op): op.size for op in self._decoded}.values())
+        known = {op.ref: each for op, each in self._decoded.items() if op.ref != "inline"}
         for op in queued:
-            if op in self._decoded or taken + op.size > MAX_BYTES:
+            shared = known.get(op.ref)  # runs of a sweep share bodies
+            size = 0 if shared else op.size
+            if op in self._decoded or taken + size > MAX_BYTES:
                 continue
             if is_over.is_set():
                 return
-            (body,) = self._execution.bodies([op])
-            if body is not None:
-                self._decoded[op] = body, decode_op_pass(op, body)
-                taken += op.size
+            body = shared[0] if shared else self._execution.bodies([op])[0]
+            if body is None:
+                continue
+            decoded = {op.ref: shared[1]} if shared else {}
+            self._decoded[op] = body, decode_shared_pass(op, body, decoded)
+            taken += size
+            if op.ref != "inline":
+                known[op.ref] = self._decoded[op]
+
+
+def _body_key(op: QueuedOp) -> str:
+    return op.request_id if op.ref == "inline" else op.ref

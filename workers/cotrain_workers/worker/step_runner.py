@@ -18,9 +18,9 @@ from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, Op, Output, Pass
+from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.trainer import Trainer
-from cotrain_workers.op_codec import engine_op
+from cotrain_workers.op_codec import Decoded, engine_op
 from cotrain_workers.recovery.bisection import (
     MAX_CRASHES,
     POISON,
@@ -32,7 +32,7 @@ from cotrain_workers.recovery.bisection import (
 from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
-from cotrain_workers.results import StepRun, history_by
+from cotrain_workers.results import StepRun, finished_outputs, history_by
 from cotrain_workers.worker.prefetch import Prefetcher
 
 log = structlog.get_logger()
@@ -147,15 +147,22 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
+        decoded: Decoded = {}
         for op in step.ops:
             body = bodies[op.run, op.seq]
             kept = self._open_ops.get((op.run, op.seq))
-            request = runs.stopped.get(op.run) or (
-                kept.request
-                if kept
-                else self._prefetcher.take(op, body) or engine_op(op, body, self._weights)
+            rewound = runs.rewinds.get((op.run, op.seq))
+            request = (
+                runs.stopped.get(op.run)
+                or rewound
+                or (
+                    kept.request
+                    if kept
+                    else self._prefetcher.take(op, body)
+                    or engine_op(op, body, self._weights, decoded)
+                )
             )
-            if isinstance(request, Failure):
+            if isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request
             else:
                 if isinstance(request, Pass):
@@ -170,7 +177,8 @@ class StepRunner:
             self._runs.await_writes()
         ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in ran.outputs])
-        return ran
+        # An op that does not run waits for an unfinished pass before it, like the others.
+        return replace(ran, outputs=finished_outputs(step.ops, ran.outputs))
 
     def _run(
         self,

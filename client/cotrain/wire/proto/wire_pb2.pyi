@@ -62,6 +62,40 @@ class ForwardBackwardRequest(_message.Message):
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
     def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ...) -> None: ...
 
+class SweepPassRequest(_message.Message):
+    __slots__ = ("runs", "pass_request")
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    PASS_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    runs: _containers.RepeatedCompositeFieldContainer[SweepRun]
+    pass_request: bytes
+    def __init__(self, runs: _Optional[_Iterable[_Union[SweepRun, _Mapping]]] = ..., pass_request: _Optional[bytes] = ...) -> None: ...
+
+class SweepRun(_message.Message):
+    __slots__ = ("model_id", "seq_id", "adam")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAM_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    seq_id: int
+    adam: AdamStep
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam: _Optional[_Union[AdamStep, _Mapping]] = ...) -> None: ...
+
+class AdamStep(_message.Message):
+    __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
+
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
     NUMBER_FIELD_NUMBER: _ClassVar[int]

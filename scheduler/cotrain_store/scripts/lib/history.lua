@@ -50,6 +50,17 @@ local function write_point(list, number, point)
   return more + 1
 end
 
+-- Points of a tenant's own metrics (`messages/runs.py`). A value is a sum divided by a weight.
+local METRIC = '<I4I4I8ddd'
+
+local function metric_lists(run)
+  local lists = {}
+  for _, name in ipairs(redis.call('HKEYS', 'cotrain:run:' .. run .. ':metrics')) do
+    lists[#lists + 1] = 'cotrain:run:' .. run .. ':metric:' .. name
+  end
+  return lists
+end
+
 local function points_of(run)
   return 'cotrain:run:' .. run .. ':steps', 'cotrain:run:' .. run .. ':evaluations'
 end
@@ -111,9 +122,50 @@ local function pack_point(number, history, seq, time_s, sum, entry)
     (sum.sampled > 0 and packed_drift(sum) or '')
 end
 
+-- Record a tenant's metrics. An evaluation has the forwards between its two ops. If some of them failed, or other
+-- ops of the run came between, it has no value. Returns the change of the number of points.
+local function note_metrics(history, run, seq, entry, time_s)
+  local names, more = 'cotrain:run:' .. run .. ':metrics', 0
+  local function add(name, sum, weight)
+    local number = redis.call('HINCRBY', names, name, 1)
+    local point = struct.pack(METRIC, number, history.steps, seq, time_s, sum, weight)
+    more = more + write_point('cotrain:run:' .. run .. ':metric:' .. name, number, point)
+  end
+  for name, value in pairs(entry.values) do
+    add(name, value, 1)
+  end
+  if entry.evaluation ~= '' then
+    local found = history.evaluated
+    if entry.passes > 0 and entry.passes == found.passes then
+      add(entry.evaluation, found.loss, found.weight)
+    end
+    history.evaluated = no_passes()
+  end
+  return more
+end
+
+-- Return the fields of a checkpoint as JSON: its step, and the metrics since that step.
+local function metrics_json(history, run)
+  local found = {}
+  for _, name in ipairs(redis.call('HKEYS', 'cotrain:run:' .. run .. ':metrics')) do
+    local last = redis.call('LINDEX', 'cotrain:run:' .. run .. ':metric:' .. name, -1)
+    if last then
+      local _, step, _, _, sum, weight = struct.unpack(METRIC, last)
+      if step == history.steps then
+        local value = weight > 0 and sum / weight or sum
+        found[#found + 1] = cjson.encode(name) .. ':' .. string.format('%.17g', value)
+      end
+    end
+  end
+  return string.format('"step":%.0f,"metrics":{%s}', history.steps, table.concat(found, ','))
+end
+
 -- Record the metrics of a finished op. Returns the change of the number of points.
 local function note_found(history, run, seq, entry, tokens, time_s)
   local steps, evaluations = points_of(run)
+  if entry.values then
+    return note_metrics(history, run, seq, entry, time_s)
+  end
   if entry.norm then
     history.steps = history.steps + 1
     local point = pack_point(history.steps, history, seq, time_s, history.trained, entry)
@@ -148,24 +200,35 @@ local function count_points(tenant, run, more, time_s, quota)
     end
     local steps, evaluations = points_of(oldest)
     local points = redis.call('LLEN', steps) + redis.call('LLEN', evaluations)
-    redis.call('DEL', steps, evaluations)
+    for _, list in ipairs(metric_lists(oldest)) do
+      points = points + redis.call('LLEN', list)
+      redis.call('DEL', list)
+    end
+    redis.call('DEL', steps, evaluations, 'cotrain:run:' .. oldest .. ':metrics')
     redis.call('ZREM', histories, oldest)
     held = redis.call('HINCRBY', counts, 'points', 0 - points)
   end
 end
 
--- Delete the points after an op, and reset the history to `packed`. Without `packed`, its counters continue.
-local function cut_history(tenant, run, seq, packed)
-  local key, more = 'cotrain:run:' .. run .. ':history', 0
-  local history = parse_history(packed or redis.call('GET', key))
-  for _, list in ipairs({ points_of(run) }) do
+-- Delete the points after an op. Returns the change of the number of points.
+local function cut_points(run, seq)
+  local more, lists = 0, metric_lists(run)
+  lists[#lists + 1], lists[#lists + 2] = points_of(run)
+  for _, list in ipairs(lists) do
     local last = redis.call('LINDEX', list, -1)
-    while last and select(3, struct.unpack(POINT, last)) > seq do
+    while last and select(3, struct.unpack('<I4I4I8', last)) > seq do
       redis.call('RPOP', list)
       more = more - 1
       last = redis.call('LINDEX', list, -1)
     end
   end
+  return more
+end
+
+-- Delete the points after an op, and reset the history to `packed`. Without `packed`, its counters continue.
+local function cut_history(tenant, run, seq, packed)
+  local key, more = 'cotrain:run:' .. run .. ':history', cut_points(run, seq)
+  local history = parse_history(packed or redis.call('GET', key))
   forget_passes(history)
   redis.call('SET', key, pack_history(history))
   if more < 0 then

@@ -1,5 +1,5 @@
 -- log_cut: delete ops that a registered file covers, and release their bodies.
--- `log` names the keys: ops, bodies, digests, refs. Digests outlive their ops by `kept`.
+-- `log` names the keys: log, ops, bodies, digests, refs. Digests outlive their ops by `kept`.
 local function cut_log(log, first, last, kept)
   for seq = first, last do
     local envelope = redis.call('HGET', log.ops, seq)
@@ -12,6 +12,7 @@ local function cut_log(log, first, last, kept)
     end
     redis.call('HDEL', log.ops, seq)
     redis.call('HDEL', log.bodies, seq)
+    redis.call('HDEL', log.log, 'step:' .. seq, 'rewind:' .. seq)
     local old = seq - kept
     local key = redis.call('HGET', log.digests, 'rider:' .. old)
     redis.call('HDEL', log.digests, old)

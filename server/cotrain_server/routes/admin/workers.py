@@ -4,10 +4,11 @@
 `/metrics/fleet`.
 """
 
-from cotrain.wire.admin import MoveRequest, PauseRequest, WorkerList
+from cotrain.wire.admin import MoveRequest, PauseRequest, SelfCheckAsked, WorkerList
 from cotrain.wire.status import Fleet
 from cotrain_server.administration.tenant_grants import find_tenant
 from cotrain_server.administration.workers import (
+    ask_self_check,
     close_run,
     drain_worker,
     move_run,
@@ -41,6 +42,15 @@ async def drain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
 async def undrain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
     """Put a drained worker back into service. Idempotent."""
     await take_worker_back(services, pool_id, worker_id)
+
+
+@router.post("/pools/{pool_id}/workers/{worker_id}/selfcheck")
+async def selfcheck(pool_id: str, worker_id: str, services: ServicesDep) -> SelfCheckAsked:
+    """Request a self-check of a worker: passes of temporary adapters alone, and in one mixed cycle.
+
+    The worker runs it between two cycles. Its result is `self_check` of the worker's heartbeat.
+    """
+    return SelfCheckAsked(asked_at=await ask_self_check(services, pool_id, worker_id))
 
 
 fleet_router = operator_router("/api/v1")

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cotrain.wire.rest import HistoryPoint
+from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_server.ui.data.runs import mean_loss, short_id
 from cotrain_store.messages.ids import RunId
 from cotrain_store.monitoring.status import Minute
@@ -89,7 +89,7 @@ def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(row[name] for row in recent) / len(recent) if recent else 0.0
 
 
-MAX_COMPARED = 8
+MAX_COMPARED = 64
 
 Measure = tuple[str, str, str]
 """Name, heading, unit."""
@@ -149,6 +149,19 @@ def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
         "x": axis,
         "series": series,
     }
+
+
+def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str, Any]]:
+    """Return a chart per own metric over the steps; the newest value of a step counts."""
+    charts = []
+    for number, (name, points) in enumerate(metrics.items()):
+        by_step = {point.step: point.value for point in points}
+        axis = sorted(by_step)
+        series = [{"label": name, "values": [by_step[step] for step in axis]}]
+        charts.append(
+            {"name": f"metric-{number}", "heading": name, "unit": "", "x": axis, "series": series}
+        )
+    return charts
 
 
 def _on_axis(

@@ -1,6 +1,7 @@
 """Pages of runs: one run, a comparison of several runs' curves, and the list of all runs."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode
 
@@ -10,29 +11,35 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
-from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of
+from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
 from cotrain_server.ui.data.runs import (
     STATES,
     keeps,
-    label_of,
     log_rows,
     run_row,
-    short_id,
     targets_of,
+)
+from cotrain_server.ui.data.sweeps import (
+    differing,
+    loss_by_rate,
+    parallel_coordinates,
+    settings_row,
 )
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
 from cotrain_server.views.server_status import list_workers
+from cotrain_server.views.waiting import read_why
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
-from cotrain_store.oplog.reader import read_history
+from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 from cotrain_store.tenants.policies import read_pauses
+from cotrain_store.tenants.run_list import LabelQuery
 
 OPS_SHOWN = 50
 
@@ -47,6 +54,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     names = await tenant_names(services.connection, {run.tenant})
     pauses = await read_pauses(services.connection)
     points = await read_history(services.connection, run.id)
+    metrics = await read_metrics(services.connection, run.id)
     ops = await newest_ops(services.connection, run, position.accepted, OPS_SHOWN)
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
@@ -54,6 +62,7 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
+        "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -71,7 +80,11 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
         "accepted": position.accepted,
         "points": len(points),
         "newest": position.newest,
-        "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else [])],
+        "charts": [
+            *curves_of({run.id: points}),
+            *([evaluation] if evaluation else []),
+            *metric_charts(metrics),
+        ],
         "log": log,
         "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
         "cycles_read": READ_AT_ONCE,
@@ -89,29 +102,49 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
         "created_at": record.created_at,
         "expires_at": record.expires_at,
         "public": record.public,
+        "step": record.step,
+        "metrics": dict(record.metrics),
     }
 
 
 async def read_compared(look: PageRequest) -> dict[str, Any]:
-    """Return the curves of several runs."""
-    wanted = list(dict.fromkeys(look.query.getlist("run")))
+    """Return the curves and the settings of several runs: those named, and those of a sweep."""
+    named = [*look.query.getlist("run"), *await _runs_of_sweep(look)]
+    wanted = list(dict.fromkeys(named))
     if len(wanted) > MAX_COMPARED:
         raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
     runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
     histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
-    labels = {run.id: label_of(run) for run in runs}
+    rows = [settings_row(run, histories[run.id]) for run in runs]
+    labels = {run.id: row.label for run, row in zip(runs, rows, strict=True)}
+    by_rate = loss_by_rate(rows)
     return {
         "runs": [
             {
                 "run": run.id,
-                "label": labels[run.id] or short_id(run.id),
+                "label": labels[run.id],
                 "base_model": run.base_model,
                 "rank": run.lora.rank,
             }
             for run in runs
         ],
+        "by_rate": by_rate,
         "charts": curves_of(histories, labels),
+        "coordinates": parallel_coordinates(rows),
+        "settings": differing(rows),
+        "rows": [asdict(row) for row in rows],
     }
+
+
+async def _runs_of_sweep(look: PageRequest) -> list[str]:
+    """Return the runs of the sweep in the address. The operator's address has the tenant, too."""
+    name = look.query.get("sweep", "")[:64]
+    tenant = look.visitor.tenant.id if look.visitor.tenant else look.query.get("tenant", "")
+    if not name or not tenant:
+        return []
+    tagged = LabelQuery(tags=(f"sweep:{name}",))
+    found = await look.services.run_labels.matching(TenantId(tenant), tagged)
+    return sorted(found, key=lambda run: (len(run), run))[:MAX_COMPARED]
 
 
 @router.get("/ui/runs/{run_id}/history.csv")

@@ -122,7 +122,7 @@
     cursor: { y: false, points: { size: 6 } },
     legend: { live: true },
     scales: {
-      x: { time: false },
+      x: { time: false, distr: given.isScatter ? 3 : 1 },
       y: { distr: chosen.log ? 3 : 1, ...(chosen.clip ? { range: () => clipped(given) } : {}) },
     },
     // Without a pointer the legend shows the last values.
@@ -135,18 +135,20 @@
     },
     axes: [
       { stroke: colour("--muted"), grid: { show: false }, ticks: { stroke: colour("--line") }, size: 30,
-        font: "11px system-ui" },
+        font: "11px system-ui", ...(given.isScatter ? { values: (_, values) => values.map(short) } : {}) },
       { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false },
         size: 56, font: "11px system-ui", values: (_, values) => values.map(short) },
     ],
     series: [
-      { label: given.xLabel ?? "step", value: (_, value) => (value === null ? "–" : String(value)) },
+      { label: given.xLabel ?? "step", value: (_, value) =>
+          value === null ? "–" : given.isScatter ? short(value) : String(value) },
       ...given.series.map((each, number) => ({
         label: each.label,
-        show: !chosen.hidden.has(number),
+        show: given.isScatter || !chosen.hidden.has(number),
         stroke: colour(`--s${number % 8}`),
         width: 1.6,
-        points: { show: given.x.length < 2, size: 5 },
+        points: { show: given.x.length < 2 || given.isScatter, size: given.isScatter ? 8 : 5 },
+        ...(given.isScatter ? { paths: () => null } : {}),
         spanGaps: true,
         value: (_, value) => short(value) + (value === null || !given.unit ? "" : " " + given.unit),
       })),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 import threading
 import time
 from array import array
@@ -19,6 +20,7 @@ from cotrain import (
     UnsupportedInput,
 )
 from cotrain.clients import custom_loss
+from cotrain.losses import orpo
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi, refusal
 
@@ -185,3 +187,34 @@ def test_without_torch_the_error_says_what_to_install(
     with pytest.raises(TorchMissing, match="pip install torch") as missing:
         run.forward_backward_custom(DATA, linear)
     assert isinstance(missing.value, builtins.ImportError)
+
+
+def test_orpo_equals_its_published_formula() -> None:
+    """Against plain Python in float64, to 1e-9."""
+    rows = [[-9.0, -0.5, -1.0], [-9.0, -2.0, -0.3], [-1.0, -0.2], [-4.0, -3.0]]
+    masks = [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, 1.0], [1.0, 1.0]]
+    data = [
+        Datum(
+            model_input=ModelInput.from_ints([1] * len(mask)),
+            loss_fn_inputs={"target_tokens": [2] * len(mask), "weights": mask},
+        )
+        for mask in masks
+    ]
+    logprobs = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    loss, metrics = orpo(weight=0.25)(data, logprobs)
+
+    means = [
+        sum(lp for lp, w in zip(*each, strict=True) if w) / sum(each[1])
+        for each in zip(rows, masks, strict=True)
+    ]
+    odds = [math.log(math.exp(m) / (1 - math.exp(m))) for m in means]
+    margins = [odds[0] - odds[1], odds[2] - odds[3]]
+    ratio = -sum(math.log(1 / (1 + math.exp(-margin))) for margin in margins)
+    assert loss.item() == pytest.approx(-means[0] - means[2] + 0.25 * ratio, abs=1e-9)
+    assert metrics == pytest.approx(
+        {"margin:mean": sum(margins) / 2, "odds_ratio:sum": ratio}, abs=1e-9
+    )
+    with pytest.raises(UnsupportedInput, match="pairs of datums, not 3"):
+        orpo()(data[:3], logprobs[:3])
+    with pytest.raises(UnsupportedInput, match=r"data\[0\].loss_fn_inputs.weights mark no answer"):
+        orpo()(DATA, logprobs[:2])

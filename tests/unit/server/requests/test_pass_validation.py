@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain.types import AdamParams
+from cotrain.wire.custom_loss import CustomLoss, encode_loss
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.pass_validation import (
     NEEDS_BY_LOSS,
@@ -151,7 +152,7 @@ def test_a_loss_setting_of_another_loss_is_refused() -> None:
     message = refusal(request(loss_fn="ppo", beta=0.1))
     assert message == (
         "loss_fn_config.beta is not a setting of ppo. "
-        "Known: clip_high_threshold, clip_low_threshold."
+        "Known: clip_high_threshold, clip_low_threshold, importance_cap, sequence_mask_above."
     )
 
 
@@ -245,9 +246,72 @@ def test_an_optimizer_without_epsilon_is_refused() -> None:
 
 
 def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:
-    assert {name: (spec.inputs, frozenset(spec.defaults)) for name, spec in LOSSES.items()} == {
-        name: (needs.inputs, needs.config) for name, needs in NEEDS_BY_LOSS.items()
+    engine = {
+        name: (spec.inputs, spec.optional, frozenset(spec.defaults))
+        for name, spec in LOSSES.items()
     }
+    assert engine == {
+        name: (needs.inputs, needs.optional, needs.config) for name, needs in NEEDS_BY_LOSS.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "named"),
+    [
+        ("ppo", {"importance_cap": 2.0}, "rollout_logprobs is missing; loss_fn_config.importance_cap=2.0 needs it"),
+        ("grpo", {"beta": 0.04}, "reference_logprobs is missing; loss_fn_config.beta=0.04 needs it"),
+        ("sapo", {"tau_negative": 0.0}, "loss_fn_config.tau_negative must be above 0"),
+    ],
+)  # fmt: skip
+def test_a_setting_names_the_input_that_it_needs(
+    loss_fn: str, config: dict[str, float], named: str
+) -> None:
+    assert named in refusal(request(loss_fn=loss_fn, **config))
+
+
+def test_an_optional_input_is_checked_in_every_datum() -> None:
+    first = datum(loss_fn="ppo", rollout_logprobs=np.zeros(3, np.float32))
+    check_pass(request(first, loss_fn="ppo", importance_cap=2.0), POOL)
+    message = refusal(request(first, datum(loss_fn="ppo"), loss_fn="ppo"))
+    assert message == "data[1].loss_fn_inputs.rollout_logprobs is missing; ppo needs it."
+
+
+def custom(*datums: DatumArrays, **config: float | str) -> PassBody:
+    graph = CustomLoss.model_validate({
+        "inputs": [{"name": "logprobs", "rank": 1}, {"name": "beta", "rank": 0}],
+        "graph": {"nodes": [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+            {"op": "placeholder", "name": "beta", "target": "beta"},
+            {"op": "call_function", "name": "out", "target": "torch.sum", "args": [{"ref": "logprobs"}]},
+            {"op": "output", "name": "output", "target": "output",
+             "args": [{"tuple": [{"ref": "out"}, {"dict": {}}]}]},
+        ]},
+    })  # fmt: skip
+    return request(*datums, loss_fn="custom", **{"loss_id": encode_loss(graph), **config})
+
+
+def test_a_custom_loss_reads_its_inputs_with_their_ranks() -> None:
+    good = DatumArrays(
+        np.arange(3), {"target_tokens": np.arange(3), "beta": np.ones(1, np.float32)}
+    )
+    check_pass(custom(good), POOL)
+    wrong = {
+        "beta is missing": {"target_tokens": np.arange(3)},
+        "beta has shape [3], but the custom loss reads a scalar": {
+            **good.inputs,
+            "beta": np.ones(3),
+        },
+        "target_tokens has shape [3, 1], but the custom loss reads [3]": {
+            **good.inputs,
+            "target_tokens": np.zeros((3, 1), np.int64),
+        },
+        "beta[0] is not finite": {**good.inputs, "beta": np.array([np.nan], np.float32)},
+    }
+    for named, inputs in wrong.items():
+        assert named in refusal(custom(good, replace(good, inputs=inputs)))
+    assert "at most 32768 are allowed" in refusal(custom(*[good] * 8193))
+    assert "must be {'loss_id'" in refusal(custom(good, beta=1.0))
+    assert "is not an id" in refusal(custom(good, loss_id="loss-"))
 
 
 MIXTURE = replace(POOL, expert_choices=(2, 2, 6))

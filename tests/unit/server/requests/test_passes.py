@@ -237,4 +237,15 @@ def test_a_step_with_a_parameter_out_of_range_is_rejected_by_name(params: dict[s
 
 def test_another_optimizer_is_rejected() -> None:
     body = {"model_id": RUN, "seq_id": 1, "optimizer_params": {"type": "dimuon"}}
-    assert "AdamW" in why(step_op(read_step(json.dumps(body).encode())))
+    assert "dimuon is not served" in why(step_op(read_step(json.dumps(body).encode())))
+
+
+def test_a_step_of_muon_has_the_engine_s_fields() -> None:
+    body = {"model_id": RUN, "seq_id": 1, "optimizer_params": {"type": "muon", "momentum": 0.8}}
+    op = step_op(read_step(json.dumps(body).encode()))
+    assert json.loads(op.body) == {
+        "type": "muon", "learning_rate": 1e-4, "beta1": 0.8, "beta2": 0.0, "eps": 1e-7,
+        "weight_decay": 0.0, "grad_clip_norm": 0.0,
+    }  # fmt: skip
+    body |= {"adam_params": {}}
+    assert "send adam_params for AdamW" in why(step_op(read_step(json.dumps(body).encode())))

@@ -23,6 +23,13 @@ from cotrain_server.ui.data.runs import (
     tokens_of_runs,
     waits_for,
 )
+from cotrain_server.ui.data.sweeps import (
+    SettingsRow,
+    differing,
+    loss_by_rate,
+    parallel_coordinates,
+    settings_row,
+)
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
 from cotrain_server.ui.pages.tenants import LIMITS
@@ -291,3 +298,39 @@ def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
     many = {RunId(str(n)): ("t", n) for n in range(9)}
     (shown,) = busiest(many, dict.fromkeys(many, WorkerId("w0"))).values()
     assert len(shown) == RUNS_SHOWN
+
+
+def trial(number: int, loss: float | None, **settings: float | str) -> SettingsRow:
+    run = run_of(
+        id=RunId(f"s:train:{number}"), user_metadata={"sweep": "x", "trial": number, **settings}
+    )
+    points = [] if loss is None else [step_with(loss=loss, learning_rate=0.5)]
+    return settings_row(run, points)
+
+
+def step_with(loss: float, learning_rate: float) -> HistoryPoint:
+    return HistoryPoint(
+        kind="optim_step", step=3, steps=1, seq=1, time_s=0.0, loss_sum=2 * loss, weight_sum=2.0,
+        learning_rate=learning_rate, tokens=1, run_tokens=1, passes=1,
+    )  # fmt: skip
+
+
+def test_a_sweep_is_drawn_by_its_settings() -> None:
+    rows = [trial(0, 3.0, lr=1e-4, seed=0), trial(1, 1.0, lr=1e-2, seed=0), trial(2, None, lr=1.0)]
+    assert rows[0].label == "lr 0.0001, seed 0, rank 8"
+    assert trial(3, 2.0, text="no number").settings == {"lr": 0.5, "rank": 8.0}
+    chart = loss_by_rate(rows)
+    assert chart is not None
+    assert (chart["x"], chart["series"][0]["values"]) == ([1e-4, 1e-2], [3.0, 1.0])
+    drawn = parallel_coordinates(rows)
+    assert drawn is not None
+    assert [(a["name"], a["low"], a["high"]) for a in drawn["axes"]] == [
+        ("lr", 1e-4, 1e-2), ("last loss", 1.0, 3.0),
+    ]  # fmt: skip
+    assert [line["points"] for line in drawn["lines"]] == ["40,220 680,40", "40,40 680,220"]
+
+
+def test_runs_without_differing_settings_are_not_drawn() -> None:
+    alike = [trial(0, 3.0, lr=1e-4), trial(1, 1.0, lr=1e-4)]
+    for rows in ([], alike[:1], alike):
+        assert (loss_by_rate(rows), parallel_coordinates(rows), differing(rows)) == (None, None, [])

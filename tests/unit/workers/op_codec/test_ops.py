@@ -25,6 +25,7 @@ from cotrain_workers.engine.ops import (
     Import,
     Load,
     LoadOutput,
+    NoteOutput,
     Op,
     OptimStep,
     Pass,
@@ -61,7 +62,7 @@ def op(kind: OpKind, seq: int = 1) -> QueuedOp:
     return QueuedOp(RunId("r"), seq, kind, 0, "inline", 0, 0.0)
 
 
-def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | Failure:
+def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | NoteOutput | Failure:
     return requests.engine_op(queued, body, kept or Kept())
 
 

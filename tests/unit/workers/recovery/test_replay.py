@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from cotrain_store.errors import SpoolCorrupt
+from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.oplog.reader import log_position
-from cotrain_workers.recovery.replay import bases_of
+from cotrain_workers.recovery.replay import bases_of, rewind_target, timelines
 
 MADE = {"tenant": "a", "state": "live", "done": "9"}
 NEWEST = {"snap": "8", "snapfile": "new", "snapsha": "n"}
@@ -41,3 +46,41 @@ def test_each_base_has_the_numerics_id_of_its_log() -> None:
     assert numerics(numerics="x", oldnumerics="y") == ["x", "mixed"]
     assert numerics(numerics="x") == ["x", "x"]
     assert numerics(oldnumerics="y") == ["", "y"]
+
+
+def ops(*kinds: OpKind) -> list[QueuedOp]:
+    return [QueuedOp(RunId("r"), seq, kind, 0, "inline", 0, 0.0) for seq, kind in enumerate(kinds)]
+
+
+def seqs(log: list[QueuedOp], base: int, rewinds: dict[int, int]) -> list[list[int]]:
+    return [[op.seq for op in part] for part in timelines(log, base, rewinds)]
+
+
+CREATE, STEP, SAVE, REWIND = OpKind.CREATE, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REWIND
+
+
+def test_a_rewind_drops_the_ops_after_its_state_and_a_refused_one_none() -> None:
+    log = ops(CREATE, STEP, STEP, REWIND, STEP, REWIND, STEP, REWIND)
+    assert seqs(log, -1, {3: 1, 7: 4}) == [[0, 1, 4]]
+    assert seqs(log, -1, {}) == [[0, 1, 2, 4, 6]]
+    assert seqs(log[5:], 4, {7: 4}) == [[]]
+    with pytest.raises(SpoolCorrupt, match="before this copy"):
+        timelines(log[3:], 2, {3: 1})
+
+
+def test_lost_saves_that_a_rewind_dropped_are_made_again_first() -> None:
+    log = ops(CREATE, STEP, SAVE, STEP, SAVE, REWIND, STEP, SAVE)
+    assert seqs(log, -1, {5: 1}) == [[0, 1, 2, 3, 4], [0, 1, 6, 7]]
+    assert seqs(log, -1, {}) == [[0, 1, 2, 3, 4, 6, 7]]
+
+
+def test_a_step_within_the_log_has_its_seq_and_another_one_a_reason() -> None:
+    row = {"step:6": "2", "step:9": "3", "step:12": "4"}
+    position = log_position(MADE | NEWEST | OLDER | row)  # done is 9
+    assert [rewind_target(position, step) for step in (2, 3)] == [6, 9]
+    assert str(rewind_target(position, 1)).startswith(
+        "step 1 is out of reach: this run can go back to steps 2 to 3,"
+    )
+    whole = log_position(MADE | NEWEST | {"oldsnap": "-1"})
+    assert (whole.reaches_start, rewind_target(whole, 0)) == (True, 0)
+    assert "holds no optimizer step" in str(rewind_target(log_position(MADE | NEWEST | OLDER), 0))

@@ -8,6 +8,7 @@ columns of all `(c_i s_i / s) B_i`. `s_i` is the scale of a source and `s` that 
 import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, TypeGuard
@@ -260,14 +261,16 @@ def begin(
         return Failure("The run exists already.", "server")
     if isinstance(op, Import):
         return _import(bank, op, max_rank)
-    spec = op.spec if isinstance(op, Create) else op.weights.spec
+    spec = (
+        op.spec if isinstance(op, Create) else replace(op.weights.spec, optimizer=op.optimizer_type)
+    )
     reason = refuse_spec(spec, max_rank)
     if reason:
         return Failure(reason, "user")
     if isinstance(op, Load):
         if refusal := refuse_state(op):
             return refusal
-        _begin_with(bank, op.run, op.weights, op.optimizer)
+        _begin_with(bank, op.run, spec, op.weights, op.optimizer)
         return LoadOutput(op.path)
     weights = yield from draw_weights(spec, bank.layout_of(spec))
     return CreateOutput(bank.create(op.run, spec, weights).layout.trainable_parameters)
@@ -300,6 +303,12 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
     if shape_of(op.weights.spec) != shape_of(adapter.spec):
         theirs, ours = describe(op.weights.spec), describe(adapter.spec)
         return Failure(f"Checkpoint {op.path} has {theirs}; this run has {ours}.", "user")
+    if op.optimizer and op.optimizer.spec.optimizer != adapter.spec.optimizer:
+        return Failure(
+            f"Checkpoint {op.path} has an optimizer state of {op.optimizer.spec.optimizer}; this run has"
+            f" {adapter.spec.optimizer}. Load it without the optimizer.",
+            "user",
+        )
     flat = op.weights.flat
     if op.weights.spec.alpha != adapter.spec.alpha:
         if op.optimizer:
@@ -370,18 +379,22 @@ def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Fail
         weights = read_import(op.adapter, bank.layout_of, max_rank, bank.base_weights)
     except ImportRefused as refused:
         return Failure(str(refused), "user")
-    _begin_with(bank, op.run, weights, None)
+    _begin_with(bank, op.run, weights.spec, weights, None)
     return CreateOutput(bank[op.run].layout.trainable_parameters)
 
 
 def _begin_with(
-    bank: AdapterBank, run: str, weights: HostWeights, optimizer: HostOptimizer | None
+    bank: AdapterBank,
+    run: str,
+    spec: AdapterSpec,
+    weights: HostWeights,
+    optimizer: HostOptimizer | None,
 ) -> None:
     if optimizer is None:
-        bank.create(run, weights.spec, weights.flat)
+        bank.create(run, spec, weights.flat)
         return
     state = AdapterState(
-        weights.spec,
+        spec,
         weights.flat,
         grads=torch.zeros_like(weights.flat),
         m=optimizer.m,

@@ -24,13 +24,13 @@ from cotrain_workers.engine.decoding.adapter_slots import (
 )
 from cotrain_workers.engine.decoding.kv_cache import (
     MAX_SEQUENCES,
-    PAGE_TOKENS,
     SHARED_STEP_TOKENS,
     STEP_TOKENS,
     DecoderSizes,
     KvCache,
     affordable_tokens,
     decoder_share,
+    default_page_tokens,
     sampler_bytes,
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
@@ -70,13 +70,16 @@ class EngineDecoder:
         grammar_of: GrammarOf | None = None,
     ) -> None:
         device, dtype = base.head_weight.device, base.head_weight.dtype
-        page = sizes.page_tokens or PAGE_TOKENS[device.type]
+        state_bytes = sum(each.sizes(dtype.itemsize) for each in base.states)
+        page = sizes.page_tokens or default_page_tokens(base.kv, dtype, device.type, state_bytes)
         share = decoder_share(device)
         weights_bytes = sizes.weights_bytes
         if weights_bytes is None:
             weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
         kv_bytes = None if share is None else max(share // 2, share - weights_bytes)
-        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, kv_bytes)
+        tokens = sizes.kv_tokens or affordable_tokens(
+            base.kv, base.context_length, dtype, kv_bytes, state_bytes, page
+        )
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
@@ -92,7 +95,7 @@ class EngineDecoder:
         shared = SHARED_STEP_TOKENS[device.type]
         step = StepSizes(page, alone=step_tokens, shared=shared, sequences=MAX_SEQUENCES)
         self.scheduler = DecodeScheduler(pages, self._index, step)
-        self._cache = KvCache(base.kv, pages.count, page, device, dtype)
+        self._cache = KvCache(base.kv, pages.count, page, device, dtype, base.states)
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}

@@ -7,19 +7,27 @@ import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.linear_attention import StateShape
 
 CPU_TOKENS = 65_536
 CPU_BYTES = 2 * 1024**3
 # Share of the free memory when the decoder is created, sampler weights included; training needs the rest.
 CUDA_SHARE = 0.25
 PAGE_TOKENS = {"cpu": 64, "cuda": 256}
+MOST_PAGE_TOKENS = {"cpu": 64, "cuda": 2048}  # a page is also the least part of a prompt in a step
 
 
 class KvCache:
     """Keys and values of `pages` pages, and one dump page for rows without a sequence."""
 
     def __init__(
-        self, shape: KvShape, pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype
+        self,
+        shape: KvShape,
+        pages: int,
+        page_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        states: Sequence[StateShape] = (),
     ) -> None:
         self.pages = pages
         self.page_tokens = page_tokens
@@ -31,6 +39,15 @@ class KvCache:
         )
         for memory in (*self._keys, *self._values):  # other pages are zeroed before their first use
             memory[pages * page_tokens :] = 0
+        #: Inputs of the convolution and matrices of each layer with a state, `[pages + 1, ...]`. Those of the
+        #: dump page stay zero: a sequence begins with them.
+        self.states = [
+            (
+                torch.zeros(pages + 1, *each.inputs, device=device, dtype=dtype),
+                torch.zeros(pages + 1, *each.matrices, device=device),
+            )
+            for each in states
+        ]
 
     @property
     def device(self) -> torch.device:
@@ -77,12 +94,26 @@ class KvCache:
             for pages in (copies.keys(), copies.values(), blank)
         )
         every = [memory for layer in range(len(self._keys)) for memory in self.paged(layer)]
+        states = [memory for layer in self.states for memory in layer]
         with unordered_writes():
             for memory in every:
                 if copies:
                     memory.index_copy_(0, to, memory.index_select(0, of))
                 if blank:
                     memory.index_fill_(0, empty, 0)
+            for memory in states if copies else ():  # never read before they are written
+                memory.index_copy_(0, to, memory.index_select(0, of))
+
+
+def default_page_tokens(shape: KvShape, dtype: torch.dtype, device: str, state_bytes: int) -> int:
+    """Return the default size of a page.
+
+    On a GPU, pages grow until their keys and values take as much memory as their states.
+    """
+    tokens, most = PAGE_TOKENS[device], MOST_PAGE_TOKENS[device]
+    while tokens < most and tokens * shape.values * dtype.itemsize < state_bytes:
+        tokens *= 2
+    return tokens
 
 
 def decoder_share(device: torch.device) -> int | None:
@@ -94,10 +125,18 @@ def decoder_share(device: torch.device) -> int | None:
 
 
 def affordable_tokens(
-    shape: KvShape, context_length: int, dtype: torch.dtype, free_bytes: int | None
+    shape: KvShape,
+    context_length: int,
+    dtype: torch.dtype,
+    free_bytes: int | None,
+    state_bytes: int,
+    page_tokens: int,
 ) -> int:
-    """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU."""
-    token_bytes = shape.values * dtype.itemsize
+    """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU.
+
+    Each page of `page_tokens` has `state_bytes` besides its keys and values.
+    """
+    token_bytes = shape.values * dtype.itemsize + -(-state_bytes // page_tokens)
     if free_bytes is not None:
         return free_bytes // token_bytes
     wanted = max(CPU_TOKENS, context_length + PAGE_TOKENS["cpu"])

@@ -16,7 +16,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     kernel_takes,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.paged_attention import PagedAttention, positions
+from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
 from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Slot
@@ -73,9 +73,10 @@ class ModelRunner:
                 base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
             )
         )
-        # The rows of each expert are counted on the host, which a graph cannot record.
+        # The rows of each expert are counted on the host, and each step has other states. A graph records neither.
         self._has_experts = has_experts(base.targets)
-        if self._has_kernel and not self._has_experts and groups_take(weight, []):
+        is_fixed = not self._has_experts and not base.states
+        if self._has_kernel and is_fixed and groups_take(weight, []):
             self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
     def forward(
@@ -106,22 +107,23 @@ class ModelRunner:
             if chosen is not None:
                 ids = looked_up(ids, chosen)
             images = image_rows(images_of(items), self._device) if has_images else None
-            route = self._route(items)
+            route = self._route(items, ids.shape[1])
             hidden = self._run_model(ids, at, route, images)
             if route.experts:
                 return Forward(hidden, items, np.stack(route.experts, axis=1))
         return Forward(hidden, items)
 
-    def _route(self, items: Sequence[Item]) -> MixedStep:
+    def _route(self, items: Sequence[Item], total: int) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
         spans = [item.span for item in items]
-        if self._has_kernel:
-            tables = kernel_tables(spans, self._cache, self._group, self._device)
-            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots))
         rows = [item.span for item in items if not isinstance(item.work, Chunk)]
         chunks = [item.span for item in items if isinstance(item.work, Chunk)]
+        states = StepStates(self._cache, rows, chunks, total) if self._cache.states else None
+        if self._has_kernel:
+            tables = kernel_tables(spans, self._cache, self._group, self._device)
+            return MixedStep(KernelAttention(self._cache, tables), self._lora(slots), states)
         plain = PagedAttention(self._cache, rows, chunks, self._device)
-        return MixedStep(plain, self._lora(slots))
+        return MixedStep(plain, self._lora(slots), states)
 
     def _lora(self, slots: list[Slot | None]) -> Lora:
         """Return the adapters of some rows: as the last step had them, if no row joined or left."""

@@ -12,7 +12,7 @@ from cotrain_workers.engine.decoding.paged_attention import Span, positions
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.routing import AttentionRule, ExpertRows, bucket
+from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
 
 FEWEST_ROWS = 16
 
@@ -93,7 +93,10 @@ class Lora(Protocol):
 class MixedStep:
     """A `StepRoute` composed of attention and LoRA."""
 
-    def __init__(self, attention: Attention, lora: Lora) -> None:
+    def __init__(
+        self, attention: Attention, lora: Lora, states: StatefulRows | None = None
+    ) -> None:
+        self._states = states
         self._attention = attention
         self._lora = lora
         self._x: torch.Tensor | None = None
@@ -122,6 +125,12 @@ class MixedStep:
         """Rows (start, stop) of each adapter."""
         assert isinstance(self._lora, RowLora)  # the others do not compute experts
         return self._lora.segments
+
+    @property
+    def states(self) -> StatefulRows:
+        """Sequences of the step, for layers with a state."""
+        assert self._states is not None
+        return self._states
 
     def add_to_experts(
         self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows

@@ -26,8 +26,9 @@ class LayerCall:
 class Recompute:
     """Recompute switch of the decoder layers of one base model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_tuple: bool = False) -> None:
         self.is_on = False
+        self._in_tuple = in_tuple  # a layer returns its hidden states in a tuple
         self._instead: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     def record(self, run: Callable[[], Any]) -> list[LayerCall]:
@@ -36,15 +37,21 @@ class Recompute:
 
         def note(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden, *others = args
-            calls.append(LayerCall(hidden, lambda x: forward(x, *others, **kwargs)))
-            return hidden
+            calls.append(LayerCall(hidden, lambda x: self._hidden(forward(x, *others, **kwargs))))
+            return self._output(hidden)
 
         self._replace_layers(run, note)
         return calls
 
     def bypass(self, hidden: torch.Tensor, run: Callable[[], Any]) -> Any:
         """Run the model with `hidden` `[1, T, d]` as the output of every layer."""
-        return self._replace_layers(run, lambda forward, args, kwargs: hidden)
+        return self._replace_layers(run, lambda forward, args, kwargs: self._output(hidden))
+
+    def _hidden(self, output: Any) -> torch.Tensor:
+        return output[0] if self._in_tuple else output  # type: ignore[no-any-return]
+
+    def _output(self, hidden: torch.Tensor) -> Any:
+        return (hidden, None) if self._in_tuple else hidden
 
     def _replace_layers(self, run: Callable[[], Any], instead: Any) -> Any:
         self._instead = instead

@@ -18,7 +18,7 @@ from cotrain_workers.engine.lora.quantized import (
 )
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts
+from cotrain_workers.engine.model import experts, linear_attention
 from cotrain_workers.engine.model.activation_checkpointing import Recompute
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
@@ -114,6 +114,7 @@ class BaseModel:
     tied_embeddings: bool
     eos_token_ids: tuple[int, ...]
     kv: KvShape
+    states: tuple[linear_attention.StateShape, ...]  # of the layers with a state
     lock_step: LockStep
     expert_choices: ExpertChoices | None  # None: no experts, or layers with other numbers of them
     vision: Vision | None = None  # None: it reads text only
@@ -220,7 +221,7 @@ def make_base_model(
     fix_frequencies(backbone)
     scale_outputs(backbone, kind.logit_factor(text))
     vision = Vision(network, processor, router) if processor is not None else None
-    recompute = Recompute()
+    recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
     return BaseModel(
         backbone=backbone,
@@ -241,7 +242,8 @@ def make_base_model(
         num_parameters=num_parameters,
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(text),
+        kv=kv_shape(text, len(attentions(backbone))),
+        states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
         expert_choices=experts.choices_of(backbone, text),
         vision=vision,
@@ -275,8 +277,8 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     return {UNEMBED: base.head_weight, **whole}
 
 
-def kv_shape(config: Any) -> KvShape:
-    """Return the size of a token's keys and values."""
+def kv_shape(config: Any, layers: int) -> KvShape:
+    """Return the size of a token's keys and values in some layers."""
     shapes = [
         (
             each.num_key_value_heads,
@@ -288,7 +290,13 @@ def kv_shape(config: Any) -> KvShape:
         for each in layer_configs(config)
     ]
     others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
-    return KvShape(config.num_hidden_layers, *shapes[0], others)
+    return KvShape(layers, *shapes[0], others)
+
+
+def attentions(decoder: Any) -> list[Any]:
+    """Return the attention modules of a decoder, in the order of layers. Some layers of hybrids have none."""
+    found = (getattr(layer, "self_attn", None) for layer in decoder.layers)
+    return [each for each in found if each is not None]
 
 
 def layer_configs(config: Any) -> list[Any]:
@@ -427,5 +435,5 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = decoder_of(network)
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, layer in enumerate(decoder.layers):
-        attn.attach(layer.self_attn, router, number)
+    for number, attention in enumerate(attentions(decoder)):
+        attn.attach(attention, router, number)

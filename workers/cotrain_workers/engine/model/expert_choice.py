@@ -7,7 +7,7 @@ gradients. Tokens without given experts have the same bits as without replacemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +15,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.ops import Datum, KlDatum
 from cotrain_workers.engine.routing import Router
 
 #: Expert of a token whose experts the router chooses.
@@ -44,28 +42,21 @@ def expert_choices(config: Any, experts: Sequence[int]) -> ExpertChoices | None:
     return ExpertChoices(len(experts), k, experts[0]) if isinstance(k, int) else None
 
 
-def given_experts(
-    choices: ExpertChoices | None,
-    datums: Sequence[Sequence[Datum | KlDatum]],
-    starts: Sequence[int],
-    rows: int,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """Return the experts that datums give to their tokens, int16 `[layers, rows, k]`, or None.
+def experts_of_rows(
+    choices: ExpertChoices | None, rows: int, given: Iterable[tuple[int, np.ndarray]]
+) -> np.ndarray | None:
+    """Return the given experts of the rows of a packed row, int16 `[layers, T, k]`; None if there are none.
 
-    `datums` are by slice, and `starts` are the first rows of the slices.
+    `given` contains first rows, and the experts `[n, layers, k]` of the rows from there on.
     """
-    given = None
-    for at, of_slice in zip(starts, datums, strict=True):
-        start = at
-        for datum in of_slice:
-            experts = datum.routed_experts if isinstance(datum, Datum) else None
-            if experts is not None and choices is not None:
-                if given is None:
-                    given = np.full((choices.layers, rows, choices.chosen), NOT_GIVEN, np.int16)
-                given[:, start : start + len(experts)] = experts.swapaxes(0, 1)
-            start += len(datum.tokens)
-    return None if given is None else to_device(given, device)
+    found = None
+    for start, experts in given:
+        if choices is None:
+            break
+        if found is None:
+            found = np.full((choices.layers, rows, choices.chosen), NOT_GIVEN, np.int16)
+        found[:, start : start + len(experts)] = experts.swapaxes(0, 1)
+    return found
 
 
 class GivenExperts(TorchFunctionMode):

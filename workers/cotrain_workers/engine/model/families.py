@@ -30,6 +30,16 @@ QUERIES = frozenset({"q_proj", "q_a_proj", "q_b_proj"})
 LATENT = _modules(
     "q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
 )
+# Linear attention (`linear_attention.py`) besides attention.
+QWEN3_NEXT = _modules(f"{APART} in_proj_qkvz in_proj_ba out_proj", "gate_proj up_proj down_proj")
+QWEN3_5 = _modules(
+    f"{APART} in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj", "gate_proj up_proj down_proj"
+)
+MAMBA = _modules(f"{APART} in_proj out_proj", "gate_proj up_proj down_proj")
+# PEFT refuses `out_proj` of this type.
+FALCON_H1 = _modules(f"{APART} in_proj", "gate_proj up_proj down_proj")
+LFM2 = _modules("q_proj k_proj v_proj in_proj out_proj", "w1 w2 w3")
+GRANITE_HYBRID = _modules(f"{APART} in_proj out_proj", "input_linear output_linear")
 
 
 def _one(_config: Any) -> float:
@@ -42,6 +52,10 @@ def _logit_scale(config: Any) -> float:
 
 def _by_logits_scaling(config: Any) -> float:
     return 1 / float(config.logits_scaling)
+
+
+def _by_head_multiplier(config: Any) -> float:
+    return float(config.lm_head_multiplier)
 
 
 def _logits_scaling(config: Any) -> float:
@@ -61,6 +75,8 @@ class ModelType:
     """True if its text model is another model of this table (`text_config`), next to a vision tower."""
     optional: frozenset[str] = frozenset()
     """Modules that some models of this type lack."""
+    in_tuple: bool = False
+    """True if a decoder layer returns its hidden states in a tuple."""
     reads_images: bool = False
     """True if its vision tower is used (`vision.py`); other towers are left out."""
     is_inner: bool = False
@@ -135,6 +151,17 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "solar_open": ModelType("Solar Open"),
     "qwen3_vl_moe_text": ModelType("Qwen3-VL MoE (text)", is_inner=True),
     "qwen3_vl_moe": ModelType("Qwen3-VL MoE", is_wrapper=True, reads_images=True),
+    # Hybrids: most layers have a state instead of attention.
+    "qwen3_next": ModelType("Qwen3-Next", QWEN3_NEXT),
+    "qwen3_5_text": ModelType("Qwen3.5 (text)", QWEN3_5),
+    "qwen3_5": ModelType("Qwen3.5", is_wrapper=True),
+    "qwen3_5_moe_text": ModelType("Qwen3.5 MoE (text)", QWEN3_5),
+    "qwen3_5_moe": ModelType("Qwen3.5 MoE", is_wrapper=True),
+    "lfm2": ModelType("LFM2", LFM2),
+    "lfm2_moe": ModelType("LFM2 MoE", LFM2),
+    "granitemoehybrid": ModelType("Granite 4", GRANITE_HYBRID, _by_logits_scaling),
+    "falcon_h1": ModelType("Falcon-H1", FALCON_H1, _by_head_multiplier, in_tuple=True),
+    "bamba": ModelType("Bamba", MAMBA, in_tuple=True),
 }  # fmt: skip
 
 #: Types whose layers differ in the shape of keys and values (`per_layer_config`).
@@ -148,9 +175,12 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
 
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that reads models of this configuration."""
-    if type(config) in AutoModelForCausalLM._model_mapping:
-        return AutoModelForCausalLM
-    return AutoModelForImageTextToText
+    # The text class of Qwen3.5 names its modules in another way than the files.
+    classes = AutoModelForCausalLM, AutoModelForImageTextToText
+    whole = config.model_type in MODEL_TYPES and MODEL_TYPES[config.model_type].is_wrapper
+    return next(
+        each for each in classes[:: -1 if whole else 1] if type(config) in each._model_mapping
+    )
 
 
 def decoder_of(network: Any) -> Any:

@@ -218,7 +218,10 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
     named = [each for each in backbone.modules() if _is_norm(each)]
     checked: Checked = {}  # of 36 layers with a failing kernel, only one logs it
     norms = {each: _fuse_norm(each, checked) for each in named}
-    gates = [_fuse_gate(each.mlp, base.router, checked, in_products) for each in backbone.layers]
+    gates = [
+        _fuse_gate(getattr(each, "mlp", None), base.router, checked, in_products)
+        for each in backbone.layers
+    ]
     done: dict[str, list[Any]] = {
         "norms": list(norms.values()),
         "heads": [

@@ -1,5 +1,5 @@
-"""AdamW over flat arenas, the adapters of a cycle together, with the semantics of
-`torch.optim.AdamW`.
+"""Optimizer steps: AdamW over flat arenas, the adapters of a cycle together, with the semantics of
+`torch.optim.AdamW`. Adapters with Muon step one by one.
 
 The result of an adapter does not depend on the others: the launches work on lists of arenas, each
 with its own norm, step count and elements.
@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import Failure, OptimStep, Output, StepOutput, unknown_run
+from cotrain_workers.engine.training.muon import muon_step
 
 CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 #: An Adam step moves a weight by about its learning rate. Above this rate the weights are checked
@@ -47,6 +48,18 @@ def refuse_step(op: OptimStep) -> str | None:
         if not (is_in_range and math.isfinite(getattr(op, name))):
             return f"Optimizer parameter {name}={getattr(op, name)} is out of range."
     return None
+
+
+def refuse_type(op: OptimStep, adapter: Adapter) -> str | None:
+    """Return why a step is not of its run's optimizer, or None."""
+    own = adapter.spec.optimizer
+    if op.type == own:
+        return None
+    remedy = {
+        "adamw": "send adam_params",
+        "muon": 'send optimizer_params with type "muon" (MuonParams)',
+    }
+    return f"The run was created with optimizer {own}, not {op.type}: {remedy.get(own, '')}."
 
 
 @dataclass(frozen=True)
@@ -102,8 +115,11 @@ def adamw_steps(steps: Sequence[Due]) -> None:
     gradient the step has zero gradients: moments and weights decay, and nothing fails.
     """
     clip([due for due in steps if due.op.grad_clip_norm > 0 and due.norm > 0])
-    for parameters, group in by_parameters(steps).items():
+    for parameters, group in by_parameters([d for d in steps if d.op.type == "adamw"]).items():
         launch(parameters, [due.adapter for due in group])
+    for due in steps:
+        if due.op.type == "muon":
+            muon_step(due.adapter, due.op)
     for due in steps:
         due.adapter.step += 1
         due.adapter.weights_changed()
@@ -165,7 +181,7 @@ def take_steps(
         reason = refuse_step(op)
         if op.run not in adapters:
             outputs[op.run, op.seq] = unknown_run()
-        elif reason:
+        elif reason := reason or refuse_type(op, adapters[op.run]):
             outputs[op.run, op.seq] = Failure(reason, "user")
         else:
             asked.append(op)

@@ -25,16 +25,20 @@ def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
     * `effective_sample_size:mean`: `(sum r)^2 / (n sum r^2)` of sampled tokens, 1 without drift (Kish, 1965).
     * `clip_fraction:mean`: share of the tokens with an advantage whose ratio is out of bounds, where the
       bound removes its gradient or replaces its ratio; only of losses with bounds.
+    * With `rollout_logprobs`, the gap is from those, and `policy_gap:mean` is from `q`, the trainer's own. The weights
+      `exp(q - rollout)` have the mean `importance_weight:mean`, and the share `importance_capped:mean` above the cap.
     """
     loss = LOSSES[op.loss_fn]
     if not set(POLICY_INPUTS) <= set(loss.inputs) or not op.datums:
         return {}
     q, advantages = (_flat([datum.inputs[name] for datum in op.datums]) for name in POLICY_INPUTS)
     apart = _flat(found) - q
+    has_rollout = "rollout_logprobs" in op.datums[0].inputs
+    rollout = _flat([d.inputs["rollout_logprobs"] for d in op.datums]) if has_rollout else q
     is_sampled = (advantages != 0) | (q != 0)
     if not is_sampled.any():
         return {}
-    gap = np.abs(apart[is_sampled])
+    gap = np.abs((_flat(found) - rollout)[is_sampled])
     ratios = np.exp(apart[is_sampled] - apart[is_sampled].max())  # a common factor cancels
     metrics = {
         "sampled_tokens:sum": float(len(gap)),
@@ -45,6 +49,14 @@ def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
             ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum())
         ),
     }
+    if has_rollout:
+        mismatch = (q - rollout)[is_sampled]
+        weights = np.exp(mismatch.clip(max=80.0))
+        metrics["policy_gap:mean"] = float(np.abs(apart[is_sampled]).mean())
+        metrics["importance_weight:mean"] = float(weights.mean())
+        cap = op.loss_config.get("importance_cap", 0.0)
+        if cap > 0:
+            metrics["importance_capped:mean"] = float((weights > cap).mean())
     is_rewarded = advantages != 0
     if set(RATIO_BOUNDS) <= set(loss.defaults) and is_rewarded.any():
         if not loss.per_token:

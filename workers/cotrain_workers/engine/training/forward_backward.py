@@ -14,12 +14,13 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
+    to_device,
 )
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import given_experts
+from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
@@ -85,8 +86,9 @@ class ForwardBackward:
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
-        # The kernel of packed attention on CUDA takes queries and keys of one table.
-        self._shares_prompts = self._device.type == "cpu"
+        # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
+        # cannot begin with the state after its prompt.
+        self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
         self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
@@ -411,11 +413,14 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
+        starts = zip(batch.op_slices, batch.spans, strict=True)
+        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
+        experts = experts_of_rows(
+            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
+        )
+        on_device = None if experts is None else to_device(experts, self._device)
         row, images = self._images.insert(batch, passes, row)
-        starts = [start for start, _ in batch.spans]
-        shape = (batch.padded_tokens, self._device)
-        experts = given_experts(self._base.expert_choices, datums, starts, *shape)
-        return Route(segments, table, lora, experts, images), row
+        return Route(segments, table, lora, on_device, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]

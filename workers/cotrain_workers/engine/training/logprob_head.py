@@ -26,9 +26,10 @@ from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.training.losses import (
     DATUM_LENGTHS,
-    LOSSES,
     TARGETS,
     LossSpec,
+    inputs_of,
+    loss_of,
     value,
     value_and_slope,
 )
@@ -112,12 +113,15 @@ class Head:
 
     def input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
         """Return the head's input for a slice of a pass that starts at row `start`."""
-        loss, datums = LOSSES[op.loss_fn], op.datums[op_slice.first : op_slice.last]
+        datums = op.datums[op_slice.first : op_slice.last]
+        loss = loss_of(op, datums)
         return HeadInput(
             start=start,
             needs_grad=op_slice.needs_grad,
             targets=self._column(datums, TARGETS, torch.int64),
-            inputs={name: self._column(datums, name, self._loss_dtype) for name in loss.inputs},
+            inputs={
+                name: self._column(datums, name, self._loss_dtype) for name in inputs_of(op, loss)
+            },
             datum_lengths=[len(datum.tokens) for datum in datums],
             loss=loss,
             config={**loss.defaults, **op.loss_config},

@@ -52,7 +52,7 @@ class LongSlice:
     @property
     def done_tokens(self) -> int:
         """Return the part of the datum that ran, as a number of tokens below its length."""
-        layers = self.base.kv.layers
+        layers = len(self.base.backbone.layers)  # type: ignore[arg-type]
         total = (2 if self.kind.goes_back else 1) * layers + 1
         return min(self.tokens - 1, self.tokens * self.done // total)
 

@@ -11,14 +11,15 @@ all of it, but a wrong index on a GPU would crash the process for every tenant.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.ops import Datum, KlDatum, Pass, ReverseKl
 from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.engine.training.custom_loss import loss_of_datums
 
 Inputs = Mapping[str, torch.Tensor]
 Config = Mapping[str, float]
@@ -28,6 +29,13 @@ POLICY_INPUTS = ("logprobs", "advantages")
 #: Input of a loss that is not per token: rows of each datum, int64 `[datums]`.
 DATUM_LENGTHS = "datum_lengths"
 RATIO_BOUNDS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+#: Inputs that a policy loss may read: log-probabilities of the sampler, if `logprobs` are the trainer's own.
+ROLLOUT = "rollout_logprobs"
+REFERENCE = "reference_logprobs"
+#: Settings of every policy loss; 0 is off.
+IMPORTANCE_CAP = "importance_cap"
+SEQUENCE_MASK = "sequence_mask_above"
+CORRECTIONS = {IMPORTANCE_CAP: 0.0, SEQUENCE_MASK: 0.0}
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class LossSpec:
     compute: LossFn
     inputs: tuple[str, ...]  # next to target_tokens, of its shape
     defaults: Mapping[str, float] = field(default_factory=dict)  # All valid config keys.
+    optional: tuple[str, ...] = ()  # inputs that all datums of a pass have, or none
     per_token: bool = True  # False: a token's loss depends on the whole datum
     # Signs of an advantage for which the loss grows with the ratio.
     unbounded_for: tuple[int, ...] = ()
@@ -86,14 +95,99 @@ def gspo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
     masked = inputs["sequence_ratio_mask"] != 0
     frozen = logprobs.detach()
     log_ratio = torch.where(masked, frozen - inputs["logprobs"], 0.0)
-    lengths = inputs.get(DATUM_LENGTHS)
-    if lengths is None:
-        lengths = torch.full((1,), len(logprobs), device=logprobs.device)
+    lengths = lengths_of(logprobs, inputs)
     apart = datum_sums(log_ratio, lengths) / datum_sums(masked, lengths).clamp(min=1)
-    # The output size spares the host a wait for the lengths.
-    of_row = apart.repeat_interleave(lengths, output_size=len(logprobs)).to(logprobs.dtype)
-    sequence_apart = of_row.reshape(-1, *[1] * (logprobs.ndim - 1))
+    sequence_apart = of_each_row(apart, lengths, logprobs)
     return clipped_surrogate(sequence_apart + (logprobs - frozen), inputs["advantages"], config)
+
+
+def reinforce(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Return `-lp * A` (Williams, 1992)."""
+    advantages = inputs["advantages"]
+    return -torch.where(advantages != 0, logprobs, 0.0) * advantages
+
+
+def grpo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Return `(-min(r * A, clip(r) * A) + beta * k3) / n`, `n` the sampled tokens of the datum.
+
+    `k3 = exp(ref - lp) - (ref - lp) - 1` estimates the KL divergence from the reference policy (Shao et al., 2024,
+    equations 3 and 4, arXiv:2402.03300). The mean over the group is left to the caller, as a constant factor.
+    """
+    losses = corrected(ppo)(logprobs, inputs, config)
+    if config["beta"] > 0:
+        apart = torch.where(is_sampled(inputs), inputs[REFERENCE] - logprobs, 0.0)
+        losses = losses + config["beta"] * (torch.exp(apart) - apart - 1)
+    return losses / sampled_tokens(logprobs, inputs)
+
+
+def sapo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+    """Return `-4 / tau * sigmoid(tau * (r - 1)) * A / n`, `n` the sampled tokens of the datum.
+
+    `tau` is `tau_positive` for `A > 0` and else `tau_negative` (Gao et al., 2025, arXiv:2511.20347). Far above 1 the
+    gate is flat, so the exponent stops there, as in `clipped_surrogate`.
+    """
+    advantages = inputs["advantages"]
+    tau = torch.full_like(advantages, config["tau_negative"])
+    tau = tau.masked_fill(advantages > 0, config["tau_positive"])
+    apart = torch.where(advantages != 0, logprobs - inputs["logprobs"], 0.0)
+    ratios = torch.exp(torch.minimum(apart, torch.log1p(100.0 / tau)))
+    gate = 4.0 / tau * torch.sigmoid(tau * (ratios - 1))
+    return -gate * advantages / sampled_tokens(logprobs, inputs)
+
+
+def corrected(compute: LossFn) -> LossFn:
+    """Return a policy loss with truncated importance weights and sequence masks, where its settings request them.
+
+    Each token's loss is multiplied by constants. `min(exp(q - rollout), importance_cap)` corrects the numbers of a
+    sampler that differ from the trainer's (Yao et al., 2025, truncated importance sampling). Tokens with `A < 0` of a datum count 0 if the mean of `rollout - lp` of its sampled tokens exceeds
+    `sequence_mask_above` (DeepSeek-V3.2, 2025, section 3.1). Without rollout log-probabilities, `q` is in their place.
+    """
+
+    def loss(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
+        losses = compute(logprobs, inputs, config)
+        cap, mask_above = config.get(IMPORTANCE_CAP, 0.0), config.get(SEQUENCE_MASK, 0.0)
+        if not cap and not mask_above:
+            return losses
+        q, sampled = inputs["logprobs"], is_sampled(inputs)
+        rollout = inputs.get(ROLLOUT, q)
+        if cap:
+            apart = torch.where(sampled, q - rollout, 0.0)
+            losses = losses * torch.exp(apart).clamp(max=cap)
+        if mask_above:
+            lengths = lengths_of(logprobs, inputs)
+            drifts = torch.where(sampled, rollout - logprobs.detach(), 0.0)
+            mean = datum_sums(drifts, lengths) / datum_sums(sampled, lengths).clamp(min=1)
+            is_far = of_each_row(mean > mask_above, lengths, logprobs) != 0
+            losses = torch.where(is_far & (inputs["advantages"] < 0), 0.0, losses)
+        return losses
+
+    return loss
+
+
+def is_sampled(inputs: Inputs) -> torch.Tensor:
+    """Return True for tokens with an advantage or a `q` other than 0; prompts have neither."""
+    return (inputs["advantages"] != 0) | (inputs["logprobs"] != 0)
+
+
+def sampled_tokens(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Return the number of sampled tokens of each row's datum, at least 1, `[n, 1]`."""
+    lengths = lengths_of(logprobs, inputs)
+    return of_each_row(datum_sums(is_sampled(inputs), lengths).clamp(min=1), lengths, logprobs)
+
+
+def lengths_of(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Return the rows of each datum; without that input there is one datum."""
+    lengths = inputs.get(DATUM_LENGTHS)
+    return torch.full((1,), len(logprobs), device=logprobs.device) if lengths is None else lengths
+
+
+def of_each_row(
+    values: torch.Tensor, lengths: torch.Tensor, logprobs: torch.Tensor
+) -> torch.Tensor:
+    """Return the value of each row's datum, in the type of `logprobs`, `[n, 1]` for 2-D ones."""
+    # The output size spares the host a wait for the lengths.
+    rows = values.repeat_interleave(lengths, output_size=len(logprobs)).to(logprobs.dtype)
+    return rows.reshape(-1, *[1] * (logprobs.ndim - 1))
 
 
 def datum_sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -131,18 +225,59 @@ def clipped_surrogate(
     return -torch.minimum(ratios * advantages, clipped(ratios, config) * advantages)
 
 
+def policy(
+    compute: LossFn,
+    defaults: Mapping[str, float] | None = None,
+    *more: str,
+    optional: tuple[str, ...] = (ROLLOUT,),
+    per_token: bool = True,
+    unbounded_for: tuple[int, ...] = (),
+) -> LossSpec:
+    """Return a policy loss with corrections, its settings, and the inputs that it reads next to POLICY_INPUTS."""
+    settings = {**(defaults or {}), **CORRECTIONS}
+    inputs = (*POLICY_INPUTS, *more)
+    return LossSpec(compute, inputs, settings, optional, per_token, unbounded_for)
+
+
+# The defaults of gspo are undocumented. It uses those of ppo, whose keys it shares.
 LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(cross_entropy, ("weights",)),
-    "importance_sampling": LossSpec(importance_sampling, POLICY_INPUTS, unbounded_for=(-1, 1)),
-    "ppo": LossSpec(ppo, POLICY_INPUTS, RATIO_BOUNDS, unbounded_for=(-1,)),
+    "importance_sampling": policy(corrected(importance_sampling), unbounded_for=(-1, 1)),
+    "ppo": policy(corrected(ppo), RATIO_BOUNDS, unbounded_for=(-1,)),
     # One-sided, as in the current public documentation; earlier pages said 0.8 and 1.2.
-    "cispo": LossSpec(
-        cispo, POLICY_INPUTS, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
+    "cispo": policy(corrected(cispo), {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": policy(corrected(dro), {"beta": 0.05}),
+    "gspo": policy(corrected(gspo), RATIO_BOUNDS, "sequence_ratio_mask", per_token=False),
+    "reinforce": policy(corrected(reinforce)),
+    "grpo": policy(
+        grpo,
+        {**RATIO_BOUNDS, "beta": 0.0},
+        optional=(ROLLOUT, REFERENCE),
+        per_token=False,
+        unbounded_for=(-1,),
     ),
-    "dro": LossSpec(dro, POLICY_INPUTS, {"beta": 0.05}),
-    # The defaults of gspo are undocumented. It uses those of ppo, whose keys it shares.
-    "gspo": LossSpec(gspo, (*POLICY_INPUTS, "sequence_ratio_mask"), RATIO_BOUNDS, per_token=False),
+    # Token sums and a wider upper bound (Yu et al., 2025, arXiv:2503.14476); no KL.
+    "dapo": policy(
+        corrected(ppo), {**RATIO_BOUNDS, "clip_high_threshold": 1.28}, unbounded_for=(-1,)
+    ),
+    "sapo": policy(corrected(sapo), {"tau_positive": 1.0, "tau_negative": 1.05}, per_token=False),
 }
+
+
+def loss_of(op: Pass, datums: Sequence[Datum]) -> LossSpec:
+    """Return the loss of some datums of a pass, whose `loss_fn` is known."""
+    if op.graph is not None:
+        return LossSpec(loss_of_datums(op.graph, datums), (), per_token=False)
+    loss = LOSSES[op.loss_fn]
+    # A mask depends on the whole datum.
+    masks = bool(op.loss_config.get(SEQUENCE_MASK))
+    return replace(loss, per_token=False) if masks and loss.per_token else loss
+
+
+def inputs_of(op: Pass, loss: LossSpec) -> tuple[str, ...]:
+    """Return the inputs that a loss reads from the datums of a pass, with the optional ones that they have."""
+    first = op.datums[0].inputs
+    return (*loss.inputs, *(name for name in loss.optional if name in first))
 
 
 def value_and_slope(
@@ -181,14 +316,14 @@ TARGETS = "target_tokens"
 
 def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
     """Return why this pass cannot run, as a sentence for the tenant, or None."""
-    loss = LOSSES.get(op.loss_fn)
-    if loss is None:
+    if op.loss_fn not in LOSSES and op.graph is None:
         return f"Unknown loss_fn {op.loss_fn!r}; known are {', '.join(sorted(LOSSES))}."
+    loss = loss_of(op, op.datums)
     unknown = sorted(set(op.loss_config) - set(loss.defaults))
     if unknown:
         return f"Loss {op.loss_fn!r} has no setting {unknown[0]!r}."
     for at, datum in enumerate(op.datums):
-        reason = refuse_shapes(op.loss_fn, loss, datum, context_length)
+        reason = refuse_shapes(op.loss_fn, inputs_of(op, loss), datum, context_length)
         reason = reason or refuse_tokens(datum, vocab_size)
         if reason:
             return f"{reason} (datum {at})."
@@ -230,7 +365,9 @@ def refuse_kl_shapes(datum: KlDatum, context_length: int) -> str | None:
     return None
 
 
-def refuse_shapes(name: str, loss: LossSpec, datum: Datum, context_length: int) -> str | None:
+def refuse_shapes(
+    name: str, inputs: Sequence[str], datum: Datum, context_length: int
+) -> str | None:
     """Return the error in the lengths and shapes of a datum, or None."""
     length = len(datum.tokens)
     if not 0 < length <= context_length:
@@ -240,7 +377,7 @@ def refuse_shapes(name: str, loss: LossSpec, datum: Datum, context_length: int) 
     shape = datum.inputs[TARGETS].shape
     if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
         return f"{TARGETS} has shape {list(shape)}; it must be [{length}] or [{length}, K]"
-    for wanted in loss.inputs:
+    for wanted in inputs:
         if wanted not in datum.inputs:
             return f"Loss {name!r} needs loss_fn_inputs[{wanted!r}]"
         if datum.inputs[wanted].shape != shape:

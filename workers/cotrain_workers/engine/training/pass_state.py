@@ -12,17 +12,20 @@ import torch
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import (
+    Datum,
     Failure,
+    KlDatum,
     Pass,
     PassOutput,
     ReverseKl,
     ReverseKlOutput,
     UpcomingBatch,
 )
+from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.losses import LOSSES, steepest_target
+from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
 
@@ -102,6 +105,14 @@ class PassState:
         """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""
         return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
 
+    def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
+        datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
+        for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
+            if isinstance(datum, Datum) and datum.routed_experts is not None:
+                yield start, datum.routed_experts[shared:]
+            start += len(datum.tokens) - shared
+
     def spans(self, op_slice: OpSlice, start: int) -> list[Span]:
         """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
         shared = self.shared_in(op_slice)
@@ -124,18 +135,13 @@ class PassState:
         if self.op.slice_tokens is not None and self.op.slice_tokens < limit:
             limit, self.is_exact = self.op.slice_tokens, False
         self.shared = [0] * len(lengths)
-        if shares and isinstance(self.op, Pass) and _can_share(self.op):
-            self.shared = shared_prompts([datum.tokens for datum in self.op.datums])
+        if shares and isinstance(self.op, Pass):
+            self.shared = shared_prompts(self.op.datums)
         needs_grad = self.op.needs_grad
         cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
         self.slices = deque(cuts)
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
-
-
-def _can_share(op: Pass) -> bool:
-    """Return False if equal tokens of two datums may be computed in different ways."""
-    return all(datum.routed_experts is None and not datum.images for datum in op.datums)
 
 
 def collect(
@@ -234,8 +240,9 @@ def output_of(
     divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
+        own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
         tokens = sum(len(datum.tokens) for datum in op.datums)
-        return PassOutput(found, loss_sum, drift(op, found), tokens - rows)
+        return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
         losses=[w * kl for w, kl in zip(weights, found, strict=True)],
@@ -254,10 +261,10 @@ def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> 
     """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper
     one.
     """
-    loss = LOSSES[op.loss_fn]
-    config = {**loss.defaults, **op.loss_config}
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
-        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in loss.inputs}
+        loss = loss_of(op, [datum])
+        config = {**loss.defaults, **op.loss_config}
+        inputs = {name: torch.from_numpy(datum.inputs[name]) for name in inputs_of(op, loss)}
         slope, at = steepest_target(loss, torch.from_numpy(now), inputs, config)
         if adapter.steepest is None or slope > adapter.steepest.slope:
             index = ", ".join(str(axis) for axis in np.unravel_index(at, now.shape))
@@ -270,7 +277,12 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
-        why = too_far_apart(op, found)
+        graph, needs_grad = op.graph, op.needs_grad
+        why = (
+            broken_datum(graph, op.datums, found, needs_grad=needs_grad)
+            if graph is not None
+            else too_far_apart(op, found)
+        )
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
@@ -293,7 +305,7 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
     """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if
     there is none.
     """
-    signs = LOSSES[op.loss_fn].unbounded_for
+    signs = loss_of(op, op.datums).unbounded_for
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         if not signs:
             break

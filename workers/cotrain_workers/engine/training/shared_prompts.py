@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
+
+from cotrain_workers.engine.ops import Datum
 
 #: Tokens of a shorter prompt are computed again: each group takes more calls of the attention.
 LEAST_SHARED = 64
@@ -21,16 +22,16 @@ LEAST_SHARED = 64
 Span = tuple[int, int, bool]
 
 
-def shared_prompts(sequences: Sequence[np.ndarray]) -> list[int]:
+def shared_prompts(datums: Sequence[Datum]) -> list[int]:
     """Return, for each datum, how many of its first tokens are those of the first datum of its group; 0 for that one.
 
     Groups are neighbours. A datum joins the group before it if more tokens are then saved in the group.
     """
-    shared = [0] * len(sequences)
+    shared = [0] * len(datums)
     first, prompt = 0, 0
-    for at in range(1, len(sequences)):
+    for at in range(1, len(datums)):
         members = at - first
-        common = common_prompt(sequences[first], sequences[at])
+        common = common_prompt(datums[first], datums[at])
         common = min(common, prompt) if members > 1 else common
         if common >= LEAST_SHARED and members * common > (members - 1) * prompt:
             prompt = common
@@ -40,11 +41,17 @@ def shared_prompts(sequences: Sequence[np.ndarray]) -> list[int]:
     return shared
 
 
-def common_prompt(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the number of equal first tokens, which leaves at least one token of each."""
-    most = min(len(one), len(other)) - 1
-    differs = one[:most] != other[:most]
-    return int(differs.argmax()) if differs.any() else max(0, most)
+def common_prompt(one: Datum, other: Datum) -> int:
+    """Return the number of equal first tokens with equal given experts, and 0 with images; at least one token of each is left."""
+    most = max(0, min(len(one.tokens), len(other.tokens)) - 1)
+    differs = one.tokens[:most] != other.tokens[:most]
+    experts, others = one.routed_experts, other.routed_experts
+    if (experts is None) != (others is None) or one.images or other.images:
+        return 0
+    if experts is not None and others is not None:
+        both = min(most, len(experts), len(others))
+        differs = differs[:both] | (experts[:both] != others[:both]).any(axis=(1, 2))
+    return int(differs.argmax()) if differs.any() else len(differs)
 
 
 def rows_of(lengths: Sequence[int], shared: Sequence[int]) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ TARGETS = (
 )
 
 
-def host(rank: int, seed: int = 0, **families: bool) -> HostWeights:
+def host(rank: int, seed: int = 0, **families: Any) -> HostWeights:
     spec = AdapterSpec(rank, seed=seed, **families)
     size = plan_layout(spec, TARGETS).size
     return HostWeights(spec, torch.randn(size, generator=torch.Generator().manual_seed(seed)))

@@ -49,7 +49,7 @@ def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> E
     return engine
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2", "bamba"])
 @pytest.mark.parametrize("recompute", ["never", "always"])
 def test_a_layered_pass_has_the_bits_of_one_in_one_piece(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str

@@ -304,10 +304,20 @@ def test_cross_entropy_accepts_several_targets_per_token() -> None:
 
 def test_the_defaults_are_the_documented_ones() -> None:
     ratio_bounds = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-    assert LOSSES["ppo"].defaults == ratio_bounds
-    assert LOSSES["gspo"].defaults == ratio_bounds
-    assert LOSSES["cispo"].defaults == {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-    assert LOSSES["dro"].defaults == {"beta": 0.05}
+    documented = {
+        "ppo": ratio_bounds,
+        "gspo": ratio_bounds,
+        "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+        "dro": {"beta": 0.05},
+        "grpo": {**ratio_bounds, "beta": 0.0},
+        "dapo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+        "reinforce": {},
+    }
+    off = {"importance_cap": 0.0, "sequence_mask_above": 0.0}
+    assert {name: LOSSES[name].defaults for name in documented} == {
+        name: {**defaults, **off} for name, defaults in documented.items()
+    }
 
 
 GOOD = random_datum(np.random.default_rng(0), "ppo", 4)

@@ -71,6 +71,12 @@ def test_a_shared_prompt_changes_no_number_beyond_rounding(
     assert relative_error(*gradients) <= 1e-5
 
 
+def test_a_hybrid_shares_no_prompt(new_engine: NewEngine) -> None:
+    output = new_engine("lfm2").run(ops("r", group(1))).outputs["r", 1]
+    assert isinstance(output, PassOutput)
+    assert output.shared_tokens == 0
+
+
 def test_a_group_among_others_has_the_bits_of_the_group_alone(new_engine: NewEngine) -> None:
     among, alone = new_engine(), new_engine()
     own = ops("group", group(1))
@@ -128,17 +134,27 @@ def test_groups_are_neighbours_with_the_longest_worthwhile_prompt() -> None:
     rng = np.random.default_rng(0)
     system, first, second = (rng.integers(0, 99, 100) for _ in range(3))
 
-    def sequences(*parts: np.ndarray) -> list[np.ndarray]:
-        return [np.concatenate([*parts, [at], rng.integers(0, 99, 5)]) for at in range(3)]
+    def datums(*parts: np.ndarray) -> list[Datum]:
+        return [
+            Datum(np.concatenate([*parts, [at], rng.integers(0, 99, 5)]), {}) for at in range(3)
+        ]
 
-    one, two = sequences(system, first), sequences(system, second)
+    one, two = datums(system, first), datums(system, second)
     # A group with a prompt of its own does not shrink to what all groups share.
     assert shared_prompts([*one, *two]) == [0, 200, 200, 0, 200, 200]
     assert shared_prompts([one[0], two[0], one[1]]) == [0, 100, 100]
-    assert shared_prompts([system[:LEAST_SHARED]] * 2) == [0, 0]
+    assert shared_prompts([Datum(system[:LEAST_SHARED], {})] * 2) == [0, 0]
     # Equal datums keep a row each.
-    assert shared_prompts([system] * 3) == [0, 99, 99]
+    assert shared_prompts([Datum(system, {})] * 3) == [0, 99, 99]
     assert shared_prompts([]) == []
+    # A prompt is shared up to the first token with other experts.
+    experts = rng.integers(0, 4, (206, 2, 2))
+    others = np.where(np.arange(206)[:, None, None] == 150, 3 - experts, experts)
+    given = [
+        replace(each, routed_experts=chosen)
+        for each, chosen in zip(one[:2], (experts, others), strict=True)
+    ]
+    assert shared_prompts([*given, one[2]]) == [0, 150, 0]
 
 
 def test_slices_are_cut_by_their_rows() -> None:

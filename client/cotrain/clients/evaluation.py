@@ -1,0 +1,104 @@
+"""Evaluation of a run on a data set, and the checks of metrics that a caller passes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from typing_extensions import override
+
+from cotrain.errors import UnsupportedInput
+from cotrain.requests.chunks import combine
+from cotrain.requests.connection import BackgroundLoop
+from cotrain.requests.futures import Future
+from cotrain.wire.datums import Datum
+from cotrain.wire.runs import ForwardBackwardOutput, LogMetricsResponse
+from cotrain.wire.tensors import TensorData
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of `run.evaluate`."""
+
+    loss_sum: float
+    """Sum of the loss over all datums."""
+    weight_sum: float
+    """Sum of the weights, or the number of non-zero advantages if the loss has no weights."""
+    tokens: int
+    """Number of targets with a non-zero weight or advantage."""
+    loss_fn_outputs: list[dict[str, TensorData]]
+    """Named arrays for each datum in the order sent, as in `ForwardBackwardOutput`."""
+
+    @property
+    def loss(self) -> float:
+        """Loss per weight; the sum if the weights sum to 0."""
+        return self.loss_sum / self.weight_sum if self.weight_sum > 0 else self.loss_sum
+
+    @property
+    def nll(self) -> float:
+        """Negative log-likelihood in nats per token, of `cross_entropy`; the same number as `loss`."""
+        return self.loss
+
+    @override
+    def __repr__(self) -> str:
+        return f"Evaluation(loss={self.loss:.6g}, tokens={self.tokens})"
+
+
+def weights_of(data: Sequence[Datum]) -> tuple[float, int]:
+    """Return the sum of the weights of datums, and the number of targets that count."""
+    total, count = 0.0, 0
+    for datum in data:
+        inputs = datum.loss_fn_inputs
+        weights = inputs.get("weights")
+        if weights is not None:
+            total += math.fsum(weights.data)
+            count += sum(weight != 0 for weight in weights.data)
+            continue
+        rewards = inputs.get("advantages")
+        values = inputs["target_tokens"].data if rewards is None else rewards.data
+        counted = len(values) if rewards is None else sum(value != 0 for value in values)
+        total, count = total + counted, count + counted
+    return total, count
+
+
+def evaluated(
+    loop: BackgroundLoop,
+    data: Sequence[Datum],
+    passes: Sequence[Future[ForwardBackwardOutput]],
+    bounds: Sequence[Future[LogMetricsResponse]],
+) -> Future[Evaluation]:
+    """Combine the forwards of an evaluation into one future. It fails with the first failure."""
+    weight_sum, tokens = weights_of(data)
+
+    async def accept() -> None:
+        for bound in bounds:
+            await bound.accepted_async()
+        for each in passes:
+            await each.accepted_async()
+
+    async def finish() -> Evaluation:
+        outputs = [await each for each in passes]
+        for bound in bounds:
+            await bound
+        whole = combine(outputs)
+        return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
+
+    return Future(loop.start(accept()), loop.start(finish()), what="an evaluation")
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as finite floats. Raises UnsupportedInput, which names the metric."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)  # of Python, NumPy and torch
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UnsupportedInput(
+                f"metrics[{name!r}] is {value!r:.80}: it must be a finite number"
+            )
+        found[name] = number
+    return found

@@ -1,0 +1,197 @@
+"""Requests for several runs at once: one batch is encoded and sent once for all of them.
+
+Each run reserves its own positions, so its order, its back-pressure and its results are those of
+requests of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Generic, NamedTuple, TypeVar
+
+from cotrain.errors import (
+    APIError,
+    MalformedMessage,
+    RateLimitError,
+    UnsupportedInput,
+    status_error,
+)
+from cotrain.requests.chunks import chunks_of
+from cotrain.requests.connection import Connection
+from cotrain.requests.futures import Future
+from cotrain.requests.polling import wait_for_json, wait_for_pass
+from cotrain.requests.run_requests import RunRequests
+from cotrain.transport.http import Transport, reader
+from cotrain.wire.datums import Datum, is_unshifted, total_weight
+from cotrain.wire.pass_codec import encode_datums, wrap_datums
+from cotrain.wire.proto import wire_pb2 as wire
+from cotrain.wire.runs import (
+    AdamParams,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    SweepFuture,
+    SweepFutures,
+)
+
+Answer = TypeVar("Answer")
+T = TypeVar("T")
+
+log = logging.getLogger("cotrain")
+
+
+class RunStep(NamedTuple):
+    """Futures of one run: its pass, and its optimizer step, if any."""
+
+    passed: Future[ForwardBackwardOutput]
+    stepped: Future[OptimStepResponse] | None
+
+
+class _Joint(Generic[Answer]):
+    """One POST that several runs send together, when it is the turn of each of them.
+
+    All of them get its answer or its error. After a refusal by a full server they meet again.
+    """
+
+    def __init__(self, runs: int, post: Callable[[], Awaitable[Answer]]) -> None:
+        self._runs = runs
+        self._post = post
+        self._begin()
+
+    def _begin(self) -> None:
+        self._arrived = 0
+        self._are_there = asyncio.Event()
+        self._attempt = asyncio.create_task(self._once(self._are_there))
+
+    async def _once(self, are_there: asyncio.Event) -> Answer:
+        await are_there.wait()
+        return await self._post()
+
+    async def send(self) -> Answer:
+        """Wait for the turn of the other runs, and return the answer."""
+        if self._are_there.is_set():
+            self._begin()
+        attempt = self._attempt
+        self._arrived += 1
+        if self._arrived == self._runs:
+            self._are_there.set()
+        return await asyncio.shield(attempt)
+
+
+class SweepRequests:
+    """Sender of batches for several runs of one connection."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._loop = connection.loop
+        self._transport = connection.transport
+        self._has_warned = False
+
+    def pass_over(
+        self,
+        runs: Sequence[RunRequests],
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: Mapping[str, float | str] | None,
+        *,
+        forward_only: bool,
+        steps: Sequence[AdamParams] | None = None,
+    ) -> list[RunStep]:
+        """POST a pass as the next request of each run; with `steps`, an optimizer step of each run follows.
+
+        Raises UnsupportedInput for a datum that is not text, or for too much data in one call.
+        """
+        chunks = chunks_of(encode_datums(data), self._connection.known_config)
+        if len(chunks) > 1:
+            raise UnsupportedInput("this server trains no sweeps: create the runs one by one")
+        batch = wrap_datums("", 0, chunks[0], loss_fn, loss_fn_config, forward_only=forward_only)
+        if not self._has_warned and any(map(is_unshifted, data)):
+            self._has_warned = True
+            log.warning("target_tokens equal the input: not shifted? See docs/guide/sweeps.md")
+        weight = total_weight(data) if loss_fn == "cross_entropy" else 0.0
+        request = wire.SweepPassRequest(pass_request=batch.SerializeToString(deterministic=True))
+        size_bytes = request.ByteSize()
+        self._connection.in_flight.acquire(size_bytes)
+        with ExitStack() as ordered:
+            for run in sorted(runs, key=lambda run: run.model_id):  # as every other sweep does
+                ordered.enter_context(run.ordered())
+            for number, run in enumerate(runs):
+                seq_ids = run.reserve(2 if steps else 1)
+                adam = wire.AdamStep(**dict(steps[number])) if steps else None
+                request.runs.add(model_id=run.model_id, seq_id=seq_ids[0], adam=adam)
+            answer = self._loop.start(self._submit(runs, request, size_bytes))
+        return [self._run_step(run, answer, i, weight, bool(steps)) for i, run in enumerate(runs)]
+
+    async def _submit(
+        self, runs: Sequence[RunRequests], request: wire.SweepPassRequest, size_bytes: int
+    ) -> list[SweepFuture]:
+        joint = _Joint(len(runs), lambda: self._post(runs, request))
+        try:
+            answers = await asyncio.gather(
+                *(
+                    run.in_order(entry.seq_id, size_bytes // len(runs), joint.send)
+                    for run, entry in zip(runs, request.runs, strict=True)
+                ),
+                return_exceptions=True,
+            )
+        finally:
+            self._connection.in_flight.release(size_bytes)
+        first = answers[0]
+        if isinstance(first, BaseException):
+            raise first
+        return first
+
+    async def _post(
+        self, runs: Sequence[RunRequests], request: wire.SweepPassRequest
+    ) -> list[SweepFuture]:
+        try:
+            for run in runs:
+                await run.fill_lost()
+            answer = await self._transport.post(
+                "sweep_pass", request, reader(SweepFutures), raises_busy=True
+            )
+        except RateLimitError:
+            raise
+        except APIError as error:
+            for run, entry in zip(runs, request.runs, strict=True):
+                for seq_id in range(entry.seq_id, entry.seq_id + 1 + entry.HasField("adam")):
+                    await run.fill(seq_id, error)
+            raise
+        if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
+            raise MalformedMessage("sweep_pass did not answer for the runs of the request")
+        return answer.runs
+
+    def _run_step(
+        self,
+        run: RunRequests,
+        answer: concurrent.futures.Future[list[SweepFuture]],
+        number: int,
+        weight: float,
+        has_step: bool,
+    ) -> RunStep:
+        async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
+            return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
+
+        async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
+            return await wait_for_json(transport, request_id, OptimStepResponse)
+
+        def accepted(which: int) -> concurrent.futures.Future[str]:
+            return self._loop.start(_request_id(answer, number, which))
+
+        passed = run.result_of(accepted(0), wait, "a pass")
+        stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
+        return RunStep(passed, stepped)
+
+
+async def _request_id(
+    answer: concurrent.futures.Future[list[SweepFuture]], number: int, which: int
+) -> str:
+    """Return a request id of one run. Raises APIStatusError if the run accepted nothing."""
+    # Shielded, so that a caller that cancels one result leaves no gap in the order of the runs.
+    entry = (await asyncio.shield(asyncio.wrap_future(answer)))[number]
+    if entry.error is not None:
+        raise status_error(entry.status_code, entry.error, None)
+    return entry.request_ids[which]

@@ -1,0 +1,133 @@
+"""Rewinds of a run to an earlier optimizer step: the same numbers, also when workers are killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cotrain_store.keys import run_keys
+from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import RunRecord
+from cotrain_store.oplog.reader import oldest_rewind, read_history
+from cotrain_workers.engine.engine import Engine
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.program import (
+    LORA,
+    computed,
+    numbers_of,
+    restored_digest,
+    results,
+    submit,
+    undisturbed,
+)
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import POOL, Stack, snapshots, worker
+
+#: The program without the pass after its last optimizer step.
+LAST = 12
+
+
+async def rewind(server: Stack, run: RunRecord, seq: int, step: int) -> RequestId:
+    body = json.dumps({"step": step}).encode()
+    return await server.intake.submit(run, seq, OpKind.REWIND, body, 0, f"back to {step}")
+
+
+async def back_and_on(server: Stack, run: RunRecord) -> tuple[list[RequestId], list[RequestId]]:
+    """Submit the program, a rewind to its first step, and the rest of the program again."""
+    before = await submit(server, run, 1, LAST)
+    before.append(await rewind(server, run, LAST + 1, 1))
+    return before, await submit(server, run, 5, LAST, place=LAST + 2)
+
+
+@pytest.mark.parametrize(
+    ("failpoint", "ops"),
+    [
+        (None, 1_000),
+        (None, 5),  # a recovery copy after the step to which it returns
+        (Failpoint("logs.logged_ops", 2, after=True), 1_000),  # in the replay of the rewind
+        (Failpoint("commit", 4), 1_000),
+        (Failpoint("commit", 4, after=True), 1_000),
+        (Failpoint("commit", 4, after=True), 5),
+        (Failpoint("register_snapshot", 2), 5),
+    ],
+    ids=str,
+)
+async def test_a_run_goes_on_from_an_earlier_step_with_the_same_numbers(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    failpoint: Failpoint | None,
+    ops: int,
+) -> None:
+    url, tuning = empty_redis.url, snapshots(ops=ops)
+    expected, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+    run = await server.create("a", "a", LORA)
+    before, after = await back_and_on(server, run)
+    if failpoint:
+        async with dying_worker(url, tmp_path, engine, failpoint, tuning=tuning):
+            pass
+    with worker(url, tmp_path, engine, tuning=tuning):
+        found = await results(server, run, before)
+        assert found == [*expected, {"type": "rewind", "step": 1, "seq": 4}]
+        assert await results(server, run, after) == expected[4:]
+    assert engine.adapters.state(run.id).digest() == digest
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+    points = await read_history(server.intake._redis, run.id)
+    assert [point[1:] for point in numbers_of(points) if point[0] == "optim_step"] == [
+        point[1:] for point in computed_of(expected) if point[0] == "optim_step"
+    ]
+    assert [point.seq for point in points if point.kind == "optim_step"] == [4, 17, 21]
+
+
+def computed_of(answers: list[Any]) -> list[Any]:
+    pass_after_the_end = answers[0]
+    return computed([*answers, pass_after_the_end])
+
+
+async def test_a_replay_after_a_kill_starts_before_the_abandoned_copies(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    """With a log that has a rewind in it, and no copy after the rewind."""
+    url = empty_redis.url
+    _, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+    run = await server.create("a", "a", LORA)
+    before, after = await back_and_on(server, run)
+    never = snapshots(ops=1_000, replay_s=1e9)
+    with worker(url, tmp_path, engine, tuning=never, drains=False) as loop:
+        loop._residents._copy_out = lambda *_: None  # type: ignore[method-assign]  # no copy at all
+        await results(server, run, [*before, *after])
+    row = redis.hgetall(run_keys.log(POOL, run.id))
+    assert (row[b"snap"], row[b"rewind:13"], row[b"rewound"]) == (b"-1", b"4", b"13")
+    assert sorted(int(name[5:]) for name in row if name.startswith(b"step:")) == [4, 17, 21]
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
+
+
+async def test_a_step_out_of_reach_is_refused_and_the_run_continues(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)):
+        requests = await submit(server, run, 1, 8)
+        await results(server, run, requests)
+    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)):
+        refused = [await rewind(server, run, 9, step) for step in (9,)]
+        requests += await submit(server, run, 9, LAST, place=10)
+        [answer] = await results(server, run, refused)
+        assert await results(server, run, requests) == expected
+        refused = [await rewind(server, run, 14, 0)]
+        [answer_0] = await results(server, run, refused)
+    assert answer["category"] == answer_0["category"] == "user"
+    assert answer["error"].startswith("Step 9 is out of reach: this run can go back to steps ")
+    assert answer_0["error"].endswith("to 3, which its log holds since its second newest recovery copy. "
+                                      "Load a checkpoint for others.")  # fmt: skip
+    oldest = await oldest_rewind(server.intake._redis, POOL, run.id)
+    assert oldest is not None
+    assert 2 <= oldest <= 3
+    assert engine.adapters.state(run.id).digest() == digest

@@ -1,0 +1,73 @@
+"""Self-check of an engine in use: it passes, finds planted leaks, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.training import mix_check
+from cotrain_workers.engine.training.mix_check import MixCheck, check_mix
+from tests.support.tiny_models import build_tiny_qwen3
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return Engine.load(str(build_tiny_qwen3(tmp_path_factory.mktemp("model") / "tiny")))
+
+
+def checked(engine: Engine) -> MixCheck:
+    facts = engine.facts
+    return run_to_end(
+        check_mix(
+            engine.cycle, engine.adapters, facts.numerics.dtype,
+            exact=True, vocab=facts.vocab_size, max_rank=facts.max_rank,
+        )
+    )  # fmt: skip
+
+
+def test_a_sound_engine_passes_to_the_bit_and_keeps_no_adapter(engine: Engine) -> None:
+    found = checked(engine)
+    assert found == MixCheck(runs=6, tokens=318, tolerance=0.0, logprobs=0, gradients=0, weights=0)
+    assert sum(count for count, _ in engine.adapters.by_tier.values()) == 0
+
+
+def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = SegmentLora.linear
+
+    def leaking(self: Any, module: str, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = sound(self, module, x, *rest)
+        segments: Sequence[Any] = self._segments
+        first = segments[0][1].get(module)
+        if len(segments) > 1 and first is not None:
+            rows = slice(segments[1][0].start, segments[1][0].stop)
+            leak = torch.zeros_like(out)
+            leak[:, rows] = 1e-4 * (x[:, rows] @ first.a.mT) @ first.b.mT
+            out = out + leak
+        return out
+
+    monkeypatch.setattr(SegmentLora, "linear", leaking)
+    found = checked(engine)
+    assert found.problem.startswith("The ")
+    assert "in a mix differ from those alone by" in found.problem
+    assert found.logprobs > 0
+    assert found.gradients > 0
+    assert found.runs == 6
+
+
+def test_a_pass_that_fails_is_the_problem_and_adapters_are_dropped_after_an_error(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mix_check, "SCALE_B", float("nan"))
+    assert "failed: " in checked(engine).problem
+    monkeypatch.setattr(mix_check, "_run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        checked(engine)
+    assert sum(count for count, _ in engine.adapters.by_tier.values()) == 0
