@@ -112,9 +112,11 @@ soak: $(INSTALLED) ## Kill a server's processes at random for minutes: ARGS="--m
 mutants: $(INSTALLED) ## Check that the fault suite detects each of the deliberate defects
 	$(BIN)/python -m pytest -m mutants -rP $(ARGS) tests/faults
 
-compatibility: $(INSTALLED) ## Measure every published SDK version, and write docs/reference/compatibility.md
+compatibility: $(INSTALLED) ## Measure every published SDK version and other programs, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
 	$(BIN)/python -m tests.conformance.scoreboard
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/programs/install.sh
+	$(BIN)/python -m tests.conformance.programs
 
 lint: $(INSTALLED) ## Check style, types and import rules
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Effect of a bad neighbour: waits of an ordinary tenant next to each of 24 bad ones, and alone.
+"""Effect of a bad neighbour: waits of an ordinary tenant next to each of 25 bad ones, and alone.
 
     python -m bench neighbour [--neighbours long_pass,heavy_sampler,…] [--seconds 45]
 

@@ -5,7 +5,7 @@
 It needs torch, transformers, safetensors and numpy. Each round every
 tenant's weights change and are saved, and a decoder loads them, from the adapter if it is on the device, or from host
 memory. The limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and
-written once. Ways alternate, and the minimum counts.
+written once. Ways alternate, and the minimum counts. A step of all tenants runs once, for comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from bench.cycle.load import RANK, create_runs
+from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.model import SHAPES, build
 from bench.support.options import DEVICE, Choice, Options
 from bench.support.report import Report, show
@@ -33,6 +33,7 @@ from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
 OPTIONS: Options = {
     **DEVICE,
     "size": (Choice(tuple(SHAPES)), "by default 5m on a CPU, else 8b"), "tenants": 32, "rounds": 4,
+    "length": (256, "tokens of each tenant in the step that a save is compared with"),
 }  # fmt: skip
 
 
@@ -52,7 +53,8 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
     runs = [f"run-{at}" for at in range(args.tenants)]
     layout = slot_layout(engine.targets, RANK)
     slot_bytes = layout.size * dtype.itemsize
-    best: dict[str, Took] = {}
+    work = cycle(engine, Load(args.tenants, args.length, (args.tenants,)), args.tenants)
+    best: dict[str, Took] = {"step": measure(work, args.device)}
     for way in turns(("from the device", "from the host"), args.rounds + 1):
         for run in runs:
             engine.adapters[run].weights.add_(1e-6)
@@ -81,6 +83,7 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
         "adapter_mb": 4 * values / 1e6,
         **{f"{name}_ms": 1e3 * each.wall_s for name, each in best.items()},
         **{f"{name}_cpu_ms": 1e3 * each.cpu_s for name, each in best.items()},
+        "save_cpu_of_step": best["save"].cpu_s / best["step"].cpu_s,
         "possible_ms": 1e3 * possible_s,
         "of_possible": possible_s / best["from the device"].wall_s,
     }

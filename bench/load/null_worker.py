@@ -30,7 +30,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_con
 POOL = PoolRecord(
     id=PoolId("p-null"), base_model="null", architecture="null", vocab_size=512, context_length=1024,
     max_rank=64, num_parameters=1, device="none", dtype="float32", numerics_id="null",
-    tokens_per_s=1e9,
+    tokens_per_s=1e9, max_sequence_tokens=1024, sampler="engine",
 )  # fmt: skip
 WORKER = WorkerId("w0")
 #: Tokens of every op of the load; makes a token budget a budget of ops.

@@ -1,6 +1,6 @@
 """Limits of the server without an engine: throughput, waiting clients, overload, restarts.
 
-    python -m bench load [--parts store,http,waiting,overload,api_restart,redis_restart]
+    python -m bench load [--parts store,http,waiting,overload,burst,api_restart,redis_restart]
 
 Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
 clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
@@ -14,7 +14,7 @@ import os
 import resource
 from typing import Any
 
-from bench.load import overload, restarts, throughput, waiting
+from bench.load import burst, overload, restarts, throughput, waiting
 from bench.support.options import Options, Some
 from bench.support.report import Report
 
@@ -23,6 +23,7 @@ PARTS = {
     "http": throughput.measure_http,
     "waiting": waiting.measure,
     "overload": overload.measure,
+    "burst": burst.measure,
     "api_restart": restarts.measure_api,
     "redis_restart": restarts.measure_redis,
 }

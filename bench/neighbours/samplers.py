@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterable
 from typing import Any
+
+import httpx
 
 from bench.neighbours.trainers import runs
 from cotrain import ModelInput, SamplingClient, SamplingParams
@@ -48,6 +51,50 @@ async def many_adapters(address: str, key: str) -> None:
     await keep_asking((sampler, PROMPT, 1, params) for sampler in samplers)
 
 
+async def hostile_grammars(address: str, key: str) -> None:
+    """Keep 20 chats in flight, each with a new schema that takes long to compile or to follow."""
+    numbers = itertools.count()
+
+    def schema(at: int) -> dict[str, Any]:
+        kinds = (
+            {"enum": [f"value {at} of a long list, number {each}" for each in range(1_500)]},
+            {
+                "type": "object",
+                "properties": {f"p{at}_{each}": {"type": "string"} for each in range(500)},
+            },
+            {"type": "string", "pattern": f".*[ab].{{{8 + at % 8}}}[cd].*{at}"},
+            _nested(at, depth=40),
+            {"allOf": [{"type": "string", "pattern": f".*a.{{{each}}}b.*"} for each in range(12)]},
+        )
+        return kinds[at % len(kinds)]
+
+    async with httpx.AsyncClient(base_url=address, timeout=None) as http:
+        headers = {"Authorization": f"Bearer {key}"}
+        models = await http.get("/oai/api/v1/models", headers=headers)
+        model = models.json()["data"][0]["id"]
+
+        async def one() -> None:
+            while True:
+                wrapped = {"name": "s", "schema": schema(next(numbers))}
+                body = {
+                    "model": model,
+                    "messages": [{"role": "user", "content": "a"}],
+                    "max_tokens": 64,
+                    "response_format": {"type": "json_schema", "json_schema": wrapped},
+                }
+                await http.post("/oai/api/v1/chat/completions", json=body, headers=headers)
+
+        await asyncio.gather(*(one() for _ in range(AT_ONCE)))
+
+
+def _nested(at: int, depth: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"const": at}
+    for level in range(depth):
+        properties = {f"k{level}": found}
+        found = {"type": "object", "properties": properties, "required": [f"k{level}"]}
+    return found
+
+
 async def sampler_of(address: str, key: str) -> SamplingClient:
     """Return a sampler of a new adapter."""
     (run,) = runs(address, key, count=1)
@@ -64,4 +111,7 @@ async def keep_asking(requests: Iterable[tuple[Any, ...]]) -> None:
     await asyncio.gather(*(one(*request) for request in requests))
 
 
-SAMPLERS = {run.__name__: run for run in (heavy_sampler, stop_strings, long_prompts, many_adapters)}
+SAMPLERS = {
+    run.__name__: run
+    for run in (heavy_sampler, stop_strings, long_prompts, many_adapters, hostile_grammars)
+}

@@ -2,8 +2,8 @@
 
     python -m bench sweep [--trials 16] [--batch 2] [--steps 4] [--batches 16]
 
-It starts `cotrain serve` on a small random model. Times are measured in alternation, and bytes are those of the
-requests before TCP.
+It starts `cotrain serve` on a small random model. Times are measured in alternation. On a busy machine the processor
+times of all processes are the better figures. Bytes are those of the requests, compressed.
 
 * (a) time of a step of K runs over one batch of B sequences, over that of one run with K*B sequences
 * (b) bytes sent for a step of the sweep, over those of K runs with requests of their own
@@ -16,11 +16,11 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -29,6 +29,7 @@ from typing_extensions import override
 import cotrain
 from bench.support.model import VOCAB, build
 from bench.support.options import Options
+from bench.support.processes import cpu_by_role
 from bench.support.report import Report, show
 from bench.support.serving import Load, datum, drive, serving
 from bench.support.timing import alternate, median_ratio
@@ -53,6 +54,14 @@ class Counted(httpx.AsyncHTTPTransport):
         return await super().handle_async_request(request)
 
 
+class Spent(NamedTuple):
+    """Wall time in s, CPU time of all processes in s, and bytes sent."""
+
+    wall_s: float
+    cpu_s: float
+    sent: int
+
+
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all three."""
     network = Counted()
@@ -61,60 +70,57 @@ def run(args: argparse.Namespace, report: Report) -> None:
         url = stack.enter_context(serving(model, Path(scratch) / "data", [KEY], args.threads))
         service = stack.enter_context(cotrain.ServiceClient(url, KEY, network=network))
         report |= show(steps(args, service, network))
-        report |= show(halving(args, service))
+        report |= show(halving(args, service, network))
+
+
+def spent(network: Counted, work: Callable[[], object]) -> Spent:
+    """Do some work, and return the cost."""
+    sent, began, before = network.sent, time.perf_counter(), cpu_by_role()
+    work()
+    cpu_s = sum(cpu_by_role().values()) - sum(before.values())
+    return Spent(time.perf_counter() - began, cpu_s, network.sent - sent)
 
 
 def steps(
     args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
 ) -> dict[str, Any]:
-    """Measure the time and the bytes of a step."""
+    """Measure steps of the sweep, and of one run with the same tokens."""
     data = sequences(args, 0, args.batch)
     sweep = service.create_sweep("bench", settings(args))
     one = Load(lone(args, service, 0), sequences(args, 1, args.trials * args.batch))
-    many = [Load(lone(args, service, at), data) for at in range(args.trials)]
-
-    def sent_by(work: Any) -> tuple[float, float]:
-        before = network.sent
-        return work(), (network.sent - before) / args.steps
-
     found = alternate(
         {
-            "sweep": partial(sent_by, partial(trained, sweep, [data] * args.steps)),
-            "one": partial(sent_by, partial(drive, [one], args.steps)),
-            "many": partial(sent_by, partial(drive, many, args.steps)),
+            "sweep": partial(spent, network, partial(trained, sweep, [data] * args.steps)),
+            "one": partial(spent, network, partial(drive, [one], args.steps)),
         },
         args.repeats,
     )
-    times = {way: [each[0] for each in rounds] for way, rounds in found.items()}
-    sent = {way: statistics.median(each[1] for each in rounds) for way, rounds in found.items()}
     sweep.close()
-    for load in (one, *many):
-        load.run.unload()
+    one.run.unload()
+    sweeps, ones = found["sweep"], found["one"]
     return {
-        "sweep_s_per_step": statistics.median(times["sweep"]),
-        "one_s_per_step": statistics.median(times["one"]),
-        "sweep_over_one": median_ratio(times["sweep"], times["one"]),
-        "sweep_over_many": median_ratio(times["sweep"], times["many"]),
-        "sweep_bytes": sent["sweep"],
-        "many_bytes": sent["many"],
-        "many_over_sweep_bytes": sent["many"] / sent["sweep"],
+        "sweep_s_per_step": statistics.median(each.wall_s for each in sweeps) / args.steps,
+        "sweep_over_one": median_ratio(*([e.wall_s for e in each] for each in (sweeps, ones))),
+        "sweep_over_one_cpu": median_ratio(*([e.cpu_s for e in each] for each in (sweeps, ones))),
+        "sweep_bytes_per_step": sweeps[-1].sent / args.steps,
     }
 
 
-def halving(args: argparse.Namespace, service: cotrain.ServiceClient) -> dict[str, Any]:
+def halving(
+    args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
+) -> dict[str, Any]:
     """Measure successive halving against all runs over all batches, at once and with requests of their own."""
     batches = [sequences(args, number, args.batch) for number in range(args.batches)]
     sweep = service.create_sweep("bench", settings(args))
-    began = time.perf_counter()
-    sweep.halve(batches, steps=args.halve_after)
-    halved_s = time.perf_counter() - began
+    halved = spent(network, lambda: sweep.halve(batches, steps=args.halve_after))
     sweep.close()
     many = [Load(lone(args, service, at), batches[0]) for at in range(args.trials)]
-    separate_s = drive(many, args.batches) * args.batches
+    separate = spent(network, lambda: drive(many, args.batches))
     return {
-        "halving_s": halved_s,
-        "separate_s": separate_s,
-        "separate_over_halving": separate_s / halved_s,
+        "halving_s": halved.wall_s,
+        "separate_over_halving": separate.wall_s / halved.wall_s,
+        "separate_over_halving_cpu": separate.cpu_s / halved.cpu_s,
+        "separate_bytes_per_step": separate.sent / args.batches,
     }
 
 

@@ -38,7 +38,10 @@ def orpo(
         odds = mean - torch.log1p(-torch.exp(mean))
         margin = odds[0::2] - odds[1::2]
         ratio = -torch.nn.functional.logsigmoid(margin).sum()
-        metrics = {"margin:mean": float(margin.mean()), "odds_ratio:sum": float(ratio)}
+        metrics = {
+            "margin:mean": float(margin.detach().mean()),
+            "odds_ratio:sum": float(ratio.detach()),
+        }
         return -mean[0::2].sum() + weight * ratio, metrics
 
     return loss

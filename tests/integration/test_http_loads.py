@@ -136,7 +136,7 @@ async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: 
         (
             {"path": path, "optimizer_config": {"type": "dimuon", "version": 1}},
             400,
-            "optimizer_config.type: adamw is the only optimizer here.",
+            "optimizer_config.type: 'dimuon' is not served. Known: adamw, muon.",
         ),
         ({"path": path, "user_metadata": {"a": "x" * 70_000}}, 400, "user_metadata may have"),
         ({"path": path, "number": -1}, 400, "model_seq_id: "),

@@ -46,11 +46,9 @@ async def back_and_on(server: Stack, run: RunRecord) -> tuple[list[RequestId], l
 @pytest.mark.parametrize(
     ("failpoint", "ops"),
     [
-        (None, 1_000),
         (None, 5),  # a recovery copy after the step to which it returns
         (Failpoint("logs.logged_ops", 2, after=True), 1_000),  # in the replay of the rewind
         (Failpoint("commit", 4), 1_000),
-        (Failpoint("commit", 4, after=True), 1_000),
         (Failpoint("commit", 4, after=True), 5),
         (Failpoint("register_snapshot", 2), 5),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +29,7 @@ from cotrain_workers.engine.decoding.requests import (
 )
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.sampling import service
 from cotrain_workers.sampling.service import (
     MAX_CLAIMED,
     MAX_WAITING,
@@ -37,7 +38,7 @@ from cotrain_workers.sampling.service import (
     SamplingService,
 )
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.samples import LARGE_BODY, Samples, open_samples, sampler_record
+from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
 
 OUTPUT = SampleOutput(
@@ -47,12 +48,26 @@ OUTPUT = SampleOutput(
 
 
 @dataclass
+class Clock:
+    """Time that a decoder spends. A grammar is the time that it takes."""
+
+    now: float = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def thread_time(self) -> float:
+        return self.now
+
+
+@dataclass
 class ScriptedDecoder:
     """A decoder that keeps its requests. A step finishes one request per entry of `turns`."""
 
     held: dict[str, SampleRequest] = field(default_factory=dict)
     turns: deque[int] = field(default_factory=deque)
     dropped: list[str] = field(default_factory=list)
+    clock: Clock | None = None
 
     @property
     def busy(self) -> bool:
@@ -63,6 +78,8 @@ class ScriptedDecoder:
         return Counter(request.tenant for request in self.held.values())
 
     def refuse(self, request: SampleRequest) -> str | None:
+        if self.clock and request.grammar:
+            self.clock.now += float(request.grammar)
         return None
 
     def add(self, request: SampleRequest) -> None:
@@ -145,6 +162,29 @@ async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wai
     bench.service.advance()
 
     assert request in bench.decoder.held
+
+
+async def test_grammars_of_a_tenant_take_at_most_a_tenth_of_the_time(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.decoder.clock = clock = Clock()
+    monkeypatch.setattr(service, "time", clock)
+    hostile, quiet = [await bench.samples.sampler(tenant) for tenant in ("hostile", "quiet")]
+    submit = bench.samples.intake.submit
+    for seq in range(3):
+        await submit(hostile, seq, replace(BODY, grammar="0.3"))
+    bench.service.advance()
+    assert len(bench.decoder.held) == 1  # the others wait for the pause after the first
+    plain = await submit(hostile, 3, BODY)
+    cheap = [await submit(quiet, seq, replace(BODY, grammar="0.0005")) for seq in range(2)]
+    clock.now += 1.0
+    bench.service.advance()
+    assert {plain, *cheap} <= bench.decoder.held.keys()
+    assert len(bench.decoder.held) == 4
+    clock.now += 1.71
+    bench.service.advance()
+    assert len(bench.decoder.held) == 5
+    assert bench.service.running == 6
 
 
 async def test_a_claimed_request_has_the_weight_of_its_tenant(bench: Bench) -> None:

@@ -105,10 +105,11 @@ class Rehearsal(TorchDispatchMode):
     def check_writes(self, packet: Any, func: Any, args: Any) -> None:
         """Record writes that are sorted first."""
         has_source = packet is aten.scatter_ and isinstance(args[-1], torch.Tensor)
-        sorts = packet in SORTED_WRITES or has_source
-        if sorts and on_device(args) and torch.are_deterministic_algorithms_enabled():
+        if not (on_device(args) and torch.are_deterministic_algorithms_enabled()):
+            return
+        if packet in SORTED_WRITES or has_source:
             self.wait(f"{packet}, sorted")
-        if packet is aten.cumsum and on_device(args) and args[0].dtype.is_floating_point:
+        if packet is aten.cumsum and args[0].dtype.is_floating_point:
             raise RuntimeError(f"{packet}: {REFUSED}")
 
     def wait(self, what: str) -> None:

@@ -338,11 +338,11 @@ TEXT_OF: Mapping[str, str] = {
     "Gemma4Config": "gemma4_text",
     "Gemma4UnifiedConfig": "gemma4_unified_text",
     "Mistral3Config": "ministral3",
+    "Qwen3_5Config": "qwen3_5_text",
+    "Qwen3_5MoeConfig": "qwen3_5_moe_text",
     "Qwen3VLConfig": "qwen3_vl_text",
     "Qwen3VLMoeConfig": "qwen3_vl_moe_text",
     "Qwen2_5_VLConfig": "qwen2_5_vl_text",
-    "Qwen3_5Config": "qwen3_5_text",
-    "Qwen3_5MoeConfig": "qwen3_5_moe_text",
 }
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,
@@ -437,23 +437,37 @@ def write_image_settings(folder: Path) -> None:
 
 
 def build_tiny_qwen3(
-    folder: Path, *, vocab: int = 512, hidden: int = 64, layers: int = 2, seed: int = 0
+    folder: Path,
+    *,
+    vocab: int = 512,
+    hidden: int = 64,
+    layers: int = 2,
+    context: int = 512,
+    seed: int = 0,
+    template: str = CHAT_TEMPLATE,
 ) -> Path:
     """Write a random Qwen3 model with a real BPE tokenizer and chat template to `folder`.
 
     The tokenizer is trained on the source text of the standard library; `vocab` is at least 260
     (256 bytes and the special tokens).
     """
-    build_tiny("qwen3", folder, vocab=vocab, hidden=hidden, layers=layers, seed=seed)
+    size: Any = {"hidden": hidden, "layers": layers, "context": context}
+    build_tiny("qwen3", folder, vocab=vocab, **size, seed=seed)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(trained_tokenizer(vocab)),
         eos_token=SPECIAL_TOKENS[2],
         pad_token=SPECIAL_TOKENS[0],
         additional_special_tokens=[SPECIAL_TOKENS[1]],
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def build_tiny_with_tools(folder: Path) -> Path:
+    """Write a random Qwen3 model with a long context, whose chat template has tools, to `folder`."""
+    template = (Path(__file__).parent / "tool_template.jinja").read_text()
+    return build_tiny_qwen3(folder, context=16_384, template=template)
 
 
 @cache

@@ -114,10 +114,6 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     )
 
 
-def _images(images: Sequence[BodyImage]) -> list[Image]:
-    return [Image(**vars(each)) for each in images]
-
-
 def loss_graph(loss_id: str) -> LossGraph:
     """Return the loss that an id contains. Raises UnsupportedInput."""
     loss = decode_loss(loss_id)
@@ -138,6 +134,10 @@ def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Fa
         return known
     needs_grad = op.kind is OpKind.FORWARD_BACKWARD
     return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)
+
+
+def _images(images: Sequence[BodyImage]) -> list[Image]:
+    return [Image(**vars(each)) for each in images]
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:

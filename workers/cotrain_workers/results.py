@@ -375,21 +375,6 @@ def ends_run(op: QueuedOp, body: bytes) -> bool:
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
 
 
-def finished_outputs(
-    ops: Iterable[QueuedOp], outputs: Mapping[tuple[str, int], Output]
-) -> dict[tuple[str, int], Output]:
-    """Return the outputs without those behind an unfinished op of their run, which has none yet."""
-    unfinished: set[RunId] = set()
-    finished: dict[tuple[str, int], Output] = {}
-    for op in ops:
-        output = outputs.get((op.run, op.seq))
-        if output is None:
-            unfinished.add(op.run)
-        elif op.run not in unfinished:
-            finished[op.run, op.seq] = output
-    return finished
-
-
 def finished_ops(step: Step, outputs: Mapping[tuple[str, int], Output]) -> tuple[QueuedOp, ...]:
     """Return the ops of a step that have an output, in the order of the plan."""
     return tuple(op for op in step.ops if (op.run, op.seq) in outputs)

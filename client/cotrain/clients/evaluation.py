@@ -1,4 +1,4 @@
-"""Evaluation of a run on a data set, and the checks of metrics that a caller passes."""
+"""Evaluations, own metrics and rewinds of a run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from typing_extensions import override
 from cotrain.errors import UnsupportedInput
 from cotrain.requests.chunks import combine
 from cotrain.requests.connection import BackgroundLoop
-from cotrain.requests.futures import Future
-from cotrain.wire.datums import Datum
-from cotrain.wire.runs import ForwardBackwardOutput, LogMetricsResponse
+from cotrain.requests.futures import Future, submitted
+from cotrain.requests.run_requests import RunRequests
+from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.rest import (
+    LogMetricsRequest,
+    LogMetricsResponse,
+    RewindRequest,
+    RewindResponse,
+)
+from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
 
@@ -102,3 +109,60 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
             )
         found[name] = number
     return found
+
+
+class RunRecords:
+    """Calls of a run that the hosted services lack: evaluations, own metrics and rewinds."""
+
+    _loop: BackgroundLoop
+    _requests: RunRequests
+
+    def rewind(self, step: int) -> Future[RewindResponse]:
+        """Return this run to its state after optimizer step `step`, at this position in the order.
+
+        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
+        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
+        """
+        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
+
+    rewind_async = submitted(rewind)
+
+    def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
+        """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.
+
+        They are kept with the run's history, drawn on its page, and stored with checkpoints that are saved
+        before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
+        names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
+        """
+        return self._log(metrics=numbers_of(metrics))
+
+    log_async = submitted(log)
+
+    def evaluate(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str = "cross_entropy",
+        loss_fn_config: Mapping[str, float | str] | None = None,
+        *,
+        name: str = "eval",
+    ) -> Future[Evaluation]:
+        """Compute the loss on a data set of any size without a gradient, in the cycles of other runs' training.
+
+        The history receives it as the metric `<name>/nll` for cross_entropy, `<name>/loss` for other
+        losses. If a request of the evaluation fails, or another thread uses the run during it, the
+        history has no value. Raises UnsupportedInput for empty data.
+        """
+        data = datums_of(data)
+        if not data:
+            raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
+        metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
+        begun = self._log(evaluation=metric)
+        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
+        ended = self._log(evaluation=metric, passes=len(passes))
+        return evaluated(self._loop, data, passes, (begun, ended))
+
+    evaluate_async = submitted(evaluate)
+
+    def _log(self, **what: Any) -> Future[LogMetricsResponse]:
+        return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)

@@ -1,14 +1,20 @@
-"""Retention rules of checkpoints, such as `last:3, best:eval/nll:2`. Pure, except for `prune`."""
+"""Retention rules of checkpoints, such as `last:3, best:eval/nll:2`. Pure, except for the deletions."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cotrain.clients.rest_calls import RestCalls, checkpoint_url
-from cotrain.errors import NotFoundError, UnsupportedInput
+from cotrain.errors import APIError, NotFoundError, UnsupportedInput
+from cotrain.requests.connection import BackgroundLoop
+from cotrain.requests.futures import Future
+from cotrain.wire.checkpoints import SaveWeightsResponse
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
+
+log = logging.getLogger("cotrain")
 
 RULE = re.compile(r"last:(?P<last>\d+)|(?P<kind>best|highest):(?P<metric>[^:,]+):(?P<count>\d+)")
 
@@ -84,3 +90,24 @@ async def delete_all(calls: RestCalls, paths: Sequence[str]) -> list[str]:
             continue  # another process deleted it, or it has expired
         deleted.append(path)
     return deleted
+
+
+def then_prune(
+    loop: BackgroundLoop,
+    calls: RestCalls,
+    run: str,
+    saved: Future[SaveWeightsResponse],
+    rules: Sequence[Rule],
+) -> Future[SaveWeightsResponse]:
+    """Return the future of a save that also deletes the superfluous checkpoints of its run."""
+
+    async def finish() -> SaveWeightsResponse:
+        answer = await saved
+        try:
+            await prune(calls, run, rules)
+        except APIError as error:  # the checkpoint is saved, and the next save repeats this
+            log.warning("older checkpoints of %s were not deleted: %s", run, error)
+        return answer
+
+    accepted = loop.start(saved.accepted_async())
+    return Future(accepted, loop.start(finish()), what=f"a save of {run}")

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
 from typing_extensions import override
 
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
-from cotrain.clients.evaluation import Evaluation, evaluated, numbers_of
+from cotrain.clients.evaluation import RunRecords
 from cotrain.clients.rest_calls import RestCalls, url_of
-from cotrain.clients.retention import Rule, prune, rules_of
+from cotrain.clients.retention import rules_of, then_prune
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.train_output import TrainOutput, joined
 from cotrain.clients.unsupported_arguments import absent, hosted
-from cotrain.errors import APIError, MalformedMessage, UnsupportedInput
+from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
@@ -32,7 +32,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsResponse,
 )
 from cotrain.wire.custom_loss import CUSTOM, LOSS_ID
-from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     MAX_SWEEP_RUNS,
@@ -40,16 +40,12 @@ from cotrain.wire.runs import (
     ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
-    LogMetricsRequest,
-    LogMetricsResponse,
     MuonParams,
     OptimStepRequest,
     OptimStepResponse,
     PlacedReverseKlRequest,
     ReverseKlDatum,
     ReverseKlResponse,
-    RewindRequest,
-    RewindResponse,
     UnloadModelRequest,
     UnloadModelResponse,
     UntypedAPIFuture,
@@ -86,7 +82,7 @@ def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
     return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
 
 
-class TrainingClient:
+class TrainingClient(RunRecords):
     """Client of one run, which trains one adapter.
 
     Every call takes its `seq_id`, its position in the order of the run, before it returns. So
@@ -218,7 +214,11 @@ class TrainingClient:
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
-        return saved if rules is None else self._then_prune(saved, rules)
+        return (
+            saved
+            if rules is None
+            else then_prune(self._loop, RestCalls(self._transport), self._model_id, saved, rules)
+        )
 
     save_state_async = submitted(save_state)
 
@@ -339,56 +339,6 @@ class TrainingClient:
 
     history, history_async = both_ways(_history)
 
-    def rewind(self, step: int) -> Future[RewindResponse]:
-        """Return this run to its state after optimizer step `step`, at this position in the order.
-
-        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
-        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
-        future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
-        """
-        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
-
-    rewind_async = submitted(rewind)
-
-    def log(self, metrics: Mapping[str, float]) -> Future[LogMetricsResponse]:
-        """Record own metrics at this position in the run's order, such as `{"reward/mean": 0.4}`.
-
-        They are kept with the run's history, drawn on its page, and stored with checkpoints that are saved
-        before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
-        names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
-        """
-        return self._log(metrics=numbers_of(metrics))
-
-    log_async = submitted(log)
-
-    def evaluate(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str = "cross_entropy",
-        loss_fn_config: Mapping[str, float | str] | None = None,
-        *,
-        name: str = "eval",
-    ) -> Future[Evaluation]:
-        """Compute the loss on a data set of any size without a gradient, in the cycles of other runs' training.
-
-        The history receives it as the metric `<name>/nll` for cross_entropy, `<name>/loss` for other
-        losses. If a request of the evaluation fails, or another thread uses the run during it, the
-        history has no value. Raises UnsupportedInput for empty data.
-        """
-        data = datums_of(data)
-        if not data:
-            raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
-        metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
-        begun = self._log(evaluation=metric)
-        passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
-        ended = self._log(evaluation=metric, passes=len(passes))
-        return evaluated(self._loop, data, passes, (begun, ended))
-
-    evaluate_async = submitted(evaluate)
-
-    def _log(self, **what: Any) -> Future[LogMetricsResponse]:
-        return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
-
     async def _unload(self) -> None:
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
@@ -489,20 +439,6 @@ class TrainingClient:
             SaveWeightsForSamplerResponse,
             **what,
         )
-
-    def _then_prune(
-        self, saved: Future[SaveWeightsResponse], rules: Sequence[Rule]
-    ) -> Future[SaveWeightsResponse]:
-        async def finish() -> SaveWeightsResponse:
-            answer = await saved
-            try:
-                await prune(RestCalls(self._transport), self._model_id, rules)
-            except APIError as error:  # the checkpoint is saved, and the next save repeats this
-                log.warning("older checkpoints of %s were not deleted: %s", self._model_id, error)
-            return answer
-
-        accepted = self._loop.start(saved.accepted_async())
-        return Future(accepted, self._loop.start(finish()), what=f"a save of {self._model_id}")
 
     def _load(
         self, path: str, token: str | None, *, optimizer: bool

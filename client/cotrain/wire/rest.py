@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AwareDatetime, Field
 
-from cotrain.wire.model import Name, WireModel
+from cotrain.wire.model import Name, SequencedRequest, WireModel
 
 __all__ = [
     "AccessibleSearchOwner",
@@ -222,6 +222,47 @@ class TrainingRunHistory(WireModel):
     """Points in the order of the run's log."""
     metrics: dict[str, list[MetricPoint]] = Field(default={})
     """Metrics of `run.log` and `run.evaluate` by name, each in the order of the run's log."""
+
+
+MAX_METRICS = 64
+"""Maximum number of metrics in one request."""
+
+MetricName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./@ -]{0,127}$")]
+"""Up to 128 letters, digits, spaces, `_`, `.`, `/`, `@` and `-`, as in `eval/nll`."""
+
+
+class LogMetricsRequest(SequencedRequest):
+    """POST log_metrics: add metrics to the run's history, or begin or end an evaluation."""
+
+    metrics: dict[MetricName, float] = Field(default={}, max_length=MAX_METRICS)
+    """Finite numbers by name."""
+    evaluation: MetricName | None = None
+    """Metric of an evaluation: the loss per weight of the forwards since its begin."""
+    passes: int = Field(default=0, ge=0, lt=2**31)
+    """Number of these forwards; 0 begins the evaluation."""
+
+
+class LogMetricsResponse(WireModel):
+    """Result of log_metrics: the metrics are in the history."""
+
+    type: Literal["log_metrics"] = "log_metrics"
+
+
+class RewindRequest(SequencedRequest):
+    """POST rewind: return a run to its state after an earlier optimizer step."""
+
+    step: int = Field(ge=0, lt=2**53)
+    """Number of optimizer steps at that state; 0 is the start of the run."""
+
+
+class RewindResponse(WireModel):
+    """Result of a rewind."""
+
+    step: int
+    """Number of optimizer steps of the run now."""
+    seq: int
+    """Seq in the run's log of the op after which it continues."""
+    type: Literal["rewind"] = "rewind"
 
 
 # ---- Sessions ------------------------------------------------------------------------------------

@@ -21,13 +21,12 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
+from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
-    LogMetricsRequest,
     MuonParams,
     OptimStepRequest,
-    RewindRequest,
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT

@@ -10,12 +10,11 @@ from functools import partial
 from fastapi import Request
 
 from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import (
     ForwardBackwardRequest,
     ForwardRequest,
-    LogMetricsRequest,
     OptimStepRequest,
-    RewindRequest,
     SweepFutures,
     UntypedAPIFuture,
 )

@@ -45,13 +45,13 @@ from cotrain_workers.results import (
     compute_seconds,
     counted_cycle,
     cycle_record,
-    finished_outputs,
     history_by,
     notes_of,
     result_of,
     saves_of,
     usage_of,
 )
+from cotrain_workers.worker.step_runner import finished_outputs
 
 A, B = RunId("a"), RunId("b")
 STEP = Step(

@@ -75,3 +75,12 @@ class _Matched(Grammar):
         return bool(self._matcher.consume_token(token)) and (
             not self._matcher.is_stopped() or self._matcher.is_accepting()
         )
+
+    @property
+    @override
+    def failure(self) -> str:
+        """Reason why the grammar has no continuation: a limit of a step, or no text at all."""
+        if not self._matcher.is_error():
+            return "no text fits the schema"
+        reason = self._matcher.get_error().splitlines()[0][:200]
+        return f"the schema is too complex for the text so far: {reason}"

@@ -78,6 +78,11 @@ MANY_WAITING = 256
 MAX_CLAIMED = 256
 #: Interval in s of claims while the requests here do not change.
 CLAIM_EVERY_S = 0.02
+#: Pause of a tenant's next grammar, as a multiple of the processor time that the last one took. All samples wait
+#: for a compilation, which may take 0.3 s, so each tenant may use a tenth of the time.
+GRAMMAR_PAUSE = 9
+#: Processor time in s of a grammar without a pause after it: that of a compiled one that is used again.
+FREE_GRAMMAR_S = 0.001
 #: Delay in s before results that could not be written (most likely a full disk) are written again.
 RETRY_S = 1.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
@@ -114,6 +119,8 @@ class SamplingService:
         self._streamed: set[str] = set()
         self._uncounted: Counter[str] = Counter()
         self._usage: dict[RequestId, SampleUsage] = {}
+        self._grammar_at: dict[TenantId, float] = {}
+        """Time of the next grammar of tenants whose last one took long."""
         self._in_doubt = False
         self._answer_at = 0.0
         self._asked_with: Counter[TenantId] = Counter()
@@ -216,18 +223,28 @@ class SamplingService:
         return [one for one in claimed if one.request not in here]
 
     def _admit_arrived(self) -> None:
-        """Begin claimed requests, except those whose weights a replay must make first."""
+        """Begin claimed requests, except those whose weights a replay must make first, and those with
+        a grammar before its tenant's next one.
+        """
         waiting: list[ClaimedSample] = []
+        now = time.monotonic()
+        self._grammar_at = {tenant: at for tenant, at in self._grammar_at.items() if at > now}
         try:
             while self._arrived:
-                claimed, ref = self._arrived[0], self._arrived[0].weights
-                if ref and self._weights.is_known(ref) and self._weights.is_lost(ref):
+                claimed = self._arrived[0]
+                if self._must_wait(claimed):
                     waiting.append(claimed)
                 else:
                     self._admit(claimed)
                 self._arrived.popleft()
         finally:  # a lost connection leaves the rest in place
             self._arrived.extend(waiting)
+
+    def _must_wait(self, claimed: ClaimedSample) -> bool:
+        ref, body = claimed.weights, claimed.body
+        if body is not None and body.grammar is not None and claimed.tenant in self._grammar_at:
+            return True
+        return bool(ref and self._weights.is_known(ref) and self._weights.is_lost(ref))
 
     def _admit(self, claimed: ClaimedSample) -> None:
         ref = claimed.weights
@@ -250,7 +267,13 @@ class SamplingService:
                 self._begin(request)
 
     def _begin(self, request: SampleRequest) -> None:
+        began = time.thread_time()
         reason = self._decoder.refuse(request)
+        if request.grammar is not None:
+            taken = time.thread_time() - began
+            if taken > FREE_GRAMMAR_S:
+                until = time.monotonic() + GRAMMAR_PAUSE * taken
+                self._grammar_at[TenantId(request.tenant)] = until
         if reason:
             self._finish(request.id, Failure(reason, "user"))
         else:

@@ -5,7 +5,7 @@ each run executes alone. A step that crashed at least MAX_CRASHES times runs in 
 (bisection).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -14,7 +14,7 @@ import structlog
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
-from cotrain_store.messages.ops import Step
+from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
@@ -32,7 +32,7 @@ from cotrain_workers.recovery.bisection import (
 from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
-from cotrain_workers.results import StepRun, finished_outputs, history_by
+from cotrain_workers.results import StepRun, history_by
 from cotrain_workers.worker.prefetch import Prefetcher
 
 log = structlog.get_logger()
@@ -251,3 +251,18 @@ class StepRunner:
 def allowances_of(step: Step) -> dict[tuple[str, int], int]:
     """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
     return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}
+
+
+def finished_outputs(
+    ops: Iterable[QueuedOp], outputs: Mapping[tuple[str, int], Output]
+) -> dict[tuple[str, int], Output]:
+    """Return the outputs without those behind an unfinished op of their run, which has none yet."""
+    unfinished: set[RunId] = set()
+    finished: dict[tuple[str, int], Output] = {}
+    for op in ops:
+        output = outputs.get((op.run, op.seq))
+        if output is None:
+            unfinished.add(op.run)
+        elif op.run not in unfinished:
+            finished[op.run, op.seq] = output
+    return finished

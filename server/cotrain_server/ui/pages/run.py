@@ -16,6 +16,7 @@ from cotrain_server.ui.data.runs import (
     STATES,
     keeps,
     log_rows,
+    mean_loss,
     run_row,
     targets_of,
 )
@@ -59,9 +60,13 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
     evaluation = evaluation_of(points)
+    row = run_row(run, position, pauses, names, look.now, await _unavailable(services))
+    if row["last_loss"] is None:  # the newest step followed a failed pass
+        losses = (mean_loss(point) for point in reversed(points))
+        row["last_loss"] = next((loss for loss in losses if loss is not None), None)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
-        "run": run_row(run, position, pauses, names, look.now, await _unavailable(services)),
+        "run": row,
         "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),

@@ -163,6 +163,21 @@ def test_equal_tokens_with_different_images_share_no_rows(
     assert not np.array_equal(both[0], both[1])
 
 
+def test_an_image_after_texts_that_share_a_prompt_keeps_its_rows(
+    model_folder: Callable[..., Path],
+) -> None:
+    engine = Engine.load(str(model_folder("qwen3-vl")), load_base=shared_base)
+    engine.run([Create("mine", 0, SPEC)])
+    text = random_datum(np.random.default_rng(0), "cross_entropy", 80)
+    pictured = with_images(
+        random_datum(np.random.default_rng(1), "cross_entropy", 20), image(5, 2, 3, 1)
+    )
+
+    found = logprobs(engine, [text, text, pictured])
+    alone = [logprobs(engine, [each])[0] for each in (text, text, pictured)]
+    assert max(map(apart, found, alone)) < TOLERANCE
+
+
 def test_a_broken_image_fails_alone(model_folder: Callable[..., Path]) -> None:
     folder = str(model_folder("qwen3-vl"))
     engine, alone = (Engine.load(folder, load_base=shared_base) for _ in range(2))

@@ -75,6 +75,7 @@ def succeeded(done: CycleOutput) -> CycleOutput:
         pytest.param(
             "mistral", {"lora_backend": "seg", "recompute": "always"}, marks=pytest.mark.variants
         ),
+        pytest.param("qwen3_5", {"lora_backend": "seg"}, marks=pytest.mark.variants),
     ],
 )
 def test_a_cycle_equals_that_of_a_cpu_in_direction_and_waits_twice(

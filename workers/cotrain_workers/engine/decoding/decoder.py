@@ -359,7 +359,7 @@ class EngineDecoder:
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
         stopped = has_stopped(token, request, sequence.read_text, self._text)
         if sequence.grammar is not None and not sequence.grammar.advance(token):
-            self._fail(sequence.group, "response_format: no text fits the schema.", "user", log)
+            self._fail(sequence.group, f"response_format: {sequence.grammar.failure}.", "user", log)
             return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return

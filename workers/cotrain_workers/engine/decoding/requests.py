@@ -29,6 +29,10 @@ class Grammar(Protocol):
     def advance(self, token: int) -> bool:
         """Read a token. Return False if the grammar has no continuation."""
 
+    @property
+    def failure(self) -> str:
+        """Reason why the grammar has no continuation."""
+
 
 # Returns the start of a grammar for a vocabulary of some size, with the tokens that may end its text.
 # Raises GrammarUnusable.

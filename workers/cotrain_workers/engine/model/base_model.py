@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, unordered_writes
 from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.quantized import (
     Quantization,
@@ -192,7 +192,8 @@ def refuse_failing(network: Any) -> None:
     # Not the first ids, because the embedding of padding is often zero.
     tokens = torch.tensor([[count // 2, count // 3]], device=network.device)
     try:
-        logits = network(input_ids=tokens, use_cache=False).logits
+        with unordered_writes():  # cumulative sums of hybrids, whose results are not used
+            logits = network(input_ids=tokens, use_cache=False).logits
     except (RuntimeError, *_OF_CONTENT) as error:
         if is_out_of_memory(error):
             raise model_too_large() from error

@@ -192,15 +192,19 @@ def in_grid(
 
     def cut(x: torch.Tensor) -> torch.Tensor:  # [blocks, heads, size, ...]
         each = x.view(-1, size, *x.shape[1:]).transpose(1, 2).contiguous()
-        times = heads // each.shape[1]
-        return each.repeat_interleave(times, dim=1) if times > 1 else each
+        groups = each.shape[1]
+        if groups == heads:
+            return each
+        return each.unsqueeze(2).expand(-1, -1, heads // groups, *each.shape[2:]).flatten(1, 2)
 
     q, k, v, g = (cut(x) for x in (q, k, v, g))
     lower = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     # Decay from one row to another: a sum of its own, because the difference of two long sums loses digits.
+    # It is a product, because a cumulative sum of floats on CUDA has no fixed order.
     steps = g[..., None].expand(-1, -1, -1, size).masked_fill(~lower.tril(-1), 0)
-    decays = steps.cumsum(-2).masked_fill(~lower, -torch.inf).exp()
-    since = g.cumsum(-1).exp()[..., None]  # the decay since the block began
+    logs = lower.float().expand_as(steps) @ steps
+    decays = logs.masked_fill(~lower, -torch.inf).exp()
+    since = (logs[..., :1] + g[..., :1, None]).exp()  # the decay since the block began
     olds = None
     if beta is not None:
         rates = cut(beta)[..., None]

@@ -81,7 +81,8 @@ class BatchImages:
             for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
         }
         for op_slice, op, datums in _of_passes(batch, passes):
-            start, shared = start_by_slice[op_slice], passes[op_slice.owner].shared_in(op_slice)
+            start = start_by_slice[op_slice]
+            shared = passes[op_slice.owner].shared_in(op_slice)
             for datum, prompt in zip(datums, shared, strict=True):
                 stop = start + len(datum.tokens) - prompt
                 if datum.images:

@@ -59,7 +59,7 @@ def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
             metrics["importance_capped:mean"] = float((weights > cap).mean())
     is_rewarded = advantages != 0
     if set(RATIO_BOUNDS) <= set(loss.defaults) and is_rewarded.any():
-        if not loss.per_token:
+        if "sequence_ratio_mask" in loss.inputs:
             apart = _of_sequences(op, found)
         is_clipped = _is_clipped(op.loss_fn, apart, advantages, {**loss.defaults, **op.loss_config})
         metrics["clip_fraction:mean"] = float(is_clipped[is_rewarded].mean())

@@ -413,13 +413,13 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
+        row, images = self._images.insert(batch, passes, row)
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
         experts = experts_of_rows(
             self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
         )
         on_device = None if experts is None else to_device(experts, self._device)
-        row, images = self._images.insert(batch, passes, row)
         return Route(segments, table, lora, on_device, images), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:

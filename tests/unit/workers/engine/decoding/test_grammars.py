@@ -122,6 +122,18 @@ def test_a_greedy_sample_keeps_the_schema(decoder: EngineDecoder) -> None:
     assert json.loads(TOKENIZER.decode(found.sequences[0].tokens[:-1].tolist()))["kind"]
 
 
+def test_a_text_that_exceeds_a_limit_of_the_grammar_fails_with_the_reason(
+    decoder: EngineDecoder,
+) -> None:
+    fields = {f"field{at}": {"type": "string"} for at in range(600)}
+    wide = f"start: %json {json.dumps({'type': 'object', 'properties': fields})}"
+    found = outputs(decoder, held("wide", 1, wide), held("held", 1))
+    failure = found["wide"]
+    assert isinstance(failure, Failure)
+    assert "too complex for the text so far" in failure.message
+    assert isinstance(found["held"], SampleOutput)
+
+
 BAD = ["start: %json {", "start: nothing", 'start: %json {"not": {}}', 'start: %json {"$ref": "#"}']
 
 

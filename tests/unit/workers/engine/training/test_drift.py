@@ -9,6 +9,7 @@ import pytest
 
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.training.drift import drift
+from cotrain_workers.engine.training.losses import LOSSES
 
 #: One prompt token, then sampled ones.
 Q = [0.0, -1.0, -2.0, -1.5]
@@ -32,7 +33,7 @@ def found(op: Pass) -> dict[str, float]:
     return drift(op, [np.array(LP, np.float32)])
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+@pytest.mark.parametrize("loss_fn", sorted(set(LOSSES) - {"cross_entropy"}))
 def test_every_policy_loss_reports_the_distance_of_its_sampled_tokens(loss_fn: str) -> None:
     metrics = found(policy(loss_fn))
     ratios = [exp(each) for each in APART]
@@ -42,7 +43,9 @@ def test_every_policy_loss_reports_the_distance_of_its_sampled_tokens(loss_fn: s
     assert metrics["rollout_gap_p99:max"] == pytest.approx(0.5)
     expected = sum(ratios) ** 2 / (3 * sum(each**2 for each in ratios))
     assert metrics["effective_sample_size:mean"] == pytest.approx(expected)
-    assert ("clip_fraction:mean" in metrics) is (loss_fn in ("ppo", "cispo", "gspo"))
+    assert ("clip_fraction:mean" in metrics) is (
+        loss_fn in ("ppo", "cispo", "gspo", "grpo", "dapo")
+    )
 
 
 @pytest.mark.parametrize(

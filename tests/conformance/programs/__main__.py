@@ -1,0 +1,106 @@
+"""Run the uses of each chat program against a server, and write their section of the page.
+
+Run as `python -m tests.conformance.programs` from the root, after `install.sh`. It replaces one section of
+docs/reference/compatibility.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.conformance.running import KEYS, ROOT
+from tests.conformance.scoreboard.__main__ import PAGE
+from tests.support.serving import Serving
+from tests.support.tiny_models import build_tiny_with_tools
+
+PROGRAMS = {
+    "litellm": "most",
+    "langchain-openai": "most",
+    "langchain-anthropic": "most",
+    "instructor": "most",
+    "dspy": "most",
+    "llm": "most",
+    "inspect-ai": "inspect",
+}
+PATIENCE_S = 1800
+TITLE = "## Other programs"
+INTRODUCTION = f"""{TITLE}
+
+The same command runs each use of these programs, unmodified, against the [chat endpoints](chat-apis.md) of a server with a tiny
+model. Its chat template is in Hermes' form. Of a tool's call, the first answer is held to the tool by `tool_choice`, and the second
+one gets the result.
+
+| program | version | uses | |
+|---|---|---|:-:|
+"""
+
+
+def run(program: str, address: str, model: str) -> dict[str, Any]:
+    """Run the uses of one program in its environment."""
+    mine, theirs = f"{address}/oai/api/v1", f"{address}/anthropic/api"
+    environment = {
+        **os.environ,
+        "MODEL": model,
+        "OPENAI_API_KEY": KEYS[0],
+        "OPENAI_BASE_URL": mine,
+        "ANTHROPIC_API_KEY": KEYS[0],
+        "ANTHROPIC_BASE_URL": theirs,
+        # LiteLLM's own names of the same
+        "OPENAI_API_BASE": mine,
+        "ANTHROPIC_API_BASE": theirs,
+        # no program fetches anything
+        "HF_HUB_OFFLINE": "1",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    python = ROOT / ".programs" / PROGRAMS[program] / "bin" / "python"
+    rows = Path(__file__).with_name("rows.py")
+    done = subprocess.run(
+        [str(python), str(rows), program],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def section(founds: Sequence[dict[str, Any]]) -> str:
+    """Return the section of the page. A failed use has a row with its reason."""
+    lines = []
+    for found in founds:
+        named = f"| {found['program']} | {found['version']} |"
+        if works := [use for use, reason in found["uses"].items() if not reason]:
+            lines.append(f"{named} {'; '.join(works)} | yes |")
+        lines += [
+            f"{named} {use} | fails: {' '.join(reason.split())[:200]} |"
+            for use, reason in found["uses"].items()
+            if reason
+        ]
+    return INTRODUCTION + "\n".join(lines) + "\n"
+
+
+def main(programs: Sequence[str]) -> None:
+    """Serve a tiny model, run each program, and write the section; with names, print it instead."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = str(build_tiny_with_tools(folder / "tiny"))
+        with Serving(folder / "data", [model], KEYS[:1]) as serving:
+            founds = [run(each, serving.address, model) for each in programs or PROGRAMS]
+    if programs:
+        print(section(founds))
+        return
+    before = PAGE.read_text().partition(TITLE)[0].rstrip()
+    PAGE.write_text(f"{before}\n\n{section(founds)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
