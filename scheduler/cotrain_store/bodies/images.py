@@ -10,7 +10,7 @@ import PIL.Image
 
 #: Limit on one image: a decoded one takes up to 128 MiB. Phones take pictures of 12,000,000 pixels.
 MAX_PIXELS = 1 << 24
-#: Limits on all images of one request. Decoding takes up to 0.3 s for each 16,000,000 pixels.
+#: Limits on all images of one request. Decoding takes up to 0.5 s for each 16,000,000 pixels.
 MAX_REQUEST_PIXELS = 1 << 28
 MAX_IMAGES = 1024
 #: Limit on the scans of a progressive JPEG, each of which is a pass over all of its pixels. Cameras write at most 14.

@@ -185,7 +185,8 @@ def read_sweep_pass(body: bytes) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if message.model_id or message.seq_id:
         raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    return ParsedPass("", None, message, "", _canonical(message))
+    content = _canonical(message)
+    return ParsedPass("", None, message, "", content, has_images=has_images(message))
 
 
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
