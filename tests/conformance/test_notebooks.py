@@ -1,12 +1,24 @@
-"""Notebooks in a real kernel of Jupyter."""
+"""Notebooks in a real kernel of Jupyter, on a real server."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 from nbclient import NotebookClient
 
+from tests.conformance.running import KEYS, Server
+
+NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
+CHECKS = {
+    "sft": "assert losses[-1] < losses[0] - 1, losses",
+    "rl": "assert metrics['shared_prompts:mean'] > 0.5 and len(means) == STEPS, metrics",
+    "sweep": "assert len({losses[0] for losses in curves}) == 1 and best > 0, curves",
+}
+"""Checks after the last cell of each notebook."""
 WAITS = """
 import time
 from cotrain.transport import progress
@@ -23,12 +35,45 @@ assert texts[0] == "cotrain: waiting 0 s for step 0", texts
 """
 
 
-def test_long_waits_update_one_output_of_their_cell() -> None:
-    cells: list[Any] = [
-        {"cell_type": "code", "metadata": {}, "source": WAITS, "outputs": []} for _ in range(2)
-    ]
+def cell(source: str) -> dict[str, Any]:
+    return {"cell_type": "code", "metadata": {}, "source": source, "outputs": []}
+
+
+def test_notebooks_are_stored_without_outputs_and_in_one_format() -> None:
+    assert {path.stem for path in NOTEBOOKS.iterdir() if path.suffix == ".ipynb"} == CHECKS.keys()
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        notebook = json.loads(text)
+        assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+        nbformat.validate(notebook)
+        ran = [
+            each for each in notebook["cells"] if each.get("outputs") or each.get("execution_count")
+        ]
+        assert ran == []
+
+
+def test_every_notebook_runs_and_shows_one_line_for_each_wait_and_result(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COTRAIN_BASE_URL", server.address)
+    monkeypatch.setenv("COTRAIN_API_KEY", KEYS[0])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    cells = [cell(WAITS), cell(WAITS)]
+    for name, check in CHECKS.items():  # in one kernel, because its imports take seconds
+        own = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+        sources = ["".join(each["source"]) for each in own if each["cell_type"] == "code"]
+        cells += [*map(cell, sources), cell(f"{check}\nservice.close()\n%reset -f")]
     content = {"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 4}
     notebook: Any = nbformat.from_dict(content)  # type: ignore[no-untyped-call]
-    NotebookClient(notebook, timeout=60).execute()
+    NotebookClient(notebook, timeout=120).execute()
     cleared = {"output_type": "display_data", "metadata": {}, "data": {"text/plain": ""}}
-    assert [cell.outputs for cell in notebook.cells] == [[cleared], [cleared]]
+    assert [each.outputs for each in notebook.cells[:2]] == [[cleared], [cleared]]
+    shown = [
+        output.data["text/plain"]
+        for each in notebook.cells
+        for output in each.outputs
+        if output.output_type == "execute_result"
+    ]
+    assert len(shown) > len(CHECKS)
+    assert all(len(text) < 400 for text in shown), shown
+    assert not [each for each in shown if each.startswith("<Future") and "\n" in each]

@@ -107,9 +107,10 @@ class Bench:
         return [line for line in lines if _is_complaint(line)]
 
     def _ran(self, status: int, output: str, folder: str) -> Ran:
-        rows = _rows(self.logs / folder / "metrics.jsonl")
+        log = next(self.logs.glob(f"{folder}/**/metrics.jsonl"), self.logs / folder / "none").parent
+        rows = _rows(log / "metrics.jsonl")
         steps = [row for row in rows if any(name.startswith("progress") for name in row)]
-        return Ran(status, output, steps, _rows(self.logs / folder / "checkpoints.jsonl"))
+        return Ran(status, output, steps, _rows(log / "checkpoints.jsonl"))
 
     def _popen(self, recipe: str, folder: str, options: Mapping[str, object]) -> Popen:
         return Popen(
@@ -124,7 +125,9 @@ class Bench:
     def _command(self, recipe: str, folder: str, options: Mapping[str, object]) -> Sequence[str]:
         if not COOKBOOK.is_dir():
             pytest.fail("tinker_cookbook is missing: run tests/cookbook/fetch.sh")
-        chosen = {"log_path": self.logs / folder, **options}
+        # The classifier of images names a folder inside its own.
+        name = "experiment_dir" if recipe.startswith("vlm_") else "log_path"
+        chosen = {name: self.logs / folder, **options}
         return [
             *(sys.executable, "-m", f"tinker_cookbook.recipes.{recipe}"),
             *(f"{name}={value}" for name, value in chosen.items()),

@@ -66,8 +66,8 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/recovery/replay.py",
-                "ops, is_exact = _from_last_load(ops), True\n",
-                "ops, is_exact = [], True\n",
+                "            ops = _from_last_load(ops)\n",
+                "            ops = []\n",
             )
         ],
         "killed after a commit",

@@ -115,7 +115,7 @@ def test_the_edge_limits_clients_and_states_their_address(
 
 
 def _last_words(connection: socket.socket) -> bytes:
-    """Return what the edge sends on a silent connection until it closes it."""
+    """Return the bytes that a silent connection receives before it is closed."""
     with connection, contextlib.suppress(ConnectionResetError):
         return connection.recv(1000)
     return b""

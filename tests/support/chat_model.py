@@ -46,6 +46,15 @@ def build_chat_model(folder: Path) -> Path:
     return folder
 
 
+def build_seeing_model(folder: Path) -> Path:
+    """Write a random model that reads images, with a tokenizer of its markup, to `folder`."""
+    build_tiny("qwen3-vl", folder, vocab=VOCAB + 8, context=256)
+    tokenizer = chat_tokenizer()
+    tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def chat_tokenizer() -> transformers.PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer that splits digits, as Qwen's does."""
     tokenizer = Tokenizer(models.BPE())

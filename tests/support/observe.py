@@ -19,6 +19,12 @@ def boards() -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text()) for file in files}
 
 
+def panels(board: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the panels of a board, also those in folded rows, without the rows."""
+    every = [each for top in board["panels"] for each in (top, *top.get("panels", ()))]
+    return [each for each in every if each["type"] != "row"]
+
+
 def alerts() -> dict[str, dict[str, Any]]:
     """Return each alert rule by its name."""
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
@@ -34,9 +40,10 @@ def value_of(alert: dict[str, Any]) -> str:
 
 def queries() -> list[str]:
     """Return the queries of all panels, for all pools and workers, and the compared expressions of
-    all alerts.
+    all alerts. Queries of metrics of GPUs, which another exporter has, are left out.
     """
-    panels = [panel for board in boards().values() for panel in board["panels"]]
-    written = [target["expr"] for panel in panels for target in panel["targets"]]
+    shown = [panel for board in boards().values() for panel in panels(board)]
+    written = [target["expr"] for panel in shown for target in panel["targets"]]
+    written = [expr for expr in written if not expr.startswith("DCGM_")]
     of_panels = [re.sub(r'"\$(pool|worker)"', '".*"', expr) for expr in written]
     return [*of_panels, *map(value_of, alerts().values())]

@@ -15,7 +15,8 @@ from transformers import AutoConfig
 
 from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.model.base_model import BaseModel, make_base_model
-from cotrain_workers.engine.model.families import auto_class, drop_towers
+from cotrain_workers.engine.model.families import MODEL_TYPES, auto_class, drop_towers
+from cotrain_workers.engine.model.vision import read_processor
 
 
 def shared_base(
@@ -29,8 +30,12 @@ def shared_base(
     """
     assert local_files_only
     assert device.type == "cpu"
-    network = drop_towers(twin(_read(model, dtype)))
-    return make_base_model(network, network.config, Alone())
+    network, processor = twin(_read(model, dtype)), None
+    if MODEL_TYPES[network.config.model_type].reads_images:
+        processor = read_processor(model, local_files_only=True)
+    if processor is None:
+        drop_towers(network)
+    return make_base_model(network, network.config, Alone(), processor)
 
 
 def load_plain(folder: Path, dtype: torch.dtype) -> Any:

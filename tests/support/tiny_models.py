@@ -20,6 +20,7 @@ from tokenizers import (
     processors,
     trainers,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cotrain_workers.engine.model.families import auto_class
 
@@ -97,6 +98,12 @@ MINISTRAL3: Mapping[str, Any] = {
     "llama_4_scaling_beta": 0.1,
 }
 WINDOWS = ["sliding_attention", "full_attention"]
+#: Positions of images in time, height and width.
+MROPE: Mapping[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "mrope_section": [4, 2, 2],
+}
 GEMMA4: Mapping[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -175,6 +182,8 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     ),
     "jais2": ("Jais2Config", {"head_dim": 16}),
+    "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 16, "rope_parameters": dict(MROPE)}),
+    "qwen2.5-vl": ("Qwen2_5_VLConfig", {"rope_parameters": dict(MROPE)}),
 }
 SIX_EXPERTS: Mapping[str, Any] = {"num_local_experts": 6, "num_experts_per_tok": 2}
 #: Shared experts, and a first layer without experts.
@@ -252,6 +261,16 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
     "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
     "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
+    "qwen3-vl-moe": (
+        "Qwen3VLMoeConfig",
+        {
+            "head_dim": 16,
+            "rope_parameters": dict(MROPE),
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 40,
+        },
+    ),
 }
 HYBRID: Mapping[str, Any] = {
     "head_dim": 16,
@@ -321,6 +340,9 @@ TEXT_OF: Mapping[str, str] = {
     "Mistral3Config": "ministral3",
     "Qwen3_5Config": "qwen3_5_text",
     "Qwen3_5MoeConfig": "qwen3_5_moe_text",
+    "Qwen3VLConfig": "qwen3_vl_text",
+    "Qwen3VLMoeConfig": "qwen3_vl_moe_text",
+    "Qwen2_5_VLConfig": "qwen2_5_vl_text",
 }
 TOWER: Mapping[str, Any] = {
     "hidden_size": 16,
@@ -329,6 +351,32 @@ TOWER: Mapping[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+#: Towers of the models that read images. A token is 8 x 8 pixels.
+QWEN_TOWER: Mapping[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "intermediate_size": 24,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.15,
+}
+QWEN3_TOWER: Mapping[str, Any] = {
+    **QWEN_TOWER,
+    "hidden_size": 16,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0],
+}
+TOWERS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen3VLConfig": QWEN3_TOWER,
+    "Qwen3VLMoeConfig": QWEN3_TOWER,
+    "Qwen2_5_VLConfig": {
+        **QWEN_TOWER,
+        "hidden_size": 32,
+        "window_size": 16,  # of 2 x 2 tokens
+        "fullatt_block_indexes": [1],
+    },
 }
 
 
@@ -360,7 +408,7 @@ def build_tiny(
         kind = TEXT_OF[config_class]
         shape = {
             "text_config": {**shape, "model_type": kind},
-            "vision_config": dict(TOWER),
+            "vision_config": {**TOWERS.get(config_class, TOWER), "out_hidden_size": hidden},
             "mm_tokens_per_image": 4,
             "image_token_id": 3,
             "image_token_index": 3,
@@ -373,7 +421,19 @@ def build_tiny(
         if tied:
             model.tie_weights()
     model.save_pretrained(folder)
+    if config_class in TOWERS:
+        write_image_settings(folder)
     return folder
+
+
+def write_image_settings(folder: Path) -> None:
+    """Write the preprocessing of images: 4 to 64 tokens for each of them."""
+    Qwen2VLImageProcessorPil(
+        patch_size=QWEN_TOWER["patch_size"],
+        size={"shortest_edge": 4 * 64, "longest_edge": 64 * 64},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    ).save_pretrained(folder)
 
 
 def build_tiny_qwen3(

@@ -100,7 +100,7 @@ class PeftOracle:
             r=spec.rank,
             lora_alpha=spec.alpha,
             target_modules=modules_of(base, spec),
-            exclude_modules=r"model\.(vision_tower|multi_modal_projector)\..*",
+            exclude_modules=r"model\.(vision_tower|multi_modal_projector|visual)\..*",
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers

@@ -1,6 +1,6 @@
 """Training engine for many adapters in one pass over a frozen base model, and the worker around it.
 
-`engine/` depends only on torch, transformers, safetensors, numpy and their own dependencies. It can
+`engine/` depends only on torch, transformers, safetensors, numpy, Pillow and their own dependencies. It can
 therefore run and be measured on a bare GPU machine.
 """
 

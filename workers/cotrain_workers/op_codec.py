@@ -3,11 +3,13 @@ the engine's outputs.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Protocol, TypeAlias
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, decode_loss, loss_and_metrics
+from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
@@ -25,6 +27,7 @@ from cotrain_workers.engine.ops import (
     GraphNode,
     HostOptimizer,
     HostWeights,
+    Image,
     Import,
     KlDatum,
     Load,
@@ -101,7 +104,8 @@ def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
         run=op.run,
         seq=op.seq,
         datums=[
-            Datum(datum.tokens, datum.inputs, datum.routed_experts) for datum in request.datums
+            Datum(datum.tokens, datum.inputs, datum.routed_experts, _images(datum.images))
+            for datum in request.datums
         ],
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},
@@ -130,6 +134,10 @@ def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Fa
         return known
     needs_grad = op.kind is OpKind.FORWARD_BACKWARD
     return replace(known, run=op.run, seq=op.seq, needs_grad=needs_grad)
+
+
+def _images(images: Sequence[BodyImage]) -> list[Image]:
+    return [Image(**vars(each)) for each in images]
 
 
 def _save(op: QueuedOp, body: bytes) -> Save | Failure:

@@ -197,7 +197,7 @@ class ServiceClient:
         `fn(logprobs, …)` receives the log-probs of a datum's targets, and the `loss_fn_inputs` that its other
         parameters name. `input_ranks` has the number of axes of each. It returns a scalar tensor and a dict of
         scalar tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`. The server adds the losses of all
-        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/losses.md.
+        datums. Raises UnsupportedInput for an operation that is not allowed: see docs/guide/custom-losses.md.
         """
         loss, name = trace(fn, input_ranks), getattr(fn, "__name__", "loss")
         self._losses += 1

@@ -89,7 +89,7 @@ def sweep(
         if schedule not in SCHEDULES:
             raise UnsupportedInput(f"--schedule must be one of {', '.join(SCHEDULES)}")
         used = tokenizer_of(tokenizer, base_model)
-        datums, held_out = (
+        datums, unseen = (
             _datums(path, used, train_on, max_tokens) if path else [] for path in (file, evaluate)
         )
     batches = batches_of(datums, batch_size, steps)
@@ -99,7 +99,7 @@ def sweep(
             best = made.halve(
                 batches,
                 steps=halve_after or len(batches),
-                evaluation=held_out or None,
+                evaluation=unseen or None,
                 lr_factor=SCHEDULES[schedule],
                 progress=progress,
             )

@@ -133,7 +133,7 @@ class RunRequests:
             encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
         )
         requests = [
-            wrap_datums(self._model_id, 1, part, loss_fn, loss_fn_config, forward_only=True)
+            wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True)
             for part in parts
         ]
         return [self._send("forward_backward", [each], self._pass_result) for each in requests]

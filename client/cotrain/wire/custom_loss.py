@@ -148,8 +148,10 @@ def encode_loss(loss: CustomLoss) -> str:
 def decode_loss(loss_id: str) -> CustomLoss:
     """Return the checked loss of a `loss_id`. Raises UnsupportedInput."""
     try:
-        packed = urlsafe_b64decode(loss_id[:MAX_ID].removeprefix(PREFIX))
-        loss = CustomLoss.model_validate_json(zlib.decompressobj().decompress(packed, _MAX_JSON))
+        compressed = urlsafe_b64decode(loss_id[:MAX_ID].removeprefix(PREFIX))
+        loss = CustomLoss.model_validate_json(
+            zlib.decompressobj().decompress(compressed, _MAX_JSON)
+        )
     except (ValueError, zlib.error):
         raise UnsupportedInput(
             "loss_fn_config.loss_id is not an id that create_custom_loss returned."
@@ -241,7 +243,7 @@ def _check_node(node: CustomLossNode, earlier: set[str]) -> None:
 
 
 def _not_allowed(where: str, target: str, hint: str | None = None) -> UnsupportedInput:
-    hint = hint or _HINTS.get(target) or "docs/guide/losses.md lists the allowed operations"
+    hint = hint or _HINTS.get(target) or "docs/guide/custom-losses.md lists the allowed operations"
     return UnsupportedInput(f"{where}: {target} is not allowed in a custom loss; {hint}.")
 
 

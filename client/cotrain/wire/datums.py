@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+)
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
@@ -63,14 +72,43 @@ class EncodedTextChunk(OneLine):
         return len(self.tokens)
 
 
-class ImageChunk(BaseModel):
-    """Image. Parsed only so that the error can name it: this server trains on text only."""
+_BASE64 = {
+    "type": "string",
+    "contentEncoding": "base64",
+    "pattern": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
+}
 
+
+class ImageChunk(OneLine):
+    """Image, for a base model that reads images: the bytes of a PNG or JPEG file."""
+
+    data: Annotated[bytes, Field(repr=False), WithJsonSchema(_BASE64)]
+    format: Literal["png", "jpeg"]
+    expected_tokens: Annotated[int, Field(strict=True, ge=1, lt=2**31)] | None = None
+    """Number of its tokens. The server refuses the request if it counts another number."""
     type: Literal["image"] = "image"
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _from_base64(cls, data: Any) -> Any:
+        return b64decode(data, validate=True) if isinstance(data, str) else data
+
+    @field_serializer("data", when_used="json")
+    def _to_base64(self, data: bytes) -> str:
+        return b64encode(data).decode()
+
+    @property
+    def length(self) -> int:
+        """Number of tokens. Raises UnsupportedInput if `expected_tokens` is not set."""
+        if self.expected_tokens is None:
+            raise UnsupportedInput(
+                "ImageChunk has no expected_tokens; the length is unknown without"
+            )
+        return self.expected_tokens
 
 
 class ImageAssetPointerChunk(BaseModel):
-    """Stored image. Parsed only so that the error can name it."""
+    """Stored image. Parsed only so that the error can name it: the server fetches nothing."""
 
     type: Literal["image_asset_pointer"] = "image_asset_pointer"
 
@@ -79,6 +117,16 @@ class DmelChunk(BaseModel):
     """Audio. Parsed only so that the error can name it."""
 
     type: Literal["dmel"] = "dmel"
+
+
+def cannot_read(chunk: BaseModel) -> str:
+    """Return the sentence about a chunk of a type that no server reads."""
+    kind = getattr(chunk, "type", type(chunk).__name__)
+    remedy = {
+        "image_asset_pointer": "send the bytes of the image as an image chunk",
+        "image": "send text tokens",
+    }
+    return f"chunks of type {kind} cannot be read here; {remedy.get(kind, 'send text tokens or images')}"
 
 
 ModelInputChunk = Annotated[
@@ -123,9 +171,17 @@ class ModelInput(OneLine):
         return list(chain.from_iterable(_tokens_of(chunk) for chunk in self.chunks))
 
     @property
+    def has_images(self) -> bool:
+        """True if a chunk is an image."""
+        return any(isinstance(chunk, ImageChunk) for chunk in self.chunks)
+
+    @property
     def length(self) -> int:
-        """Number of tokens. Raises UnsupportedInput if a chunk is not text."""
-        return sum(len(_tokens_of(chunk)) for chunk in self.chunks)
+        """Number of tokens. Raises UnsupportedInput for an image without `expected_tokens`, and for audio."""
+        return sum(
+            chunk.length if isinstance(chunk, ImageChunk) else len(_tokens_of(chunk))
+            for chunk in self.chunks
+        )
 
 
 class Datum(OneLine):
@@ -199,6 +255,8 @@ def total_weight(data: Iterable[Datum]) -> float:
 def is_unshifted(datum: Datum) -> bool:
     """Return True if the targets equal the input, so that each token would predict itself."""
     targets = datum.loss_fn_inputs.get("target_tokens")
+    if datum.model_input.has_images:
+        return False
     tokens = datum.model_input.to_ints()
     # A sequence of one repeated token is equal after a shift, too.
     return targets is not None and targets.data == tokens and len(set(tokens)) > 1
@@ -254,4 +312,4 @@ def token_ids(given: Any) -> list[int]:
 def _tokens_of(chunk: ModelInputChunk) -> list[int]:
     if isinstance(chunk, EncodedTextChunk):
         return chunk.tokens
-    raise UnsupportedInput(f"chunks of type {chunk.type} cannot be trained on; send text tokens")
+    raise UnsupportedInput(cannot_read(chunk))

@@ -14,7 +14,14 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.datums import Datum, EncodedTextChunk, ModelInputChunk, datums_of
+from cotrain.wire.datums import (
+    Datum,
+    EncodedTextChunk,
+    ImageChunk,
+    ModelInputChunk,
+    cannot_read,
+    datums_of,
+)
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
@@ -106,7 +113,13 @@ def _set_config(message: wire.ForwardBackwardRequest, name: str, value: float | 
 def _encode_datum(datum: Datum, index: int) -> wire.Datum:
     message = wire.Datum()
     for chunk in datum.model_input.chunks:
-        message.model_input.add().encoded_text.tokens = to_bytes("i", _tokens_of(chunk, index))
+        added = message.model_input.add()
+        if isinstance(chunk, ImageChunk):
+            added.image.data, added.image.format = chunk.data, chunk.format
+            if chunk.expected_tokens is not None:
+                added.image.expected_tokens = chunk.expected_tokens
+        else:
+            added.encoded_text.tokens = to_bytes("i", _tokens_of(chunk, index))
     for name, tensor in datum.loss_fn_inputs.items():
         _fill_tensor(message.loss_fn_inputs[name], tensor)
     if datum.routed_experts is not None:
@@ -120,9 +133,7 @@ def _encode_datum(datum: Datum, index: int) -> wire.Datum:
 def _tokens_of(chunk: ModelInputChunk, index: int) -> Sequence[int]:
     if isinstance(chunk, EncodedTextChunk):
         return chunk.tokens
-    raise UnsupportedInput(
-        f"datum {index}: chunks of type {chunk.type} cannot be trained on; send text tokens"
-    )
+    raise UnsupportedInput(f"datum {index}: {cannot_read(chunk)}")
 
 
 def _fill_tensor(message: wire.Tensor, tensor: TensorData) -> None:

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from cotrain.wire.pass_codec import ROUTED_EXPERTS
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.images import BodyImage, ImageReader, UnusableImage
 from cotrain_store.errors import MalformedBody
 
 #: Maximum number of elements of a tensor. A larger shape is rejected before anything is allocated.
@@ -40,6 +41,8 @@ class DatumArrays:
     inputs: Mapping[str, np.ndarray]
     routed_experts: np.ndarray | None = None
     """Experts of each token, integers [n, layers, k]; None: the router chooses."""
+    images: Sequence[BodyImage] = ()
+    """Images in order; the tokens within them are 0."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,15 @@ def _add_record(
 
 
 def _datum(index: int, datum: wire_pb2.Datum) -> DatumArrays:
-    chunks = [_chunk_tokens(index, chunk) for chunk in datum.model_input]
+    images: list[BodyImage] = []
+    chunks, length = [], 0
+    for chunk in datum.model_input:
+        if chunk.HasField("image"):
+            images.append(_image(index, chunk.image, length))
+            chunks.append(np.zeros(images[-1].tokens, np.int64))
+        else:
+            chunks.append(_chunk_tokens(index, chunk))
+        length += len(chunks[-1])
     tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
     inputs = {
         name: _tensor(f"datum {index}: loss_fn_inputs.{name}", tensor)
@@ -122,7 +133,42 @@ def _datum(index: int, datum: wire_pb2.Datum) -> DatumArrays:
     if ROUTED_EXPERTS in datum.loss_fn_inputs:
         tensor = datum.loss_fn_inputs[ROUTED_EXPERTS]
         experts = _tensor(f"datum {index}: loss_fn_inputs.{ROUTED_EXPERTS}", tensor, _EXPERTS)
-    return DatumArrays(tokens, inputs, experts)
+    return DatumArrays(tokens, inputs, experts, images)
+
+
+def has_images(request: wire_pb2.ForwardBackwardRequest) -> bool:
+    """Return True if any chunk of a request is an image."""
+    return any(chunk.HasField("image") for datum in request.data for chunk in datum.model_input)
+
+
+def locate_images(request: wire_pb2.ForwardBackwardRequest, reader: ImageReader) -> None:
+    """Check the images of a request, and write the grid of each one into it, where `decode_pass` reads it.
+
+    Raises:
+        MalformedBody: the message names the datum and the image.
+    """
+    for index, datum in enumerate(request.data):
+        for at, chunk in enumerate(datum.model_input):
+            if not chunk.HasField("image"):
+                continue
+            image, where = chunk.image, f"data[{index}].model_input.chunks[{at}]"
+            if image.HasField("override_dimensions"):
+                raise MalformedBody(
+                    f"{where}: override_dimensions is not supported. Resize the image."
+                )
+            expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            try:
+                height, width = reader.read(image.data, image.format, expected)
+            except UnusableImage as unusable:
+                raise MalformedBody(f"{where} {unusable}") from unusable
+            image.override_dimensions.height, image.override_dimensions.width = height, width
+
+
+def _image(index: int, image: wire_pb2.ImageChunk, start: int) -> BodyImage:
+    grid = image.override_dimensions
+    if not 0 < grid.height * grid.width <= MAX_ELEMENTS:
+        raise MalformedBody(f"datum {index}: model_input has an image that was not placed.")
+    return BodyImage(start, grid.height, grid.width, image.data)
 
 
 def _chunk_tokens(index: int, chunk: wire_pb2.Chunk) -> np.ndarray:
@@ -130,7 +176,7 @@ def _chunk_tokens(index: int, chunk: wire_pb2.Chunk) -> np.ndarray:
     if kind != "encoded_text":
         raise MalformedBody(
             f"datum {index}: model_input has a chunk of type {kind or 'unknown'}; "
-            "this server trains on text (encoded_text) only."
+            "send encoded_text, or image with a base model that reads images."
         )
     raw = chunk.encoded_text.tokens
     if len(raw) % 4:

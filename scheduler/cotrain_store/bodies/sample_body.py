@@ -6,13 +6,14 @@ is decoded in microseconds.
 
 import json
 import struct
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
 
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.images import BodyImage
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import decode
 
@@ -44,6 +45,8 @@ class SampleBody:
     grammar: str | None = None
     """Grammar of the generated text, in the format of llguidance; None: any text."""
     return_routed_experts: bool = False
+    images: tuple[BodyImage, ...] = ()
+    """Images of the prompt, in order. The prompt has the model's placeholder within them."""
 
 
 class TopK(Protocol):
@@ -112,7 +115,12 @@ class SampleOutput(Protocol):
 
 def encode_sample(body: SampleBody) -> bytes:
     """Return a body as bytes. Equal bodies give equal bytes."""
-    settings = asdict(body)
+    settings = asdict(replace(body, images=()))
+    del settings["images"]
+    if body.images:
+        settings["images"] = [
+            (each.start, each.height, each.width, len(each.data)) for each in body.images
+        ]
     prompt = np.asarray(settings.pop("prompt"), "<i4")
     targets = settings.pop("target_prompt_logprobs")
     rows, columns = (
@@ -121,7 +129,8 @@ def encode_sample(body: SampleBody) -> bytes:
     settings["has_targets"] = targets is not None
     text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
     header = _HEADER.pack(len(text), prompt.size, rows, columns)
-    return header + text + prompt.tobytes() + np.asarray(targets or (), "<i8").tobytes()
+    arrays = prompt.tobytes() + np.asarray(targets or (), "<i8").tobytes()
+    return b"".join((header, text, arrays, *(each.data for each in body.images)))
 
 
 def decode_sample(body: bytes) -> SampleBody:
@@ -138,6 +147,8 @@ def decode_sample(body: bytes) -> SampleBody:
         targets = np.frombuffer(body, "<i8", rows * columns, start + 4 * tokens)
         has_targets, stop = settings.pop("has_targets"), settings.pop("stop")
         settings["prompt"] = tuple(prompt.tolist())
+        rest = body[start + 4 * tokens + 8 * rows * columns :]
+        settings["images"] = tuple(_images(settings.get("images", ()), rest))
         settings["stop"] = None if stop is None else tuple(stop)
         settings["target_prompt_logprobs"] = (
             tuple(map(tuple, targets.reshape(rows, columns).tolist())) if has_targets else None
@@ -152,6 +163,14 @@ def decode_sample(body: bytes) -> SampleBody:
         AttributeError,
     ) as broken:
         raise MalformedBody("The body of a sample request cannot be read.") from broken
+
+
+def _images(spans: Iterable[Sequence[int]], data: bytes) -> Iterator[BodyImage]:
+    for start, height, width, size in spans:
+        image, data = data[:size], data[size:]
+        if len(image) != size:
+            raise MalformedBody("An image of a sample request is cut.")
+        yield BodyImage(start, height, width, image)
 
 
 def encode_sample_output(output: SampleOutput) -> bytes:

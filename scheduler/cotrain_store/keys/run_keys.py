@@ -22,8 +22,9 @@ history: Callable[[RunId], str] = "cotrain:run:{}:history".format
 #: * `weight` is the size charged for the run, and `unwritten` the part of it not yet written to disk.
 #: * `given_up_ops`, `given_up_bytes` and `given_up_since` exist while ops behind a gap are given up.
 #: * `begun` exists while a pass is open in a worker: its seq, its executed tokens, and the process' epoch.
-#: * `step:<seq>` is the number of an optimizer step that the log holds, and `rewind:<seq>` the seq to which a REWIND
-#:   returned. `rewound` is the seq of the last one: no recovery copy before it is registered any more.
+#: * `step:<seq>` is the number of an optimizer step in the log.
+#: * `rewind:<seq>` is the seq to which a REWIND returned.
+#: * `rewound` is the seq of the last REWIND. No recovery copy before it is registered any more.
 #: * `moved_ms` is the time of the last move.
 #: * `source` is the reference of the weights that a fork began with, if they were not stored then.
 log: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:log:{}".format

@@ -135,6 +135,8 @@ class PoolRecord:
     """Layers with experts, experts of each token, and experts of a layer; None without experts, or if layers differ."""
     memory_tokens: int = 0
     """Tokens of the longest datum that fits into device memory; 0 if it was not measured."""
+    images: Mapping[str, int] = field(default_factory=dict)
+    """Fields of `ImageRules`; empty if the model reads text only."""
 
     @property
     def longest_datum(self) -> int:

@@ -31,6 +31,7 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
+from cotrain_server.requests.images import image_reader
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     TooManyObjects,
@@ -38,7 +39,7 @@ from cotrain_server.requests.pass_scan import (
     strip_unknown_fields,
 )
 from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
-from cotrain_store.bodies.pass_body import decode_pass, parse_pass
+from cotrain_store.bodies.pass_body import decode_pass, has_images, locate_images, parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import SamplerId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
@@ -121,6 +122,8 @@ class ParsedPass:
     forward_only: bool = False  # endpoint of a pass that is not parsed yet
     is_read: bool = True
     """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
+    has_images: bool = False
+    """True: `pass_op` decodes images, which only a child process may do. Unknown before it is parsed."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,16 @@ def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return ParsedPass(address.model_id, address.seq_id, message, "", _canonical(message))
+    return _parsed(address, message, "", _canonical(message))
+
+
+def _parsed(
+    address: RunRequest, message: PassMessage | None, refusal: str, content: bytes
+) -> ParsedPass:
+    with_images = message is not None and has_images(message)
+    return ParsedPass(
+        address.model_id, address.seq_id, message, refusal, content, has_images=with_images
+    )
 
 
 def read_sweep_pass(body: bytes) -> ParsedPass:
@@ -212,7 +224,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     except UnsupportedInput as error:
         refusal = str(error)
     content = canonical_json(fields) if message is None else _canonical(message)
-    return ParsedPass(address.model_id, address.seq_id, message, refusal, content)
+    return _parsed(address, message, refusal, content)
 
 
 def read_fields(body: bytes) -> AddressedFields:
@@ -239,12 +251,16 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
         return Op.rejected(request.refusal, request.content)
     try:
         _refuse_vast_shapes(request.message)
+        body = request.content
+        if has_images(request.message):
+            locate_images(request.message, image_reader(pool, "data"))
+            body = _canonical(request.message)
         decoded = decode_pass(request.message)
         check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
         return Op.rejected(str(error), request.content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, request.content, decoded.num_tokens, digest_of(request.content))
+    return Op(kind, body, decoded.num_tokens, digest_of(request.content))
 
 
 def _read_all(request: ParsedPass) -> ParsedPass:

@@ -4,16 +4,18 @@
 that the wire models leave open.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
 from pydantic import ValidationError
 
-from cotrain.wire.datums import EncodedTextChunk, ModelInput
+from cotrain.wire.datums import EncodedTextChunk, ImageChunk, ModelInput, cannot_read
 from cotrain.wire.sampling import SampleRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
+from cotrain_server.requests.images import SentImage
 from cotrain_server.requests.sample_validation import MAX_TARGETS, SKIPPED
 from cotrain_store.bodies.sample_body import SampleBody
 
@@ -24,7 +26,8 @@ class AddressedSample:
 
     sampler: str
     seq: int
-    body: SampleBody
+    body: SampleBody  # without its images
+    images: tuple[SentImage, ...] = ()
 
 
 def read_sample(content: bytes) -> AddressedSample:
@@ -43,7 +46,8 @@ def read_sample(content: bytes) -> AddressedSample:
             "create_sampling_session first."
         )
     _refuse_unsupported(request)
-    return AddressedSample(request.sampling_session_id, request.seq_id, _body(request))
+    body, images = _body(request), tuple(_images(request.prompt))
+    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
 
 
 def _refuse_unsupported(request: SampleRequest) -> None:
@@ -80,12 +84,20 @@ def _body(request: SampleRequest) -> SampleBody:
 def _tokens(prompt: ModelInput) -> tuple[int, ...]:
     tokens: list[int] = []
     for chunk in prompt.chunks:
-        if not isinstance(chunk, EncodedTextChunk):
-            raise Invalid(
-                f"prompt: chunks of type {chunk.type} cannot be read here; send text tokens."
-            )
-        tokens += chunk.tokens
+        if isinstance(chunk, EncodedTextChunk):
+            tokens += chunk.tokens
+        elif not isinstance(chunk, ImageChunk):
+            raise Invalid(f"prompt: {cannot_read(chunk)}.")
     return tuple(tokens)
+
+
+def _images(prompt: ModelInput) -> Iterator[SentImage]:
+    at = 0
+    for number, chunk in enumerate(prompt.chunks):
+        if isinstance(chunk, EncodedTextChunk):
+            at += len(chunk.tokens)
+        elif isinstance(chunk, ImageChunk):
+            yield SentImage(at, number, chunk.data, chunk.format, chunk.expected_tokens)
 
 
 def _stop(stop: str | list[str] | list[int] | None) -> tuple[str, ...] | tuple[int, ...] | None:

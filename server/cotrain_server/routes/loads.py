@@ -69,6 +69,11 @@ async def fork_run(
         raise Invalid("sampling_session_id is a sampler of the base model: fork a run.")
     weights = await services.records.weights(sampler.weights)
     check_optimizer(weights, optimizer=True)
+    if weights.lora.optimizer != "adamw":
+        raise Invalid(
+            f"sampling_session_id: forks train with adamw, and this run has {weights.lora.optimizer}. "
+            "Save its state, and create runs from the checkpoint."
+        )
     numbers, metadata = request.model_seq_ids, request.user_metadata or [{}] * MAX_SWEEP_RUNS
     if len(set(numbers)) < len(numbers) or len(metadata) < len(numbers):
         raise Invalid("model_seq_ids must differ, and user_metadata must have an entry for each.")

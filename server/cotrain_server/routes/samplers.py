@@ -26,6 +26,7 @@ from cotrain_server.http.tenant_routes import (
     tenant_router,
 )
 from cotrain_server.requests.checkpoint_validation import check_loadable
+from cotrain_server.requests.images import insert_images
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
@@ -105,9 +106,14 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     pool = await services.records.pool(sampler.pool)
     if pool is None:
         raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
-    await services.parser.run(tenant.id, weight, check_sample, sample.body, pool)
+    body = sample.body
+    if sample.images:
+        body = await services.parser.run_in_child(
+            tenant.id, insert_images, body, sample.images, pool
+        )
+    await services.parser.run(tenant.id, weight, check_sample, body, pool)
     longest = pool.max_sequence_tokens
-    request_id = await services.sample_intake.submit(sampler, sample.seq, sample.body, longest)
+    request_id = await services.sample_intake.submit(sampler, sample.seq, body, longest)
     return UntypedAPIFuture(
         request_id=request_id,
         sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),

@@ -172,7 +172,7 @@ async def _pass_op(
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser
     try:
-        if not addressed.is_read:
+        if addressed.has_images or not addressed.is_read:
             return await parser.run_in_child(tenant.id, pass_op, addressed, pool)
         if is_json:
             return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)

@@ -88,7 +88,10 @@ PASSED = ForwardBackwardOutput(
             Datum(ModelInput.from_ints(range(2048)), {"weights": LOGPROBS}),
             "Datum(ModelInput(length=2048), weights=[2048])",
         ),
-        (ModelInput(chunks=[ImageChunk()]), "ModelInput(chunks=[ImageChunk(type='image')])"),
+        (
+            ModelInput(chunks=[ImageChunk(data=bytes(4096), format="png", expected_tokens=6)]),
+            "ModelInput(chunks=[ImageChunk(format='png', expected_tokens=6, type='image')])",
+        ),
         (
             TensorData(LOGPROBS, "float32", [2, 1024]),
             "TensorData(data=<2048 elements>, dtype='float32', shape=[2, 1024])",

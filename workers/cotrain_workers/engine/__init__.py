@@ -1,1 +1,1 @@
-"""Training and sampling of many adapters in one pass, with torch, transformers, safetensors and numpy only."""
+"""Training and sampling of many adapters in one pass, with torch, transformers, safetensors, numpy and Pillow only."""

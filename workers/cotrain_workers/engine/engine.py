@@ -35,6 +35,7 @@ from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, 
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.kernel_softmax import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
+from cotrain_workers.engine.model.vision import DECODER
 from cotrain_workers.engine.model_facts import ModelFacts, model_facts
 from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
@@ -154,7 +155,8 @@ class Engine:
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding, quantization, budget.save_tokens,
+            base.lock_step.sharding, quantization, DECODER if base.vision else "",
+            budget.save_tokens,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)

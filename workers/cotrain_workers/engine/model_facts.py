@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
+from cotrain_workers.engine.model.vision import ImageFacts
 from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.spec import Family
 
@@ -28,6 +29,7 @@ class ModelFacts:
     )
     longest_datum: int = 0  # tokens of a datum that fits into memory
     expert_choices: ExpertChoices | None = None  # None: no experts, or given ones cannot be used
+    images: ImageFacts | None = None  # None: the model reads text only
 
     @property
     def numerics_id(self) -> str:
@@ -56,4 +58,5 @@ def model_facts(
         lora_fallback=lora_fallback,
         longest_datum=min(longest_datum or base.context_length, base.context_length),
         expert_choices=base.expert_choices,
+        images=base.vision.facts if base.vision else None,
     )

@@ -46,6 +46,7 @@ class Numerics:
     # gathered weights have the same bits, and no sum crosses processes.
     sharding: str = ""
     quantization: str = "none"  # of the frozen weights
+    images: str = ""  # library that decodes them, with its version; empty for a model of text
     save_tokens: int = 0  # above which MLPs compute in chunks of rows; 0: never
 
     @property
@@ -68,6 +69,8 @@ def _compared(numerics: Numerics) -> dict[str, object]:
     del named["sharding"]
     if numerics.quantization == "none":  # as in older records
         del named["quantization"]
+    if not numerics.images:
+        del named["images"]
     if not numerics.save_tokens:
         del named["save_tokens"]
     return named
@@ -82,6 +85,7 @@ def numerics_of(
     fused: Sequence[str] = (),
     sharding: str = "",
     quantization: str = "none",
+    images: str = "",
     save_tokens: int = sys.maxsize,
 ) -> Numerics:
     """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
@@ -105,6 +109,7 @@ def numerics_of(
         fused=" ".join(fused),
         sharding=sharding,
         quantization=quantization,
+        images=images,
         save_tokens=0 if save_tokens == sys.maxsize else save_tokens,
     )
 

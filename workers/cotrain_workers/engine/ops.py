@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,17 +15,38 @@ from cotrain_workers.engine.spec import AdapterSpec
 
 
 @dataclass(frozen=True)
+class Image:
+    """Picture in a sequence, with one token for each cell of a grid, row by row."""
+
+    start: int  # position of its first token
+    height: int  # rows of the grid
+    width: int
+    data: bytes  # PNG or JPEG
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.height * self.width
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 digest of the data."""
+        return hashlib.sha256(self.data).digest()
+
+
+@dataclass(frozen=True)
 class Datum:
     """One example: `n` tokens and the inputs of the loss.
 
     `inputs["target_tokens"]` is int64 `[n]` or `[n, K]`; every other input is float32 of that
-    shape.
+    shape. Token ids within an image mean nothing.
     """
 
     tokens: np.ndarray  # int64 [n]
     inputs: Mapping[str, np.ndarray]
     routed_experts: np.ndarray | None = None
     """Experts of each token, integers `[n, layers with experts, k]`; -1 and None: the router chooses."""
+    images: Sequence[Image] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -97,6 +119,8 @@ class Pass:
     None: no limit.
     """
     graph: LossGraph | None = None  # of loss `custom`
+    tenant: str = ""
+    """Tenant that may share computed images with this pass; empty: no other run."""
 
 
 @dataclass(frozen=True)

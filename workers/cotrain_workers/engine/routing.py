@@ -196,6 +196,25 @@ class RowChunks:
 
 
 @dataclass(frozen=True)
+class ImageRows:
+    """Rows of a packed row that belong to images, and their features from the vision tower."""
+
+    rows: torch.Tensor  # int64 [n]
+    features: torch.Tensor
+    """`[1 + L, n, d]`: input of the decoder, and additions to the outputs of its first `L` layers."""
+
+    def fill(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return embeddings `[1, T, d]` with the features instead of the tokens' own."""
+        return embeddings.index_copy(1, self.rows, self.features[:1])
+
+    def add(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the output `[1, T, d]` of a layer with the features of that layer added."""
+        if layer + 1 >= len(self.features):
+            return hidden
+        return hidden.index_add(1, self.rows, self.features[layer + 1 : layer + 2])
+
+
+@dataclass(frozen=True)
 class Route:
     """The segments and sequences of one micro-batch, in the order of their rows."""
 
@@ -204,6 +223,7 @@ class Route:
     lora: TrainingLora
     experts: torch.Tensor | None = None
     """Given experts of each token, integers `[layers with experts, T, k]`; None: routers choose all of them."""
+    images: ImageRows | None = None
     chunks: RowChunks | None = None  # None: MLPs compute all rows at once
 
 
@@ -271,6 +291,7 @@ class Router:
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name
         self.step: StepRoute | None = None  # set while a decoder step runs
+        self.step_images: ImageRows | None = None  # of that step
         self._route: Route | None = None
 
     @property
@@ -289,12 +310,17 @@ class Router:
         finally:
             self._route = before
 
+    @property
+    def images(self) -> ImageRows | None:
+        """Images of the current micro-batch or decoder step."""
+        return self.step_images if self._route is None else self._route.images
+
     @contextmanager
-    def use_step(self, step: StepRoute) -> Iterator[None]:
+    def use_step(self, step: StepRoute, images: ImageRows | None = None) -> Iterator[None]:
         """Set the route for one decoder step; never inside a micro-batch."""
         assert self._route is None
-        self.step = step
+        self.step, self.step_images = step, images
         try:
             yield
         finally:
-            self.step = None
+            self.step = self.step_images = None

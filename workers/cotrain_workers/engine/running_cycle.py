@@ -165,6 +165,8 @@ class RunningCycle:
         limits = (self.facts.vocab_size, self.facts.context_length)
         if isinstance(op, ReverseKl):
             return refuse_reverse_kl(op, *limits, layout_of=self.adapters.layout_of)
+        if self.facts.images is None and any(datum.images for datum in op.datums):
+            return "This base model reads no images here."
         return refuse_pass(op, *limits)
 
     def _note(self, state: PassState) -> None:

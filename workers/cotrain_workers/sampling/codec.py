@@ -10,7 +10,7 @@ from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, Image
 
 
 def sample_request(
@@ -40,6 +40,7 @@ def sample_request(
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
         grammar=body.grammar,
+        images=[Image(**vars(each)) for each in body.images],
         return_routed_experts=body.return_routed_experts,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,

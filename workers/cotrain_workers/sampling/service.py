@@ -270,7 +270,12 @@ class SamplingService:
             self._rate.step(tokens, began, ended)
             self._times.step(progress.tokens, ended - began)
             self._note(progress)
-            return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens)
+            return bool(
+                progress.finished
+                or progress.decoded_tokens
+                or progress.prompt_tokens
+                or progress.images
+            )
         # the exception is released only here, with the tensors that its frames hold
         self._isolate_all()
         return True

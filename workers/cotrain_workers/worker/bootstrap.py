@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -279,6 +279,7 @@ def pool_record(
         lora_widths=lora_widths(engine.targets),
         tied_embeddings=facts.tied_embeddings,
         memory_tokens=facts.longest_datum,
+        images=asdict(facts.images) if facts.images else {},
         expert_choices=facts.expert_choices,
     )
 

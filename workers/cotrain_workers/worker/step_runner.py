@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output
+from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.op_codec import Decoded, engine_op
 from cotrain_workers.recovery.bisection import (
@@ -165,6 +165,8 @@ class StepRunner:
             if isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request
             else:
+                if isinstance(request, Pass):
+                    request = replace(request, tenant=step.tenant_by_run[op.run])
                 runnable.append(request)
         part = self._large_passes.part_of(runnable)
         runnable, outputs = [*part.ops], {**outputs, **part.failures}

@@ -98,9 +98,9 @@ def test_the_first_await_raises_the_error_of_a_refused_request(
 
 
 def test_an_invalid_datum_takes_no_number(api: FakeApi, run: TrainingClient) -> None:
-    image = Datum(model_input=ModelInput(chunks=[types.ImageChunk()]))
+    audio = Datum(model_input=ModelInput(chunks=[types.DmelChunk()]))
     with pytest.raises(UnsupportedInput):
-        run.forward_backward([image], "cross_entropy")
+        run.forward_backward([audio], "cross_entropy")
     run.forward([DATUM], "cross_entropy").result()
     assert list(api.passes) == ["pass:1"]
 

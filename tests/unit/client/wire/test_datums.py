@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.datums import Datum, ModelInput
+from cotrain.wire.datums import Datum, ImageChunk, ModelInput, is_unshifted
 
 
 def test_a_loss_input_may_be_a_list_an_array_or_a_tensor() -> None:
@@ -41,8 +41,21 @@ def test_a_chunk_that_is_not_text_is_refused_and_not_dropped(kind: str) -> None:
     image = ModelInput.model_validate({"chunks": [{"type": kind, "data": "AAAA", "format": "png"}]})
     with pytest.raises(UnsupportedInput, match=kind):
         image.to_ints()
-    with pytest.raises(UnsupportedInput, match=kind):
+    with pytest.raises(UnsupportedInput, match="expected_tokens" if kind == "image" else kind):
         _ = image.length
+
+
+def test_the_length_of_an_image_is_its_expected_tokens() -> None:
+    image = ImageChunk(data=b"png", format="png", expected_tokens=7)
+    both = ModelInput.from_ints([1, 2]).append(image)
+    assert both.length == 9
+    assert both.has_images
+    written = both.model_dump_json()
+    assert '"data":"cG5n"' in written
+    assert ModelInput.model_validate_json(written) == both
+    assert not is_unshifted(Datum(both, {"target_tokens": [1] * 9}))
+    with pytest.raises(ValueError, match="data"):
+        ImageChunk(data="not base64", format="png")
 
 
 @pytest.mark.parametrize("token", [2**31, -(2**31) - 1, True, 1.5, "7", None])

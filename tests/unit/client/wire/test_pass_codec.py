@@ -81,6 +81,17 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
     assert _bytes(our_message) == _bytes(their_message)
 
 
+def test_an_image_encodes_as_the_official_sdk_encodes_it() -> None:
+    given: dict[str, Any] = {"data": b"\x89PNG", "format": "png", "expected_tokens": 12}
+    messages = []
+    for types in (ours, theirs):
+        chunks = [types.ImageChunk(**given), types.EncodedTextChunk(tokens=[5])]
+        datum = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})
+        messages.append(datum)
+    our_message = encode_pass_request("m", 1, messages[:1], "ppo", None, forward_only=False)
+    assert _bytes(our_message) == _bytes(_their_request(messages[1:], None, 1))
+
+
 def test_input_that_is_not_a_datum_is_named() -> None:
     datum = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
     with pytest.raises(UnsupportedInput, match=r"data\[1\] is a dict, not a Datum"):
@@ -91,9 +102,9 @@ def test_input_that_is_not_a_datum_is_named() -> None:
 
 def test_a_datum_that_is_not_text_is_named() -> None:
     text = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
-    image = ours.Datum(model_input=ours.ModelInput(chunks=[ours.ImageChunk()]))
-    with pytest.raises(UnsupportedInput, match=r"datum 1: .*image"):
-        encode_pass_request("m", 1, [text, image], "ppo", None, forward_only=False)
+    audio = ours.Datum(model_input=ours.ModelInput(chunks=[ours.DmelChunk()]))
+    with pytest.raises(UnsupportedInput, match=r"datum 1: .*dmel"):
+        encode_pass_request("m", 1, [text, audio], "ppo", None, forward_only=False)
 
 
 @given(st.lists(st.lists(floats, max_size=5), max_size=4), st.integers(0, 4))
@@ -210,6 +221,10 @@ def _their_message(
         theirs.Datum(model_input=theirs.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)
         for sequence, inputs in fields
     ]
+    return _their_request(data, config, seq_id)
+
+
+def _their_request(data: list[Any], config: dict[str, float | str] | None, seq_id: int) -> Any:
     content = theirs.ForwardBackwardInput(data=data, loss_fn="ppo", loss_fn_config=config)
     return request_conv.forward_backward_request_to_proto(
         theirs.ForwardBackwardRequest(forward_backward_input=content, model_id="m", seq_id=seq_id)

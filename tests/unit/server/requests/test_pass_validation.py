@@ -255,46 +255,6 @@ def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:
     }
 
 
-MIXTURE = replace(POOL, expert_choices=(2, 2, 6))
-
-
-def experts(**changes: int) -> np.ndarray:
-    """Return valid experts of 3 tokens, but for one at [2, 1, 0]."""
-    given = np.tile(np.array([4, 1], np.int8), (3, 2, 1))
-    given[2, 1, 0] = changes.get("one", 4)
-    return given
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (experts(one=6), "[2, 1, 0] is 6, but must be an expert (0..5), or -1 for the router's own choice."),
-        (experts(one=-2), "[2, 1, 0] is -2, but must be an expert (0..5), or -1"),
-        (experts(one=1), "[2, 1] names an expert twice."),
-        (experts(one=-1), "[2, 1] must be -1 for all experts or for none."),
-        (experts()[:2], " has shape [2, 2, 2], but must be [3, 2, 2]: tokens of the input, layers with experts"),
-        (experts()[:, :1], " has shape [3, 1, 2], but must be [3, 2, 2]"),
-        (experts()[..., :1], " has shape [3, 2, 1], but must be [3, 2, 2]"),
-        (experts()[0], " has shape [2, 2], but must be [3, 2, 2]"),
-    ],
-)  # fmt: skip
-def test_impossible_experts_are_refused(given: np.ndarray, message: str) -> None:
-    body = request(datum(), replace(datum(), routed_experts=given))
-    with pytest.raises(Invalid) as refused:
-        check_pass(body, MIXTURE)
-    assert str(refused.value).startswith(f"data[1].loss_fn_inputs.routed_experts{message}")
-
-
-def test_experts_may_be_given_for_some_tokens() -> None:
-    given = experts()
-    given[1] = -1
-    body = request(replace(datum(), routed_experts=given))
-    check_pass(body, MIXTURE)
-    assert refusal(body) == (
-        "data[0].loss_fn_inputs.routed_experts: tiny/model has no experts to choose from. Leave it out."
-    )
-
-
 @pytest.mark.parametrize(
     ("loss_fn", "config", "named"),
     [
@@ -352,3 +312,43 @@ def test_a_custom_loss_reads_its_inputs_with_their_ranks() -> None:
     assert "at most 32768 are allowed" in refusal(custom(*[good] * 8193))
     assert "must be {'loss_id'" in refusal(custom(good, beta=1.0))
     assert "is not an id" in refusal(custom(good, loss_id="loss-"))
+
+
+MIXTURE = replace(POOL, expert_choices=(2, 2, 6))
+
+
+def experts(**changes: int) -> np.ndarray:
+    """Return valid experts of 3 tokens, but for one at [2, 1, 0]."""
+    given = np.tile(np.array([4, 1], np.int8), (3, 2, 1))
+    given[2, 1, 0] = changes.get("one", 4)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (experts(one=6), "[2, 1, 0] is 6, but must be an expert (0..5), or -1 for the router's own choice."),
+        (experts(one=-2), "[2, 1, 0] is -2, but must be an expert (0..5), or -1"),
+        (experts(one=1), "[2, 1] names an expert twice."),
+        (experts(one=-1), "[2, 1] must be -1 for all experts or for none."),
+        (experts()[:2], " has shape [2, 2, 2], but must be [3, 2, 2]: tokens of the input, layers with experts"),
+        (experts()[:, :1], " has shape [3, 1, 2], but must be [3, 2, 2]"),
+        (experts()[..., :1], " has shape [3, 2, 1], but must be [3, 2, 2]"),
+        (experts()[0], " has shape [2, 2], but must be [3, 2, 2]"),
+    ],
+)  # fmt: skip
+def test_impossible_experts_are_refused(given: np.ndarray, message: str) -> None:
+    body = request(datum(), replace(datum(), routed_experts=given))
+    with pytest.raises(Invalid) as refused:
+        check_pass(body, MIXTURE)
+    assert str(refused.value).startswith(f"data[1].loss_fn_inputs.routed_experts{message}")
+
+
+def test_experts_may_be_given_for_some_tokens() -> None:
+    given = experts()
+    given[1] = -1
+    body = request(replace(datum(), routed_experts=given))
+    check_pass(body, MIXTURE)
+    assert refusal(body) == (
+        "data[0].loss_fn_inputs.routed_experts: tiny/model has no experts to choose from. Leave it out."
+    )

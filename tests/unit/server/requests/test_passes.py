@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_server.errors import Unreadable
 from cotrain_server.requests.passes import (
     Op,
+    digest_of,
     pass_op,
     read_binary_pass,
     read_fields,
@@ -21,8 +24,12 @@ from cotrain_server.requests.passes import (
     read_step,
     step_op,
 )
+from cotrain_store.bodies.images import BodyImage
+from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.runs import PoolRecord
 from tests.support.http_api import POOL, pass_body
+from tests.support.pictures import RULES, picture
 
 RUN = "s:train:0"
 
@@ -115,12 +122,53 @@ def test_a_number_that_is_not_valid_json_is_rejected_too() -> None:
     assert why(op) == "data[0].loss_fn_inputs.weights[1] is not finite."
 
 
-def test_an_image_is_rejected_by_name_and_not_dropped() -> None:
-    body = pass_body(RUN, 1)
+def pictured(pool: PoolRecord, chunk: dict[str, Any], targets: int = 9) -> tuple[Op, str]:
+    """Return the op of 3 tokens and an image, with the digest of its request."""
+    body = pass_body(RUN, 1, tokens=[5] * targets)
     chunks = body["forward_backward_input"]["data"][0]["model_input"]["chunks"]
-    chunks.append({"type": "image", "data": "", "format": "png"})
-    op = pass_op(read_json_pass(json.dumps(body).encode(), forward_only=False), POOL)
-    assert "image" in why(op)
+    chunks[0]["tokens"] = [5] * 3
+    chunks.append({"type": "image", "format": "png", **chunk})
+    read = read_json_pass(json.dumps(body).encode(), forward_only=False)
+    assert read.has_images == (read.message is not None)
+    return pass_op(read, pool), digest_of(read.content)
+
+
+def test_an_image_counts_its_tokens_and_is_stored_with_the_op() -> None:
+    data, pool = picture(0, 24, 16), replace(POOL, images=RULES)
+    encoded = b64encode(data).decode()
+    chunk = {"data": encoded, "expected_tokens": 6}
+    op, digest = pictured(pool, chunk)
+    (datum,) = decode_pass(parse_pass(op.body)).datums
+    assert (op.kind, op.tokens, op.digest) == (OpKind.FORWARD_BACKWARD, 9, digest)
+    assert datum.tokens.tolist() == [5] * 3 + [0] * 6
+    assert datum.images == [BodyImage(3, 2, 3, data)]
+
+    where = "data[0].model_input.chunks[1]"
+    for its_pool, changes, targets, message in (
+        (
+            pool,
+            {"expected_tokens": 7},
+            9,
+            f"{where} has expected_tokens=7, but 6 tokens with this ",
+        ),
+        (pool, {"data": encoded[:-40]}, 9, f"{where} cannot be decoded: "),
+        (pool, {"data": "%"}, 9, f"{where}.image.data: "),
+        (
+            pool,
+            {},
+            8,
+            "data[0].loss_fn_inputs.target_tokens has shape [8], but the input has 9 tokens.",
+        ),
+        (POOL, {}, 9, "data has an image, but tiny/model reads text only here. Send encoded_text."),
+        (pool, {"type": "dmel"}, 9, "datum 0: chunks of type dmel cannot be read here"),
+    ):
+        refused, _ = pictured(its_pool, {**chunk, **changes}, targets)
+        assert message in why(refused)
+
+    # A client may not claim a grid.
+    assert f"{where}: override_dimensions is not supported" in why(
+        pass_op(read_binary_pass(op.body, forward_only=False), pool)
+    )
 
 
 def test_the_dense_size_of_sparse_tensors_is_limited() -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cotrain_server.errors import Invalid
+from cotrain_server.requests.images import insert_images
 from cotrain_server.requests.samples import read_sample
-from cotrain_store.bodies.sample_body import SampleBody
-from tests.support.http_api import sample_body
+from cotrain_store.bodies.images import BodyImage
+from cotrain_store.bodies.sample_body import SampleBody, decode_sample, encode_sample
+from tests.support.http_api import POOL, sample_body
+from tests.support.pictures import RULES, picture
 
 SAMPLER = "s:sample:0"
 
@@ -52,6 +57,36 @@ def test_omitted_fields_have_the_defaults_of_the_hosted_service() -> None:
         target_prompt_logprobs=None,
         stream=False,
     )
+
+
+def test_an_image_takes_its_place_in_the_prompt() -> None:
+    data, pool = picture(0, 24, 16), replace(POOL, images=RULES)
+    image = {
+        "type": "image",
+        "data": b64encode(data).decode(),
+        "format": "png",
+        "expected_tokens": 6,
+    }
+    text = [{"type": "encoded_text", "tokens": tokens} for tokens in ([7], [8, 9])]
+    body = json.dumps(sample_body(SAMPLER, 0, prompt={"chunks": [image, text[0], image, text[1]]}))
+    sample = read_sample(body.encode())
+    placed = insert_images(sample.body, sample.images, pool)
+    assert placed.prompt == (*[3] * 6, 7, *[3] * 6, 8, 9)
+    assert placed.images == (BodyImage(0, 2, 3, data), BodyImage(7, 2, 3, data))
+    assert decode_sample(encode_sample(placed)) == placed
+
+    wrong = replace(sample.images[1], expected_tokens=5)
+    for images, its_pool, message in (
+        (
+            (sample.images[0], wrong),
+            pool,
+            r"prompt.chunks\[2\] has expected_tokens=5, but 6 tokens",
+        ),
+        (sample.images, POOL, "prompt has an image, but tiny/model reads text only here"),
+        (sample.images, replace(pool, sampler="vllm"), "samples come from a vLLM server here"),
+    ):
+        with pytest.raises(Invalid, match=message):
+            insert_images(sample.body, images, its_pool)
 
 
 def test_the_chunks_of_a_prompt_are_joined() -> None:
@@ -102,8 +137,12 @@ def test_invalid_targets_are_refused(tensor: dict[str, Any], message: str) -> No
     ("changes", "message"),
     [
         (
-            {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}},
-            "prompt: chunks of type image cannot be read here; send text tokens.",
+            {"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}},
+            "prompt: chunks of type dmel cannot be read here; send text tokens or images.",
+        ),
+        (
+            {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "http://a"}]}},
+            "prompt: chunks of type image_asset_pointer cannot be read here; send the bytes of the image as an image chunk.",
         ),
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported here."),
         ({"record_stability_info": True}, "record_stability_info is not supported here: "),

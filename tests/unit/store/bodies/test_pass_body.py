@@ -147,7 +147,9 @@ def test_an_image_is_refused_with_its_datum() -> None:
     request = wire_pb2.ForwardBackwardRequest()
     request.data.add()
     request.data.add().model_input.add().image.SetInParent()
-    with pytest.raises(MalformedBody, match="datum 1: model_input has a chunk of type image"):
+    with pytest.raises(
+        MalformedBody, match="datum 1: model_input has an image that was not placed"
+    ):
         decode_pass(request)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.monitoring.definitions import METRICS, Kind
-from tests.support.observe import alerts, boards, queries
+from tests.support.observe import alerts, boards, panels, queries
 
 ROOT = Path(__file__).parents[4]
 BOARDS = boards()
@@ -26,17 +26,35 @@ def test_every_queried_metric_is_defined_and_every_metric_is_queried() -> None:
     assert queried == METRICS.keys()
 
 
+def rows(board: dict[str, Any]) -> list[dict[str, Any]]:
+    return [each for each in board["panels"] if each["type"] == "row"]
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_board_has_rows_variables_and_links_to_the_dashboard(name: str) -> None:
+    board = BOARDS[name]
+    assert {each["name"] for each in board["templating"]["list"]} == {"pool", "worker", "dashboard"}
+    assert any(row["collapsed"] for row in rows(board))
+    assert all(bool(row["panels"]) == row["collapsed"] for row in rows(board))
+    for panel in panels(board):
+        if any("by (tenant" in target["expr"] for target in panel["targets"]):
+            (link,) = panel["fieldConfig"]["defaults"]["links"]
+            assert link["url"] == "${dashboard}/tenants/${__field.labels.tenant}"
+    assert "${dashboard}" in [link.get("url") for link in board["links"]]
+
+
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_board_is_found_by_its_uid(name: str) -> None:
     board = BOARDS[name]
     assert board["uid"] == name
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    ids = [each["id"] for each in (*panels(board), *rows(board))]
+    assert len(set(ids)) == len(ids)
 
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_every_query_reads_the_provisioned_prometheus(name: str) -> None:
     source = {"type": "prometheus", "uid": "cotrain"}
-    for panel in BOARDS[name]["panels"]:
+    for panel in panels(BOARDS[name]):
         assert panel["datasource"] == source, panel["title"]
         assert [target["datasource"] for target in panel["targets"]] == [source] * len(
             panel["targets"]
@@ -45,8 +63,14 @@ def test_every_query_reads_the_provisioned_prometheus(name: str) -> None:
 
 @pytest.mark.parametrize("name", BOARDS)
 def test_no_panel_overlaps_another(name: str) -> None:
+    board = BOARDS[name]
+    for group in (board["panels"], *(row["panels"] for row in rows(board))):
+        check_positions(group)
+
+
+def check_positions(group: list[dict[str, Any]]) -> None:
     taken: set[tuple[int, int]] = set()
-    for panel in BOARDS[name]["panels"]:
+    for panel in group:
         at = panel["gridPos"]
         cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
         assert not cells & taken

@@ -54,6 +54,7 @@ from cotrain_workers.engine.decoding.step import Chunk
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
 from cotrain_workers.engine.decoding.validation import refuse_sample
 from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 
 
@@ -82,6 +83,7 @@ class EngineDecoder:
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
+        self._vision = base.vision
         self._text = text
         self._grammar_of = grammar_of
         # Limit of a prompt plus its continuation:
@@ -133,6 +135,7 @@ class EngineDecoder:
             vocab_size=self._vocab_size,
             max_sequence_tokens=self.max_sequence_tokens,
             has_text=self._text is not None,
+            has_vision=self._vision is not None,
         ) or self._refuse_grammar(request)
 
     def _refuse_grammar(self, request: SampleRequest) -> str | None:
@@ -184,11 +187,31 @@ class EngineDecoder:
         running sequences. The next call then reads tokens without starting a step first. Results that
         such a step computes for a sequence that has ended are discarded.
         """
-        with self.cores:
-            return self._step()
-
-    def _step(self) -> Progress:
         log = StepLog(finished=list(self._empty))
+        if self._vision is not None:
+            self._compute_image(self._vision, log)
+        with self.cores:
+            return self._step(log)
+
+    def _compute_image(self, vision: Vision, log: StepLog) -> None:
+        """Run the vision tower for one image of a waiting request, so that other sequences wait for one at most."""
+        ready: set[str] = set()  # tenants whose next request lacks no image
+        while (sequence := self.scheduler.next_waiting(ready)) is not None:
+            group = sequence.group
+            if not group.lacks_images:
+                ready.add(group.request.tenant)
+                continue
+            image = group.request.images[len(group.features)]
+            try:
+                group.features.append(
+                    vision.features(group.request.tenant or group.request.id, image)
+                )
+                log.images += 1
+            except ImageUnusable as unusable:
+                self._fail(group, str(unusable), "user", log)
+            return
+
+    def _step(self, log: StepLog) -> Progress:
         self._empty.clear()
         begun, self._begun = self._begun, None
         if begun is None or not begun.is_wanted:
@@ -229,6 +252,9 @@ class EngineDecoder:
         blocked: set[str] = set()  # tenants whose next weights are unavailable now
         while (sequence := self.scheduler.next_waiting(blocked)) is not None:
             group = sequence.group
+            if group.lacks_images:
+                blocked.add(group.request.tenant)
+                continue
             preempted = self.scheduler.preempt_for(sequence)
             if preempted is None:
                 return

@@ -34,7 +34,8 @@ from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
-from cotrain_workers.engine.routing import StepRoute
+from cotrain_workers.engine.model.vision import image_rows
+from cotrain_workers.engine.routing import ImageRows, StepRoute
 from cotrain_workers.engine.spec import has_experts
 
 
@@ -91,19 +92,23 @@ class ModelRunner:
         items = arrange(plan, slot_of)
         if not items:
             return None
-        hidden = self.graphs.run(items, chosen) if self.graphs is not None else None
+        has_images = any(item.work.sequence.group.request.images for item in items)
+        hidden = None
+        if self.graphs is not None and not has_images:
+            hidden = self.graphs.run(items, chosen)
         if hidden is None:
             tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-            token_positions = [at for item in items for at in positions(item.span)]
-            filler = [0] * (padded(len(tokens)) - len(tokens))
-            ids, at = (
-                to_device(torch.tensor([each + filler]), self._device)
-                for each in (tokens, token_positions)
-            )
+            rotary = rotary_of(items, has_images=has_images)
+            filler = padded(len(tokens)) - len(tokens)
+            ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
+            rotary = np.pad(rotary, ((0, 0), (0, filler)))
+            at = to_device(rotary, self._device)
+            at = at[:, None] if has_images else at
             if chosen is not None:
                 ids = looked_up(ids, chosen)
+            images = image_rows(images_of(items), self._device) if has_images else None
             route = self._route(items, ids.shape[1])
-            hidden = self._run_model(ids, at, route)
+            hidden = self._run_model(ids, at, route, images)
             if route.experts:
                 return Forward(hidden, items, np.stack(route.experts, axis=1))
         return Forward(hidden, items)
@@ -138,11 +143,37 @@ class ModelRunner:
         return capped(logits, self._base.final_softcap)
 
 
+def rotary_of(items: Sequence[Item], *, has_images: bool) -> np.ndarray:
+    """Return the rotary positions of a step `[1, T]`, or `[3, T]` with images."""
+    if not has_images:
+        return np.array([[at for item in items for at in positions(item.span)]], np.int64)
+    spans = [(item.work.sequence, item.span) for item in items]
+    return np.concatenate([each.rotary_positions(span.start, span.stop) for each, span in spans], 1)
+
+
+def images_of(items: Sequence[Item]) -> list[tuple[int, torch.Tensor]]:
+    """Return the parts of images in a step, each with its first row."""
+    found = []
+    for work, span, _ in items:
+        group = work.sequence.group
+        for image, features in zip(group.request.images, group.features, strict=True):
+            start = max(span.start, image.start)
+            stop = min(span.stop, image.start + image.tokens)
+            if start < stop:
+                part = features[:, start - image.start : stop - image.start]
+                found.append((span.row + start - span.start, part))
+    return found
+
+
 def run_model(
-    base: BaseModel, ids: torch.Tensor, positions: torch.Tensor, route: StepRoute
+    base: BaseModel,
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    route: StepRoute,
+    images: ImageRows | None = None,
 ) -> torch.Tensor:
-    """Map token ids and positions, both `[1, T]`, to hidden states `[T, d]`."""
-    with base.router.use_step(route):
+    """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to hidden states `[T, d]`."""
+    with base.router.use_step(route, images):
         output = base.backbone(
             input_ids=ids,
             position_ids=positions,

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, Image
 
 # Decodes the generated tokens of one sequence to text. Bytes of an incomplete character at either end
 # become replacement characters.
@@ -61,6 +61,7 @@ class SampleRequest:
     tenant_weight: float = 1.0
     grammar: str | None = None  # holds the generated text; None: any text
     return_routed_experts: bool = False
+    images: Sequence[Image] = ()  # of the prompt, in order
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Progress:
     tokens: Sequence[NewTokens]
     decoded_tokens: int
     prompt_tokens: int  # computed, not cached
+    images: int = 0  # computed by the vision tower
 
 
 class Decoder(Protocol):

@@ -24,10 +24,12 @@ class StepLog:
     finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
     tokens: list[NewTokens] = field(default_factory=list)
     prompt_tokens: int = 0
+    images: int = 0
 
     def progress(self) -> Progress:
         """Return the results as plain data."""
-        return Progress(self.finished, self.tokens, len(self.tokens), self.prompt_tokens)
+        counts = (len(self.tokens), self.prompt_tokens, self.images)
+        return Progress(self.finished, self.tokens, *counts)
 
 
 def choice_of(sequence: SequenceState) -> Choice:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -13,6 +14,7 @@ from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
 from cotrain_workers.engine.decoding.requests import Grammar, SampledSequence, SampleRequest
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
+from cotrain_workers.engine.model.vision import image_key, rotary_positions
 
 
 @dataclass(eq=False)
@@ -24,6 +26,8 @@ class Group:
     page_tokens: int
     limit: int  # maximum tokens of a sequence, prompt included
     scores: PromptScores | None  # None: no scores of the prompt are requested
+    features: list[torch.Tensor] = field(default_factory=list)
+    """Results of the vision tower `[1 + L, n, d]` for the first images of the prompt."""
     prompt: list[int] = field(init=False)
     chunks: list[bytes] = field(init=False)  # pages of the prompt; the last may be partial
     computed: set[int] = field(default_factory=set)  # pages of the prompt not found in the cache
@@ -37,8 +41,10 @@ class Group:
     def __post_init__(self) -> None:
         tokens, step = self.request.prompt, self.page_tokens
         self.prompt = tokens.tolist()
+        images = self.request.images
         self.chunks = [
-            tokens[at : at + step].astype(np.int64).tobytes() for at in range(0, len(tokens), step)
+            tokens[at : at + step].astype(np.int64).tobytes() + image_key(images, at, at + step)
+            for at in range(0, len(tokens), step)
         ]
         self._new = SequenceState(self, 0)
 
@@ -64,6 +70,16 @@ class Group:
     def wait_again(self, sequence: SequenceState) -> None:
         """Add a sequence that was running to the waiting ones."""
         insort(self._preempted, sequence, key=attrgetter("age"))
+
+    @property
+    def lacks_images(self) -> bool:
+        """True if an image of the prompt has not been computed yet."""
+        return len(self.features) < len(self.request.images)
+
+    @cached_property
+    def prompt_positions(self) -> tuple[np.ndarray, int]:
+        """Rotary positions `[3, P]` of the prompt, and that of the first token after it."""
+        return rotary_positions(len(self.prompt), self.request.images)
 
     @property
     def origin(self) -> Origin:
@@ -140,6 +156,13 @@ class SequenceState:
         """True if this sequence computes the requested scores of the prompt."""
         group = self.group
         return self.index == 0 and group.scores is not None and not group.is_prompt_ready
+
+    def rotary_positions(self, start: int, stop: int) -> np.ndarray:
+        """Return the rotary positions `[3, n]` of some tokens, in a prompt or after it."""
+        prompt, after = self.group.prompt_positions
+        size = prompt.shape[1]
+        later = np.arange(max(start, size), max(stop, size)) - size + after
+        return np.concatenate([prompt[:, start:stop], np.tile(later, (3, 1))], axis=1)
 
     def note_experts(self, chosen: np.ndarray | None) -> None:
         """Record the experts `[n, layers, k]` of its next positions, if they are requested."""

@@ -7,7 +7,12 @@ from cotrain_workers.engine.decoding.requests import SampleRequest
 
 
 def refuse_sample(
-    request: SampleRequest, *, vocab_size: int, max_sequence_tokens: int, has_text: bool
+    request: SampleRequest,
+    *,
+    vocab_size: int,
+    max_sequence_tokens: int,
+    has_text: bool,
+    has_vision: bool = False,
 ) -> str | None:
     """Return the reason why this request can never run, as a sentence for the tenant, or None."""
     size = len(request.prompt)
@@ -18,6 +23,8 @@ def refuse_sample(
             f"The prompt has {size} tokens; prompt and generated tokens together are at most "
             f"{max_sequence_tokens} here."
         )
+    if request.images and not has_vision:
+        return "This sampler reads no images."
     if request.stop_strings and not has_text:
         return "Stop strings need a tokenizer, and this model has none; stop at token ids."
     return (

@@ -46,6 +46,7 @@ from cotrain_workers.engine.model.rotary import (
     fix_frequencies,
     rope_types,
 )
+from cotrain_workers.engine.model.vision import Vision, read_processor
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import Target, has_experts
@@ -116,6 +117,7 @@ class BaseModel:
     states: tuple[linear_attention.StateShape, ...]  # of the layers with a state
     lock_step: LockStep
     expert_choices: ExpertChoices | None  # None: no experts, or layers with other numbers of them
+    vision: Vision | None = None  # None: it reads text only
 
 
 def load_base_model(
@@ -150,7 +152,12 @@ def _load(
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
-    skeleton = drop_towers(make_skeleton(config))
+    processor = None
+    if MODEL_TYPES[config.model_type].reads_images:
+        processor = read_processor(model, local_files_only=local_files_only)
+    skeleton = make_skeleton(config)
+    if processor is None:
+        drop_towers(skeleton)
     needed_bytes = skeleton.num_parameters() * dtype.itemsize
     refuse_too_large(needed_bytes)  # quantized after they are read
     names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
@@ -159,9 +166,11 @@ def _load(
     report(
         f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
     )
-    network = drop_towers(
-        read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
+    network = read_weights(
+        model, auto_class(config), dtype=dtype, local_files_only=local_files_only
     )
+    if processor is None:
+        drop_towers(network)
     if quantization != "none":
         refuse_not_finite(network.named_parameters())  # NaN would become an integer
         quantize(network, names, quantization)
@@ -173,7 +182,7 @@ def _load(
         raise
     refuse_not_finite((*network.named_parameters(), *network.named_buffers()))
     refuse_failing(network)
-    return make_base_model(network, config, Alone())
+    return make_base_model(network, config, Alone(), processor)
 
 
 @torch.no_grad()
@@ -196,8 +205,13 @@ def refuse_failing(network: Any) -> None:
         )
 
 
-def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel:
-    """Return a base model with our modules in place; weights may be loaded later (device `meta`)."""
+def make_base_model(
+    network: Any, config: Any, lock_step: LockStep, processor: Any = None
+) -> BaseModel:
+    """Return a base model with our modules in place; weights may be loaded later (device `meta`).
+
+    With the `processor` of its images it has a vision tower.
+    """
     text, backbone = config.get_text_config(), decoder_of(network)
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
@@ -206,6 +220,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
     adapt(network, targets, router)
     fix_frequencies(backbone)
     scale_outputs(backbone, kind.logit_factor(text))
+    vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
     row_chunks.attach(backbone.layers, router)
@@ -232,6 +247,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep) -> BaseModel
         states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
         expert_choices=experts.choices_of(backbone, text),
+        vision=vision,
     )
 
 

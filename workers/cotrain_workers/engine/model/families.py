@@ -77,6 +77,10 @@ class ModelType:
     """Modules that some models of this type lack."""
     in_tuple: bool = False
     """True if a decoder layer returns its hidden states in a tuple."""
+    reads_images: bool = False
+    """True if its vision tower is used (`vision.py`); other towers are left out."""
+    is_inner: bool = False
+    """True if it exists only as the text model of a wrapper."""
     is_plain: bool = False
     """True if its layers compute as Llama's: results are added to the input unscaled, and norms of heads, if any,
     come right before the rotation. Kernels may then replace rotations and residual additions."""
@@ -123,6 +127,10 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "nanochat": ModelType("nanochat", _modules(APART, "fc1 fc2")),
     "vaultgemma": ModelType("VaultGemma"),
     "jais2": ModelType("Jais 2", UNGATED),
+    "qwen3_vl_text": ModelType("Qwen3-VL (text)", is_inner=True),
+    "qwen3_vl": ModelType("Qwen3-VL", is_wrapper=True, reads_images=True),
+    "qwen2_5_vl_text": ModelType("Qwen2.5-VL (text)", is_inner=True),
+    "qwen2_5_vl": ModelType("Qwen2.5-VL", is_wrapper=True, reads_images=True),
     # Mixtures of experts: gate, up and down of the experts are one target each (`experts.py`).
     "qwen3_moe": ModelType("Qwen3 MoE"),
     "qwen2_moe": ModelType("Qwen2 MoE"),
@@ -141,6 +149,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "phimoe": ModelType("Phi-3.5-MoE"),
     "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
     "solar_open": ModelType("Solar Open"),
+    "qwen3_vl_moe_text": ModelType("Qwen3-VL MoE (text)", is_inner=True),
+    "qwen3_vl_moe": ModelType("Qwen3-VL MoE", is_wrapper=True, reads_images=True),
     # Hybrids: most layers have a state instead of attention.
     "qwen3_next": ModelType("Qwen3-Next", QWEN3_NEXT),
     "qwen3_5_text": ModelType("Qwen3.5 (text)", QWEN3_5),

@@ -17,7 +17,8 @@ class TokenRow:
     """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
-    positions: np.ndarray  # int64 [T], from 0 in each sequence, or from the end of its prompt
+    positions: np.ndarray
+    """int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`."""
     lengths: Sequence[int]  # of the sequences, filler included
     prompts: Mapping[int, Prompt]  # shared ones, by the index of the sequence
 
@@ -63,7 +64,7 @@ def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:
     ids = to_device(row.ids, device)[None]
     output = base.backbone(
         input_ids=ids,
-        position_ids=to_device(row.positions, device)[None],
+        position_ids=to_device(row.positions, device)[..., None, :],
         # Given a mask of four dimensions, transformers builds none (looking for packed sequences, it
         # would wait for the device); ours says nothing, the segment table all.
         attention_mask=ids.new_zeros(1, 1, 1, 1),

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
@@ -27,12 +27,9 @@ from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
+from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.long_slices import (
-    MAX_SUSPENDED,
-    RECENT_S,
-    LongSlice,
-)
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
     BatchLimits,
     Budget,
@@ -55,8 +52,7 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
-    unwatched,
-    upcoming,
+    upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
     KlHead,
@@ -83,10 +79,7 @@ class ForwardBackward:
         save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers.
-
-        A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
-        """
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers. A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows."""
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -99,10 +92,13 @@ class ForwardBackward:
         # cannot begin with the state after its prompt.
         self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
+        self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens, save_tokens=save_tokens))
-        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = unwatched
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
         """The context of each micro-batch: the kernel may kill this process during one."""
 
     def run(
@@ -178,6 +174,11 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
+            unusable = yield from self._images.compute(waiting[0], passes, cost)
+            if unusable is not None:
+                left = [batch.without(unusable) for batch in waiting]
+                waiting = deque(batch for batch in left if batch.op_slices)
+                continue
             began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
@@ -251,7 +252,7 @@ class ForwardBackward:
         while True:
             began, before = time.perf_counter(), long.done_tokens
             try:
-                with self.watch(upcoming(batch, passes)):
+                with self.watch(upcoming_batch(batch, passes)):
                     next(work)
             except StopIteration as end:
                 owner.long = owner.long_work = owner.gradient_before = None
@@ -330,7 +331,7 @@ class ForwardBackward:
             of_earlier_slices = [
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
-            with self.watch(upcoming(batch, passes)):
+            with self.watch(upcoming_batch(batch, passes)):
                 return self._run_micro_batch(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
@@ -431,13 +432,14 @@ class ForwardBackward:
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
         chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
+        row, images = self._images.insert(batch, passes, row)
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
         experts = experts_of_rows(
             self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
         )
         on_device = None if experts is None else to_device(experts, self._device)
-        return Route(segments, table, lora, on_device, chunks), row
+        return Route(segments, table, lora, on_device, images, chunks), row
 
     def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
         specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]

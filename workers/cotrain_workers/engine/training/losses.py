@@ -138,9 +138,8 @@ def sapo(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor
 def corrected(compute: LossFn) -> LossFn:
     """Return a policy loss with truncated importance weights and sequence masks, where its settings request them.
 
-    Each token's loss is multiplied by constants. `min(exp(q - rollout), importance_cap)` corrects a sampler whose
-    numbers are not the trainer's (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
-    training"). Tokens with `A < 0` of a datum count 0 if the mean of `rollout - lp` of its sampled tokens exceeds
+    Each token's loss is multiplied by constants. `min(exp(q - rollout), importance_cap)` corrects the numbers of a
+    sampler that differ from the trainer's (Yao et al., 2025, truncated importance sampling). Tokens with `A < 0` of a datum count 0 if the mean of `rollout - lp` of its sampled tokens exceeds
     `sequence_mask_above` (DeepSeek-V3.2, 2025, section 3.1). Without rollout log-probabilities, `q` is in their place.
     """
 

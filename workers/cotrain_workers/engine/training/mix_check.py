@@ -36,7 +36,7 @@ MAX_RANK = 8
 #: Standard deviation of the random B. It moves log-probs by far more than rounding does.
 SCALE_B = 0.02
 #: A step with a large eps is a smooth function of the gradient, so rounding moves it little.
-STEP = {"learning_rate": 1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1.0, "weight_decay": 0.0}
+RATES = (1.0, 0.9, 0.95, 1.0, 0.0)  # learning rate, betas, eps, weight decay
 
 
 class Bank(Protocol):
@@ -136,7 +136,7 @@ def _datums(at: int, vocab: int) -> list[Datum]:
 def _ops(run: str, at: int, vocab: int) -> tuple[Pass, OptimStep]:
     datums = _datums(at, vocab)
     forward_backward = Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True)
-    return forward_backward, OptimStep(run, 2, grad_clip_norm=0.0, **STEP)
+    return forward_backward, OptimStep(run, 2, *RATES, grad_clip_norm=0.0)
 
 
 def _create(

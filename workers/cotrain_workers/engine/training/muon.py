@@ -25,13 +25,13 @@ def muon_step(adapter: Adapter, op: OptimStep) -> None:
     """
     gradient = adapter.gradient.flat
     adapter.m.lerp_(gradient, 1 - op.beta1)
-    looked_ahead = adapter.layout.views(gradient.lerp(adapter.m, op.beta1))
+    updates = adapter.layout.views(gradient.lerp(adapter.m, op.beta1))
     adapter.weights.mul_(1 - op.learning_rate * op.weight_decay)
     weights = adapter.layout.views(adapter.weights)
     pairs = []
-    for name, ahead in looked_ahead.items():
+    for name, update in updates.items():
         # Matrices lie in the arena with their ranks as rows.
-        pairs += [(ahead.a, weights[name].a), (ahead.b.mT, weights[name].b.mT)]
+        pairs += [(update.a, weights[name].a), (update.b.mT, weights[name].b.mT)]
     matrices = [(_stacked(each), _stacked(target)) for each, target in pairs]
     matrices.sort(key=lambda each: each[0].shape[1:])  # stable, so the order is the model's
     for (rows, width), group in groupby(matrices, key=lambda each: each[0].shape[1:]):
@@ -40,11 +40,11 @@ def muon_step(adapter: Adapter, op: OptimStep) -> None:
 
 def _update(group: Sequence[tuple[torch.Tensor, torch.Tensor]], rate: float) -> None:
     """Update matrices of one shape, with one product for all of them."""
-    directions = orthogonalized(torch.cat([ahead for ahead, _ in group]))
+    directions = orthogonalized(torch.cat([update for update, _ in group]))
     start = 0
-    for ahead, weights in group:
-        weights.sub_(directions[start : start + len(ahead)], alpha=rate)
-        start += len(ahead)
+    for update, weights in group:
+        weights.sub_(directions[start : start + len(update)], alpha=rate)
+        start += len(update)
 
 
 def _stacked(matrices: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -251,8 +250,8 @@ def output_of(
     divergences, per datum.
     """
     if not isinstance(op, ReverseKl):
-        tokens = sum(len(datum.tokens) for datum in op.datums)
         own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
+        tokens = sum(len(datum.tokens) for datum in op.datums)
         return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]
     return ReverseKlOutput(
@@ -333,6 +332,17 @@ def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
     return ""
 
 
+def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
+    """Return the size of a micro-batch that runs next."""
+    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
+    lengths = (
+        len(datum.tokens)
+        for op_slice in batch.op_slices
+        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
+    )
+    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
+
+
 class OpenPasses:
     """Open pass of each run that has one.
 
@@ -380,19 +390,3 @@ class OpenPasses:
         """Keep an unfinished pass. Its gradient stays with its adapter and moves with it."""
         state.gradient = None
         self._state_by_run[state.op.run] = state
-
-
-def upcoming(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBatch:
-    """Return the size of a micro-batch that runs next."""
-    largest = passes[max(batch.op_slices, key=lambda op_slice: op_slice.tokens).owner].op
-    lengths = (
-        len(datum.tokens)
-        for op_slice in batch.op_slices
-        for datum in passes[op_slice.owner].op.datums[op_slice.first : op_slice.last]
-    )
-    return UpcomingBatch((largest.run, largest.seq), batch.tokens, max(lengths), batch.needs_grad)
-
-
-def unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
-    """Return a context that does nothing."""
-    return nullcontext()

@@ -42,7 +42,12 @@ def shared_prompts(datums: Sequence[Datum]) -> list[int]:
 
 
 def common_prompt(one: Datum, other: Datum) -> int:
-    """Return the number of equal first tokens with equal given experts; at least one token of each is left."""
+    """Return the number of equal first tokens with equal given experts; at least one token of each is left.
+
+    Datums with images share nothing.
+    """
+    if one.images or other.images:
+        return 0
     most = max(0, min(len(one.tokens), len(other.tokens)) - 1)
     differs = one.tokens[:most] != other.tokens[:most]
     experts, others = one.routed_experts, other.routed_experts

@@ -49,6 +49,8 @@ def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) 
     """Return the reason why vLLM can never run this request, or None. Without facts, only some limits are checked."""
     if request.grammar is not None:
         return "response_format and a required tool call need the sampler of the engine, not vLLM."
+    if request.images:
+        return "Images in a prompt need the sampler of the engine, not vLLM."
     if request.return_routed_experts:
         return "return_routed_experts needs the sampler of the engine, not vLLM."
     length = len(request.prompt)

@@ -71,6 +71,12 @@ def test_a_shared_prompt_changes_no_number_beyond_rounding(
     assert relative_error(*gradients) <= 1e-5
 
 
+def test_a_hybrid_shares_no_prompt(new_engine: NewEngine) -> None:
+    output = new_engine("lfm2").run(ops("r", group(1))).outputs["r", 1]
+    assert isinstance(output, PassOutput)
+    assert output.shared_tokens == 0
+
+
 def test_a_group_among_others_has_the_bits_of_the_group_alone(new_engine: NewEngine) -> None:
     among, alone = new_engine(), new_engine()
     own = ops("group", group(1))
