@@ -129,7 +129,7 @@ def measure(
         return fit(fitting) if len(fitting) == len(points) else None
 
     def saving() -> ActivationModel | None:
-        # So long that the memory of one chunk, which is constant, is not at the peak.
+        # Below these lengths, the constant memory of one chunk may be the peak.
         sizes = (8 * CHUNK_ROWS, 12 * CHUNK_ROWS)
         if sizes[-1] > base.context_length:
             return None
