@@ -155,7 +155,8 @@ class Engine:
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding, quantization, DECODER if base.vision else "", budget.save_tokens,
+            base.lock_step.sharding, quantization, DECODER if base.vision else "",
+            budget.save_tokens,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)

@@ -4,7 +4,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
@@ -29,11 +29,7 @@ from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
 from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
 from cotrain_workers.engine.training.batch_images import BatchImages
 from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
-from cotrain_workers.engine.training.long_slices import (
-    MAX_SUSPENDED,
-    RECENT_S,
-    LongSlice,
-)
+from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
     BatchLimits,
     Budget,
@@ -56,7 +52,6 @@ from cotrain_workers.engine.training.pass_state import (
     finish,
     give_up,
     needs_memory,
-    unwatched,
     upcoming_batch,
 )
 from cotrain_workers.engine.training.reverse_kl import (
@@ -84,10 +79,7 @@ class ForwardBackward:
         save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers.
-
-        A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
-        """
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers. A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows."""
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -104,7 +96,9 @@ class ForwardBackward:
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens, save_tokens=save_tokens))
-        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = unwatched
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = lambda _: (
+            nullcontext()
+        )
         """The context of each micro-batch: the kernel may kill this process during one."""
 
     def run(
@@ -437,8 +431,8 @@ class ForwardBackward:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
-        row, images = self._images.insert(batch, passes, row)
         chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
+        row, images = self._images.insert(batch, passes, row)
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
         experts = experts_of_rows(

@@ -129,7 +129,8 @@ def measure(
         return fit(fitting) if len(fitting) == len(points) else None
 
     def saving() -> ActivationModel | None:
-        sizes = (2 * CHUNK_ROWS, 3 * CHUNK_ROWS)  # beyond one chunk, whose memory is constant
+        # Below these lengths, the constant memory of one chunk may be the peak.
+        sizes = (8 * CHUNK_ROWS, 12 * CHUNK_ROWS)
         if sizes[-1] > base.context_length:
             return None
         runs = [partial(ask, "always", length=each, tokens=each, saves=True) for each in sizes]

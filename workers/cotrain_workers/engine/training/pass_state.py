@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -391,8 +390,3 @@ class OpenPasses:
         """Keep an unfinished pass. Its gradient stays with its adapter and moves with it."""
         state.gradient = None
         self._state_by_run[state.op.run] = state
-
-
-def unwatched(_: UpcomingBatch) -> AbstractContextManager[None]:
-    """Return a context that does nothing."""
-    return nullcontext()
