@@ -260,7 +260,7 @@ def test_a_killed_worker_is_a_problem_within_15_s_until_it_is_back(site: Site) -
         worker = int(re.findall(r"worker-w0 started \(pid (\d+)\)", site.serving.log)[-1])
         os.killpg(worker, signal.SIGSTOP)
         try:
-            expect(page.get_by_text("without a heartbeat")).to_be_visible(timeout=15_000)
+            expect(page.get_by_text("No worker").first).to_be_visible(timeout=15_000)
         finally:
             os.killpg(worker, signal.SIGKILL)
         expect(page.get_by_text("All is well")).to_be_visible(timeout=120_000)

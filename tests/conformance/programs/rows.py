@@ -272,9 +272,9 @@ def inspect_ai() -> Mapping[str, Use]:
             (log,) = eval(
                 task, f"{api}/{MODEL}", model_args=arguments, display="none", log_dir=folder
             )
-        assert log.status == "success", log.error and log.error.message
-        assert log.samples
-        roles = [message.role for message in log.samples[0].messages]
+            assert log.status == "success", log.error and log.error.message
+            assert log.samples
+            roles = [message.role for message in log.samples[0].messages]
         return roles[-1] == "assistant" and ("tool" in roles) == bool(solver)
 
     tools = [use_tools(weather(), tool_choice="any"), generate()]
