@@ -139,9 +139,9 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
 
     from cotrain_workers.engine.decoding.page_attention import programs as page_programs
     from cotrain_workers.engine.lora.fused import programs
-    from cotrain_workers.engine.model import layer_programs, softmax_programs
+    from cotrain_workers.engine.model import layer_programs
 
-    modules = (programs, layer_programs, softmax_programs, page_programs)
+    modules = (programs, layer_programs, page_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {

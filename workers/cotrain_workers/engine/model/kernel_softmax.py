@@ -133,9 +133,9 @@ def softmax_backward(
 
 
 def _launch(name: str, grid: tuple[int, ...], *given: Any, cap: float, size: int) -> None:
-    from cotrain_workers.engine.model import softmax_programs
+    from cotrain_workers.engine.model import layer_programs
 
-    program = getattr(softmax_programs, name)
+    program = getattr(layer_programs, name)
     program[grid](*given, cap, CAPPED=cap > 0, BLOCK=size, num_warps=WARPS)
 
 

@@ -19,7 +19,7 @@ from cotrain_workers.engine.routing import Route, Router
 
 #: Rows of a chunk. Reading the weights of an 8B model takes 5 % of its time on an H200.
 CHUNK_ROWS = 2048
-#: Modules of a layer that compute each row by itself, by their name in the models of transformers.
+#: Modules of a layer that compute each row alone, by their name in the models of transformers.
 ROW_MODULES = ("mlp", "block_sparse_moe", "feed_forward")
 
 
@@ -71,7 +71,7 @@ def _chunk(
 
 
 def part_of(route: Route, start: int, stop: int) -> Route:
-    """Return the route of rows `start` to `stop`, for modules that compute each row by itself."""
+    """Return the route of rows `start` to `stop`, for modules that compute each row alone."""
     assert route.chunks is not None
     segments = [
         replace(each, start=max(each.start, start) - start, stop=min(each.stop, stop) - start)

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.pool.clients import KINDS, Loop, Request
-from bench.pool.measures import Turns, waits
-from bench.pool.scheduler import Scheduler
-from bench.pool.worker import RateWorker
+from bench.fleet.clients import KINDS, Loop, Request
+from bench.fleet.measures import Turns, waits
+from bench.fleet.scheduler import Scheduler
+from bench.fleet.worker import RateWorker
 from bench.support.timing import percentile
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.disk.spool import Spool

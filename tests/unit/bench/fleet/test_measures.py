@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.pool.measures import LEAST_TURNS, Turns, equal_shares
+from bench.fleet.measures import LEAST_TURNS, Turns, equal_shares
 
 QUANTUM = 2_000
 

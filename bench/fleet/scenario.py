@@ -22,9 +22,9 @@ from typing import Any
 
 import structlog
 
-from bench.pool.clients import KINDS
-from bench.pool.measures import LEAST_TURNS
-from bench.pool.world import Shape, World
+from bench.fleet.clients import KINDS
+from bench.fleet.measures import LEAST_TURNS
+from bench.fleet.world import Shape, World
 from bench.support.options import Options, Some
 from bench.support.processes import a_redis
 from bench.support.report import Report, show, table
