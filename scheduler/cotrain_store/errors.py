@@ -31,6 +31,7 @@ class Reason(Enum):
     WEBHOOK_NOT_FOUND = 404, "No webhook is set. Set one with PUT /api/v1/webhook."
     WEIGHTS_DELETED = 404, "The weights of this checkpoint were deleted."
     CHECKPOINT_DAMAGED = 404, "The files of this checkpoint are damaged or cannot be verified."
+    UPLOAD_NOT_FOUND = 404, "Upload not found, or expired. Start another with external_weights_upload_start."
     CYCLE_NOT_KEPT = 404, "Cycle not found. The last 1,000 cycles are kept."
     BASE_MODEL_NOT_SERVED = 400, "This base model is not served here."
 

@@ -8,6 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cotrain.version import __version__
 from cotrain_server import errors
+from cotrain_server.adapter_upload.pending_files import expiring
 from cotrain_server.http.long_poll import LongPolls
 from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.http.other_methods import OtherMethods
@@ -61,6 +62,8 @@ ROUTERS = (
     links.router,
     links.files_router,
     uploads.router,
+    uploads.external_router,
+    uploads.files_router,
     training_runs.router,
     session_lists.router,
     traces.router,
@@ -99,7 +102,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
             app.state.services = services
             sender = Sender(settings.webhook_networks)
             port = metrics_port(settings, metrics_pages(services))
-            async with delivering(services.webhooks, sender):
+            async with delivering(services.webhooks, sender), expiring(settings.blob_store):
                 with port:
                     yield
 

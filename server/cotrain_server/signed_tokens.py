@@ -19,6 +19,8 @@ from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId, WeightsRef
 
 LINK_LIFE_S = 15 * 60
+#: An upload may be sent for half an hour, and has two files.
+UPLOAD_LIFE_S = 3600
 #: SDKs request the next token after half of this time.
 TOKEN_LIFE_S = 3600
 _ALGORITHM = "HS256"
@@ -37,6 +39,22 @@ class Link:
     weights: WeightsRef
     """Weights that the path named at signing. The link never yields other weights."""
     file: str
+    expires_at: int
+
+
+@dataclass(frozen=True)
+class StartedUpload:
+    """An upload of an adapter's files that a tenant started."""
+
+    tenant: TenantId
+    session: str
+    """Id of the session that its import opens."""
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    project: str | None
     expires_at: int
 
 
@@ -66,6 +84,7 @@ class Signer:
     def __init__(self, secrets: Sequence[bytes]) -> None:
         """Derive the keys from the secrets, the current one first."""
         self._link_keys = [_derive(secret, b"link") for secret in secrets]
+        self._upload_keys = [_derive(secret, b"upload") for secret in secrets]
         self._token_keys = [_derive(secret, b"token") for secret in secrets]
         self._session_keys = [_derive(secret, b"ui session") for secret in secrets]
         self._form_key = _derive(secrets[0], b"ui form")
@@ -84,6 +103,23 @@ class Signer:
         if expires_at <= now:
             raise Refused(Reason.BAD_LINK)
         return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
+
+    def sign_upload(self, upload: StartedUpload) -> str:
+        """Return the id of an upload."""
+        content = _to_text(json.dumps(astuple(upload), separators=(",", ":")).encode())
+        return f"{content}.{_seal(self._upload_keys[0], content)}"
+
+    def read_upload(self, text: str, tenant: TenantId) -> StartedUpload:
+        """Return the upload that `sign_upload` wrote, which may have expired.
+
+        Raises UPLOAD_NOT_FOUND if the id is invalid or another tenant's.
+        """
+        content, _, seal = text.partition(".")
+        if text.isascii() and _is_sealed(self._upload_keys, content, seal):
+            upload = StartedUpload(*json.loads(_from_text(content)))
+            if upload.tenant == tenant:
+                return upload
+        raise Refused(Reason.UPLOAD_NOT_FOUND)
 
     def make_token(self, token: Token, now: float) -> str:
         """Return a token, valid for one hour, or until its key ends."""

@@ -8,16 +8,18 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import peft
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from cotrain import (
     AdamParams,
     BadRequestError,
     Datum,
+    LoraConfig,
     ModelInput,
     NotFoundError,
     RequestFailed,
@@ -26,7 +28,7 @@ from cotrain import (
 )
 from tests.conformance.running import KEYS, Server
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.uploads import config, q_proj, tar
+from tests.support.uploads import adapter, config, q_proj, tar
 
 TOKENS = random.Random(0).choices(range(512), k=25)
 DATUM = Datum(
@@ -88,14 +90,36 @@ def test_a_downloaded_checkpoint_can_be_uploaded_bit_for_bit(
     assert logprobs(fresh) == reached
     # The uploaded checkpoint has an optimizer without steps.
     also = service.create_training_client_from_state_with_optimizer(brought)
-    assert train(fresh) == train(also)
+    end = train(fresh)
+    assert end == train(also)
+
+    # The same files, each sent by a link of its own.
+    rest = service.create_rest_client()
+    started = rest.external_weights_upload_start(server.base_model, LoraConfig(rank=3)).result()
+    assert set(started.urls) == {path.name for path in tmp_path.iterdir()}
+    for file, url in started.urls.items():
+        httpx.put(url, content=(tmp_path / file).read_bytes()).raise_for_status()
+    linked = rest.external_weights_upload_finish(started.upload_id).result().tinker_path
+    assert rest.external_weights_upload_finish(started.upload_id).result().tinker_path == linked
+    assert train(service.create_training_client_from_state(linked)) == end
+
+    with pytest.raises(BadRequestError, match=r"base_model|not served"):
+        rest.external_weights_upload_start("other/model", LoraConfig(rank=3)).result()
+    started = rest.external_weights_upload_start(
+        server.base_model, LoraConfig(rank=4, train_mlp=False, train_unembed=False)
+    ).result()
+    for file, content in adapter(**{"adapter_model.safetensors": q_proj(inputs=63)}).items():
+        httpx.put(started.urls[file], content=content).raise_for_status()
+    for _ in range(2):  # a repeat has the same answer
+        with pytest.raises(BadRequestError, match=r"lora_A.weight has shape \[4, 63\]"):
+            rest.external_weights_upload_finish(started.upload_id).result()
 
 
 def test_a_peft_adapter_computes_the_same_here_as_in_peft(
     service: ServiceClient, server: Server, tmp_path: Path
 ) -> None:
     network: Any = AutoModelForCausalLM.from_pretrained(server.base_model)
-    settings = LoraConfig(
+    settings = peft.LoraConfig(
         r=6,
         lora_alpha=4,
         use_rslora=True,
@@ -104,7 +128,7 @@ def test_a_peft_adapter_computes_the_same_here_as_in_peft(
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model: Any = get_peft_model(network, settings)
+        model: Any = peft.get_peft_model(network, settings)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.1)

@@ -33,10 +33,20 @@ from tests.support.http_api import (
     running_api,
     sample_body,
 )
-from tests.support.operations import ADMIN, CHECKPOINT, Operation, Things, operations, path_of, send
+from tests.support.operations import (
+    ADMIN,
+    CHECKPOINT,
+    EXTERNAL,
+    Operation,
+    Things,
+    operations,
+    path_of,
+    send,
+)
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.ui import log_in
+from tests.support.uploads import adapter
 
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
 #: Keys that change for any role: last uses of keys, the audit log, counts of refusals, leases of processes, logouts.
@@ -66,6 +76,9 @@ REFUSED_TO_MEMBERS = {
     "GET /ui/static/{name:path}": 404,  # no file of this name
     "GET /api/v1/files/{token}/{file}": 404,  # no files
     "GET /api/v1/traces/{token}": 403,  # the link is one to an archive
+    "PUT /api/v1/uploads/{token}/{file}": 403,
+    "POST /api/v1/fork_run": 400,  # the sampler has no save
+    "POST /api/v1/external_weights_upload_finish": 503,  # queued, as the next one
     "GET /api/v1/tokenizers": 400,  # no tokenizer
     "POST /oai/api/v1/completions": 400,
     "POST /oai/api/v1/chat/completions": 400,
@@ -87,7 +100,8 @@ EXPLAINED = {"/api/v1/training_runs/{run_id}/checkpoints/{name}": 400}
 
 @pytest.fixture(autouse=True)
 def no_upload_waits_for_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_server.routes.uploads.PATIENCE_S", 0.0)
+    for name in ("PATIENCE_S", "FINISH_PATIENCE_S"):
+        monkeypatch.setattr(f"cotrain_server.routes.uploads.{name}", 0.0)
 
 
 @dataclass(frozen=True)
@@ -153,11 +167,14 @@ async def make_things(api: Api) -> Things:
     archive = f"/api/v1/training_runs/{run}/checkpoints/weights/a/archive"
     link = (await api.http.get(archive, headers=headers)).headers["location"]
     mate = await api.services.tenants.issue("mate", tenant=tenant.id)
+    upload = (await api.post("external_weights_upload_start", EXTERNAL)).json()
+    for file, content in adapter().items():
+        await api.http.put(upload["urls"][file], content=content)
     ids = {
         "tenant_id": tenant.id, "run_id": run, "session_id": session, "sampling_session_id": sampler,
         "kind": "weights", "name": "a", "key_id": (await api.services.tenants.key(mate)).id,
         "pool_id": POOL.id, "worker_id": "w0", "pool": POOL.id, "cycle": "1",
-        "token": link.split("/")[-2], "file": link.split("/")[-1], "model": POOL.base_model,
+        "token": link.split("/")[-2], "file": link.split("/")[-1], "model": POOL.base_model, "upload_id": upload["upload_id"],
     }  # fmt: skip
     return Things(
         ids, run, session, sampler, f"tinker://{run}/weights/a", (SECRET, URL, tenant.key_id)

@@ -8,23 +8,28 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from cotrain_server.adapter_upload.pending_files import delete_expired
 from cotrain_server.http import upload_body as uploads
+from cotrain_server.signed_tokens import Link
 from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.keys import result_keys, tenant_keys
-from cotrain_store.messages.ids import RequestId, RunId
+from cotrain_store.messages.ids import RequestId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
+from tests.support.operations import EXTERNAL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
 from tests.support.uploads import adapter, config, q_proj, tar
@@ -358,3 +363,103 @@ async def test_a_form_with_an_adapter_of_another_base_model_gets_the_reason(api:
         await asyncio.sleep(0.01)
     answer = await posting
     assert (answer.status_code, answer.json()["detail"]) == (400, "q_proj has another shape")
+
+
+async def start(api: Api, key: str = ALICE, **changes: Any) -> Any:
+    return (await api.post("external_weights_upload_start", EXTERNAL | changes, key)).json()
+
+
+async def finish(api: Api, started: Any, key: str = ALICE) -> httpx.Response:
+    wanted = {"upload_id": started["upload_id"]}
+    return await api.post("external_weights_upload_finish", wanted, key)
+
+
+async def put_files(api: Api, started: Any, **changes: bytes) -> None:
+    for file, content in adapter(**changes).items():
+        assert (await api.http.put(started["urls"][file], content=content)).status_code == 200
+
+
+def pending(api: Api) -> set[Path]:
+    folder = api.services.settings.data_dir / "pending_uploads"
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_files_sent_by_links_become_a_checkpoint_once(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_server.routes.uploads.FINISH_PATIENCE_S", 0.0)
+    started = await start(api, destination_project_id="p")
+    assert set(started["urls"]) == {"adapter_config.json", "adapter_model.safetensors"}
+    absent = await finish(api, started)
+    assert absent.status_code == 400
+    assert "no adapter_config.json and adapter_model.safetensors" in absent.text
+    await put_files(api, started)
+    assert (await finish(api, started, BOB)).status_code == 404
+    assert (await finish(api, {"upload_id": started["upload_id"] + "x"})).status_code == 404
+    queued_only = await finish(api, started)
+    assert queued_only.status_code == 503  # no engine yet
+    assert not pending(api)
+    with stand_in(api.services) as worker:
+        await worker.run_log()
+    path = (await finish(api, started)).json()["tinker_path"]
+    assert (await finish(api, started)).json() == {"tinker_path": path}
+    checkpoint = await api.services.records.checkpoint(await tenant(api), path)
+    session = (await api.get(f"sessions/{checkpoint.run.partition(':')[0]}")).json()
+    assert session["training_run_ids"] == [checkpoint.run]
+    found = {"project_ids": ["p"]}
+    listed = (await api.post("checkpoints/search", found)).json()["checkpoints"]
+    assert [each["tinker_path"] for each in listed] == [path]
+
+
+UNFIT: dict[str, tuple[dict[str, bytes], str]] = {
+    "other rank": (
+        {"adapter_config.json": config(r=8), "adapter_model.safetensors": q_proj(8)},
+        "lora_config differs from the files, which have rank=8, train_attn=True, train_mlp=False",
+    ),
+    "no PEFT": ({"adapter_config.json": b"{}"}, "adapter_config.json: peft_type"),
+    "no safetensors": ({"adapter_model.safetensors": b"short"}, "adapter_model.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("files", "detail"), UNFIT.values(), ids=UNFIT)
+async def test_unfit_files_are_rejected_at_the_finish_and_leave_no_run(
+    api: Api, files: dict[str, bytes], detail: str
+) -> None:
+    started = await start(api)
+    await put_files(api, started, **files)
+    answer = await finish(api, started)
+    assert (answer.status_code, detail in answer.json()["detail"]) == (400, True), answer.text
+    assert not await queued(api)
+    assert not (await api.get("sessions")).json()["sessions"]
+
+
+async def test_links_have_limits_by_file_and_tenant_and_expire(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url, max_upload_bytes=32 * 1024) as api:
+        urls = (first := await start(api))["urls"]
+        for file, limit in (("adapter_config.json", 1), ("adapter_model.safetensors", 0.03125)):
+            answer = await api.http.put(urls[file], content=bytes(2**20 + 1))
+            assert answer.status_code == 413
+            assert answer.json()["detail"] == f"{file} exceeds {limit:g} MiB."
+        crossed = urls["adapter_config.json"].replace("adapter_config.json", "evil")
+        assert (await api.http.put(crossed, content=b"{}")).status_code == 403
+        assert not pending(api)
+
+        await put_files(api, first)
+        for _ in range(3):
+            await put_files(api, await start(api))
+        full = await api.http.put((await start(api))["urls"]["adapter_config.json"], content=b"{}")
+        assert (full.status_code, "4 unfinished uploads" in full.text) == (429, True)
+        await put_files(api, await start(api, BOB))
+        await put_files(api, first)  # replaced
+
+        blobs = api.services.settings.blob_store
+        delete_expired(blobs, time.time())
+        assert len(pending(api)) == 10
+        upload = api.services.signer.read_upload(first["upload_id"], await tenant(api))
+        delete_expired(blobs, upload.expires_at + 60)
+        assert not pending(api)
+        past = api.services.signer.sign_upload(replace(upload, expires_at=1))
+        assert (await finish(api, {"upload_id": past})).status_code == 404
+        link = Link(upload.tenant, "upload-of:1-x", WeightsRef(""), "adapter_config.json", 1)
+        late = f"/api/v1/uploads/{api.services.signer.sign_link(link)}/adapter_config.json"
+        assert (await api.http.put(late, content=b"{}")).status_code == 403

@@ -16,13 +16,14 @@ import httpx
 
 from tests.support.http_api import POOL, Api, sample_body
 from tests.support.kl_bodies import kl_datum_body
+from tests.support.operations import LOSS
 from tests.support.uploads import adapter, tar
 
 #: Fields and parameters that identify something a tenant owns.
 IDS = {
     "model", "model_id", "model_path", "path", "reference_model_path", "request_id", "run_id",
     "sampling_session_id", "session_id", "source_path", "source_paths", "target", "tinker_path",
-    "training_run_id",
+    "training_run_id", "upload_id",
 }  # fmt: skip
 API = "/api/v1/"
 #: With a tenant's key these routes do not exist, whatever the id (`test_http_admin`).
@@ -37,7 +38,7 @@ NO_IDS = {
 }
 #: Fields with the form of an id that are none: a client's own numbers and names.
 NO_THINGS = {
-    "destination_project_id", "model_seq_id", "output_path", "project_id", "project_ids",
+    "custom_loss_seq_id", "destination_project_id", "model_seq_id", "model_seq_ids", "output_path", "project_id", "project_ids",
     "retrieved_request_ids", "sampling_session_seq_id", "seq_id",
 }  # fmt: skip
 CHAT = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
@@ -54,6 +55,7 @@ BODIES: dict[str, dict[str, Any]] = {
     f"{API}asample": sample_body("", 1),
     f"{API}copy_weights": {"destination_project_id": "p"},
     f"{API}copy_weights session_id": {"source_path": OWN, "model_seq_id": 9},
+    f"{API}create_custom_loss": LOSS,
     f"{API}create_model": {"model_seq_id": 7, "base_model": POOL.base_model},
     f"{API}create_sampling_session": {"sampling_session_seq_id": 7, "base_model": POOL.base_model},
     f"{API}create_sampling_session model_path": {
@@ -62,6 +64,8 @@ BODIES: dict[str, dict[str, Any]] = {
     },
     f"{API}forward": {"forward_input": {}},
     f"{API}forward_backward": {"forward_backward_input": {}},
+    f"{API}fork_run sampling_session_id": {"session_id": OWN, "model_seq_ids": [14]},
+    f"{API}fork_run session_id": {"sampling_session_id": OWN, "model_seq_ids": [14]},
     f"{API}load_weights model_id": {"path": OWN},
     f"{API}load_weights path": {"session_id": OWN, "model_seq_id": 10},
     f"{API}load_weights session_id": {"path": OWN, "model_seq_id": 11},
@@ -152,7 +156,7 @@ def _fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list[tuple[st
     return sorted(parameters | {(name, "body") for name in properties})
 
 
-def ids_of(run: str, sampler: str, request_id: str) -> dict[str, Any]:
+def ids_of(run: str, sampler: str, request_id: str, upload_id: str) -> dict[str, Any]:
     """Return the ids of everything that a tenant has, in their wire format. Its checkpoint is `a`."""
     path = f"tinker://{run}/weights/a"
     return {
@@ -170,6 +174,7 @@ def ids_of(run: str, sampler: str, request_id: str) -> dict[str, Any]:
         "target": {"type": "sampling_session", "sampling_session_id": sampler},
         "tinker_path": path,
         "training_run_id": run,
+        "upload_id": upload_id,
     }
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 from fastapi.routing import APIRoute, iter_route_contexts
 
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.proto import wire_pb2 as wire
 from cotrain_server.app import ROUTES
 from tests.support.http_api import POOL, pass_body, sample_body
 from tests.support.kl_bodies import kl_datum_body
@@ -24,6 +26,34 @@ ADMIN = f"{API}admin/"
 OF_THE_OPERATOR = (ADMIN, f"{API}fleet", "/metrics")
 CHECKPOINT = f"{API}training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}"
 CHAT = {"model": POOL.base_model, "max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
+#: A custom loss that returns the sum of its first input.
+LOSS = {
+    "custom_loss_seq_id": 0,
+    "name": "a",
+    "inputs": [{"name": "logprobs", "rank": 1}],
+    "graph": {
+        "nodes": [
+            {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+            {
+                "op": "call_function",
+                "name": "out",
+                "target": "torch.sum",
+                "args": [{"ref": "logprobs"}],
+            },
+            {
+                "op": "output",
+                "name": "output",
+                "target": "output",
+                "args": [{"tuple": [{"ref": "out"}, {"dict": {}}]}],
+            },
+        ]
+    },
+}
+#: Start of an upload of `adapter()`.
+EXTERNAL = {
+    "base_model": POOL.base_model,
+    "lora_config": {"rank": 4, "train_mlp": False, "train_unembed": False},
+}
 MULTIPART = "multipart/form-data; boundary=x"
 #: Operations that end something, in this order at the end, because others need it.
 ENDS = (
@@ -165,6 +195,13 @@ def _upload_form(_: Things) -> PinnedBuffer:
     )
 
 
+def _sweep(own: Things) -> PinnedBuffer:
+    batch = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
+    runs = [wire.SweepRun(model_id=own.run, seq_id=30)]
+    content = wire.SweepPassRequest(runs=runs, pass_request=batch).SerializeToString()
+    return PinnedBuffer(content=content, headers={"Content-Type": PROTOBUF})
+
+
 def _poll(own: Things) -> PinnedBuffer:
     """Make the poll that would remove everything: a cursor after every end, and each result
     acknowledged.
@@ -193,6 +230,17 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
             "seq_id": 21,
             "forward_input": pass_body(own.run, 1)["forward_backward_input"],
         }
+    ),
+    f"POST {API}sweep_pass": _sweep,
+    f"POST {API}fork_run": lambda own: PinnedBuffer(
+        json={
+            "session_id": own.session,
+            "sampling_session_id": own.sampler,
+            "model_seq_ids": [14],
+        }
+    ),
+    f"POST {API}create_custom_loss": lambda own: PinnedBuffer(
+        json={"session_id": own.session, **LOSS}
     ),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
     f"POST {API}rewind": _of_run(29, step=0),
@@ -242,9 +290,15 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     ),
     f"POST {API}training_runs/upload": _upload,
     f"POST {API}checkpoints/upload": _upload_form,
+    f"POST {API}external_weights_upload_start": _json(**EXTERNAL),
+    f"POST {API}external_weights_upload_finish": lambda own: PinnedBuffer(
+        json={"upload_id": own.ids["upload_id"]}
+    ),
+    f"PUT {API}uploads/{{token}}/{{file}}": lambda _: PinnedBuffer(content=b"{}"),
     f"PATCH {API}training_runs/{{run_id}}": _json(note="another", tags=["x"]),
     f"PUT {API}sessions/{{session_id}}/project": _json(project_id="p"),
     f"POST {API}sessions/search": lambda own: PinnedBuffer(json={"session_id": own.session}),
+    f"POST {API}checkpoints/search": _json(base_models=[POOL.base_model]),
     f"PUT {API}webhook": _json(url="https://elsewhere.invalid/hook"),
     f"POST {API}webhook/test": _bare,
     f"POST {API}create_sampling_session": lambda own: PinnedBuffer(

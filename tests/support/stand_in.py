@@ -175,6 +175,7 @@ def output(
                 logprobs=-np.asarray(tokens, np.float32),
                 stop_reason=stop_reason,
                 topk=None,
+                routed_experts=None,
             )
             for tokens in sequences
         ],
@@ -182,6 +183,7 @@ def output(
         "topk_prompt": None,
         "target_prompt_logprobs": None,
         "cached_prompt_tokens": 0,
+        "prompt_routed_experts": None,
     }
     return SimpleNamespace(**whole | changes)
 

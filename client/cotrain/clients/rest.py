@@ -14,6 +14,10 @@ from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointTtlRequest,
     CopyWeightsRequest,
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
     WeightsInfoRequest,
@@ -36,7 +40,7 @@ from cotrain.wire.rest import (
     UpdateTrainingRunRequest,
     WaitReason,
 )
-from cotrain.wire.runs import UnloadModelRequest, UntypedAPIFuture
+from cotrain.wire.runs import LoraConfig, UnloadModelRequest, UntypedAPIFuture
 from cotrain.wire.sampling import GetSamplerResponse
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 from cotrain.wire.usage import (
@@ -245,6 +249,36 @@ class RestClient:
         )
         return self._start(self._calls.copy(wanted))
 
+    def external_weights_upload_start(
+        self,
+        base_model: str,
+        lora_config: LoraConfig,
+        destination_project_id: str | None = None,
+    ) -> Future[ExternalWeightsUploadStartResponse]:
+        """Start an upload of an adapter; returns a URL for each file, which expires in an hour.
+
+        PUT each file to its URL, then call `external_weights_upload_finish`. `lora_config` must have
+        the rank and the modules of the files; their alpha is that of adapter_config.json.
+        """
+        wanted = ExternalWeightsUploadStartRequest(
+            base_model=base_model,
+            lora_config=lora_config,
+            destination_project_id=destination_project_id,
+        )
+        path = "external_weights_upload_start"
+        return self._start(self._calls.post(path, wanted, ExternalWeightsUploadStartResponse))
+
+    def external_weights_upload_finish(
+        self, upload_id: str
+    ) -> Future[ExternalWeightsUploadFinishResponse]:
+        """Return the path of the uploaded checkpoint once it is stored. A repeat returns the same path.
+
+        The future raises BadRequestError if a file is missing, malformed or does not fit.
+        """
+        wanted = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
+        path = "external_weights_upload_finish"
+        return self._start(self._calls.post(path, wanted, ExternalWeightsUploadFinishResponse))
+
     # ---- Sessions and samplers -------------------------------------------------------------------
 
     def list_sessions(
@@ -342,6 +376,8 @@ class RestClient:
 
     # ---- Aliases with the names of the asynchronous API -------------------------------------------
 
+    external_weights_upload_start_async = external_weights_upload_start
+    external_weights_upload_finish_async = external_weights_upload_finish
     get_server_capabilities_async = get_server_capabilities
     whoami_async = whoami
     list_training_runs_async = list_training_runs

@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field
 
 from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireModel
-from cotrain.wire.runs import UntypedAPIFuture
+from cotrain.wire.runs import LoraConfig, UntypedAPIFuture
 
 __all__ = [
     "CopyWeightsRequest",
     "CopyWeightsResponse",
+    "ExternalWeightsUploadFinishRequest",
+    "ExternalWeightsUploadFinishResponse",
+    "ExternalWeightsUploadStartRequest",
+    "ExternalWeightsUploadStartResponse",
     "ExternalWeightsUrlsResponse",
     "LoadWeightsRequest",
     "LoadWeightsResponse",
@@ -248,6 +252,38 @@ class UploadedResponse(WireModel):
 
     path: str
     """Path of the checkpoint."""
+
+
+class ExternalWeightsUploadStartRequest(WireModel):
+    """POST external_weights_upload_start: request a URL for each file of an adapter."""
+
+    base_model: Name
+    lora_config: LoraConfig
+    """Rank and modules of the adapter. Its alpha is that of its adapter_config.json."""
+    destination_project_id: Name | None = None
+    """Project of the checkpoint."""
+
+
+class ExternalWeightsUploadStartResponse(WireModel):
+    """Started upload: PUT each file to its URL, which needs no key, and finish."""
+
+    upload_id: str
+    urls: dict[str, str]
+    """URL by file name."""
+    expires: datetime
+    """End of the URLs and of the upload."""
+
+
+class ExternalWeightsUploadFinishRequest(WireModel):
+    """POST external_weights_upload_finish: make a checkpoint of the files."""
+
+    upload_id: Annotated[str, Field(min_length=1, max_length=2**14)]
+
+
+class ExternalWeightsUploadFinishResponse(WireModel):
+    """Path of the checkpoint, which is stored."""
+
+    tinker_path: str
 
 
 # ---- Key -----------------------------------------------------------------------------------------

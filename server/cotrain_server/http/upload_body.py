@@ -28,9 +28,11 @@ _FLUSH_BYTES = 1024**2
 
 @asynccontextmanager
 async def received(
-    request: Request, folder: Path, limit_bytes: int, reserve_bytes: int
+    request: Request, folder: Path, limit_bytes: int, reserve_bytes: int, name: str = "Upload"
 ) -> AsyncIterator[IO[bytes]]:
     """Receive a body into an unnamed file in `folder`, which is deleted when the context ends.
+
+    Errors call the body `name`.
 
     Raises:
         BodyTooLarge: the body exceeds `limit_bytes`.
@@ -39,12 +41,12 @@ async def received(
         UNSUPPORTED_MEDIA_TYPE: it has a content encoding. The archive itself may be compressed.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send the archive without Content-Encoding.")
+        raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, "Send the body without Content-Encoding.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes)
+        raise _too_large(name, limit_bytes)
     with await asyncio.to_thread(_nameless_file, folder) as file:
-        async for chunk in _chunks(request, limit_bytes):
+        async for chunk in _chunks(request, limit_bytes, name):
             await asyncio.to_thread(_write, file, chunk, folder, reserve_bytes)
         file.seek(0)
         yield file
@@ -55,14 +57,14 @@ def _nameless_file(folder: Path) -> IO[bytes]:
     return tempfile.TemporaryFile(dir=folder)
 
 
-async def _chunks(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+async def _chunks(request: Request, limit_bytes: int, name: str) -> AsyncIterator[bytes]:
     """Yield the body in chunks of at least _FLUSH_BYTES, except the last."""
     total, waiting, end = 0, bytearray(), time.monotonic() + RECEIVE_S
     stream = aiter(request.stream())
     while chunk := await _next(stream, end):
         total += len(chunk)
         if total > limit_bytes:
-            raise _too_large(limit_bytes)
+            raise _too_large(name, limit_bytes)
         waiting += chunk
         if len(waiting) >= _FLUSH_BYTES:
             yield bytes(waiting)
@@ -92,8 +94,8 @@ def _write(file: IO[bytes], chunk: bytes, folder: Path, reserve_bytes: int) -> N
         raise Refused(Reason.DISK_RESERVE_REACHED) from full
 
 
-def _too_large(limit_bytes: int) -> BodyTooLarge:
-    return BodyTooLarge(f"Upload exceeds {limit_bytes / 1024**2:g} MiB.")
+def _too_large(name: str, limit_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(f"{name} exceeds {limit_bytes / 1024**2:g} MiB.")
 
 
 #: Forms with an upload have only a few parts.

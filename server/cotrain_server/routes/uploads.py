@@ -1,23 +1,37 @@
-"""Endpoints training_runs/upload and checkpoints/upload: import an adapter that was trained
-elsewhere.
+"""Endpoints training_runs/upload, checkpoints/upload and external_weights_upload_*: import an adapter
+that was trained elsewhere.
 
-Each upload creates a run. Its first op imports the adapter, and its second saves it under the given
+The first two receive an archive. The others receive each file by a link of its own, and import them
+at the finish. Each upload creates a run. Its first op imports the adapter, and its second saves it under the given
 name. The result is an ordinary checkpoint that can be loaded, sampled and trained.
 """
 
 import asyncio
 import hashlib
+import secrets
+import shutil
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import IO, Annotated
 
-from fastapi import Query, Request, Response
+import structlog
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.wire.checkpoints import UploadedResponse, UploadQuery, UploadResponse
+from cotrain.wire.checkpoints import (
+    ExternalWeightsUploadFinishRequest,
+    ExternalWeightsUploadFinishResponse,
+    ExternalWeightsUploadStartRequest,
+    ExternalWeightsUploadStartResponse,
+    UploadedResponse,
+    UploadQuery,
+    UploadResponse,
+)
 from cotrain_server.adapter_upload.archive import unpack
 from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
+from cotrain_server.adapter_upload.pending_files import PendingFiles, limits_of
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
@@ -27,15 +41,26 @@ from cotrain_server.requests.checkpoint_validation import check_metadata, check_
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.submission import new_run, quota_reached
 from cotrain_server.services import Services
+from cotrain_server.signed_tokens import UPLOAD_LIFE_S, Link, StartedUpload
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
-from cotrain_store.errors import RunClosed, SeqConflict, StoreUnavailable
-from cotrain_store.messages.ids import encode, request_id
+from cotrain_store.errors import (
+    CheckpointNotFound,
+    Reason,
+    Refused,
+    RunClosed,
+    RunNotFound,
+    SeqConflict,
+    StoreUnavailable,
+)
+from cotrain_store.messages.ids import SessionId, WeightsRef, encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.audit_log import AuditEvent
+
+log = structlog.get_logger()
 
 #: Seed of the parameters that an upload omits, equal for every run.
 SEED = 0
@@ -64,10 +89,20 @@ FORM = {
         },
     }
 }
+FILE = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+#: Prefix of the path of a link to an upload's file. No checkpoint path starts with it.
+_UPLOAD_OF = "upload-of:"
 #: Name of a checkpoint whose client cannot choose one. Each has its own run.
 NAME = "uploaded"
 #: The client waits 300 s for an answer, and loads the path as soon as it receives one.
 PATIENCE_S = 240.0
+#: SDKs wait a minute for an answer, and then send the finish again.
+FINISH_PATIENCE_S = 45.0
 
 
 @dataclass(frozen=True)
@@ -155,8 +190,139 @@ async def upload_form(
             wanted = _Wanted(tenant, pool, None, 0, NAME, save.encode())
             run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
-        await _await_op(services, run, seq)
+        await _await_op(services, run, seq, PATIENCE_S)
     return UploadedResponse(path=wanted.path_in(run))
+
+
+external_router = tenant_router("uploads")
+
+
+@external_router.post("/external_weights_upload_start")
+async def start_external_upload(
+    wanted: ExternalWeightsUploadStartRequest,
+    request: Request,
+    services: ServicesDep,
+    tenant: TenantDep,
+) -> ExternalWeightsUploadStartResponse:
+    """Return a link for each file of an adapter. Nothing is stored before the first file arrives."""
+    pool, settings = await services.records.pool_of(wanted.base_model), services.settings
+    lora, expires_at = wanted.lora_config, int(time.time()) + UPLOAD_LIFE_S
+    check_rank(lora.rank, min(pool.max_rank, settings.max_rank))
+    if full := await quota_reached(services, tenant.id):
+        raise Invalid(full)
+    upload = StartedUpload(
+        tenant.id, secrets.token_hex(16), pool.base_model, lora.rank, lora.train_attn,
+        lora.train_mlp, lora.train_unembed, wanted.destination_project_id, expires_at,
+    )  # fmt: skip
+    base, urls = (settings.public_url or str(request.base_url)).rstrip("/"), {}
+    for file in limits_of(settings.max_upload_bytes):
+        path = _UPLOAD_OF + _pending(services, upload).name
+        link = Link(tenant.id, path, WeightsRef(""), file, expires_at)
+        urls[file] = f"{base}/api/v1/uploads/{services.signer.sign_link(link)}/{file}"
+    return ExternalWeightsUploadStartResponse(
+        upload_id=services.signer.sign_upload(upload),
+        urls=urls,
+        expires=datetime.fromtimestamp(expires_at, UTC),
+    )
+
+
+@external_router.post("/external_weights_upload_finish")
+async def finish_external_upload(
+    wanted: ExternalWeightsUploadFinishRequest, services: ServicesDep, tenant: TenantDep
+) -> ExternalWeightsUploadFinishResponse:
+    """Import the files of an upload, and answer once the checkpoint can be loaded. Idempotent."""
+    upload = services.signer.read_upload(wanted.upload_id, tenant.id)
+    run = run_id(SessionId(upload.session), 0)
+    answer = ExternalWeightsUploadFinishResponse(tinker_path=f"tinker://{run}/weights/{NAME}")
+    try:
+        await services.records.checkpoint(tenant.id, answer.tinker_path)
+    except CheckpointNotFound:
+        queued = await _import_files(services, tenant, upload)
+        for seq in (0, 1):
+            await _await_op(services, queued, seq, FINISH_PATIENCE_S)
+    return answer
+
+
+files_router = APIRouter(prefix="/api/v1", tags=["uploads"])
+
+
+@files_router.put("/uploads/{token}/{file}", response_class=Response, openapi_extra=FILE)
+async def upload_file(token: str, file: str, request: Request, services: ServicesDep) -> Response:
+    """Store one file of an upload, from any client that has the link. No API key is required."""
+    link, settings = services.signer.read_link(token, time.time()), services.settings
+    if link.file != file or not link.path.startswith(_UPLOAD_OF):
+        raise Refused(Reason.BAD_LINK)
+    blobs, limit = settings.blob_store, limits_of(settings.max_upload_bytes)[file]
+    pending = PendingFiles(blobs, link.tenant, link.path.removeprefix(_UPLOAD_OF))
+    folder, reserve = settings.data_dir / FOLDER, settings.disk_reserve_bytes
+    with services.uploads.of(link.tenant, 1):
+        async with received(request, folder, limit, reserve, file) as body, services.unpacking:
+            content = await asyncio.to_thread(body.read)
+            if blobs.folder and shutil.disk_usage(settings.data_dir).free - len(content) < reserve:
+                raise Refused(Reason.DISK_RESERVE_REACHED)
+            try:
+                await asyncio.to_thread(pending.put, file, content)
+            except OSError as error:
+                raise _unavailable(error) from error
+    return Response()
+
+
+def _unavailable(error: OSError) -> StoreUnavailable:
+    log.error("pending_upload_unavailable", reason=error.strerror)
+    return StoreUnavailable("The files of uploads cannot be stored or read now. Retry later.")
+
+
+def _pending(services: Services, upload: StartedUpload) -> PendingFiles:
+    name = f"{upload.expires_at}-{upload.session}"
+    return PendingFiles(services.settings.blob_store, upload.tenant, name)
+
+
+async def _import_files(services: Services, tenant: Tenant, upload: StartedUpload) -> RunRecord:
+    """Queue the import of an upload's files, if no earlier finish did, and delete them."""
+    pending = _pending(services, upload)
+    with services.uploads.of(tenant.id, 1):
+        async with services.unpacking:
+            try:
+                # Before the run is looked up: files are only deleted once it exists.
+                files = await asyncio.to_thread(pending.read)
+            except OSError as error:
+                raise _unavailable(error) from error
+            try:
+                return await services.records.run(tenant.id, run_id(SessionId(upload.session), 0))
+            except RunNotFound:
+                if upload.expires_at <= time.time():
+                    raise Refused(Reason.UPLOAD_NOT_FOUND) from None
+            if files is None:
+                raise await asyncio.to_thread(pending.missing)
+            if full := await quota_reached(services, tenant.id):
+                raise Invalid(full)
+            adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
+            _check_config(adapter.lora, upload)
+            pool = await services.records.pool_of(upload.base_model)
+            session = await services.records.create_session(
+                tenant.id, sdk_version="upload", key_id=tenant.key_id, project_id=upload.project,
+                session_id=SessionId(upload.session),
+            )  # fmt: skip
+            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
+            run = await _queue(
+                services, _Wanted(tenant, pool, session, 0, NAME, save.encode()), adapter
+            )
+        try:
+            await asyncio.to_thread(pending.delete)
+        except OSError as error:  # they expire
+            log.warning("pending_upload_not_deleted", reason=error.strerror)
+    return run
+
+
+def _check_config(files: LoraSpec, upload: StartedUpload) -> None:
+    """Raise Invalid if the files have another rank or other modules than the start named."""
+    names = ("rank", "train_attn", "train_mlp", "train_unembed")
+    found = {name: getattr(files, name) for name in names}
+    if found != {name: getattr(upload, name) for name in names}:
+        words = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise Invalid(
+            f"lora_config differs from the files, which have {words}. Start an upload with these."
+        )
 
 
 async def _pool_of(services: Services, config: bytes) -> PoolRecord:
@@ -171,14 +337,14 @@ async def _pool_of(services: Services, config: bytes) -> PoolRecord:
     return fitting[0]
 
 
-async def _await_op(services: Services, run: RunRecord, seq: int) -> None:
+async def _await_op(services: Services, run: RunRecord, seq: int, patience_s: float) -> None:
     """Wait until an op is done.
 
     Raises:
         Invalid: the op failed; the message is its error.
-        StoreUnavailable: the op is not done after PATIENCE_S, or this process drains.
+        StoreUnavailable: the op is not done after `patience_s`, or this process drains.
     """
-    end = time.monotonic() + PATIENCE_S
+    end = time.monotonic() + patience_s
     while not services.draining and (left_s := end - time.monotonic()) > 0:
         outcome = await services.futures.wait(run.tenant, request_id(run.id, seq), left_s)
         if isinstance(outcome, Pending):
