@@ -127,7 +127,10 @@ class Seen:
         self.page.wait_for_url("**/ui")
 
     def open(self, path: str) -> Page:
-        self.page.goto(self.address + path)
+        """Open a page of the server, which must not answer with an error."""
+        answer = self.page.goto(self.address + path)
+        assert answer
+        assert answer.ok, f"{path}: {answer.status}"
         return self.page
 
 

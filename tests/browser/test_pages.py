@@ -206,7 +206,7 @@ def test_a_run_is_held_back_and_ended_from_its_page(site: Site) -> None:
         page.get_by_role("button", name="Pause this run").click()
         page.get_by_role("button", name="Resume this run").click()
         page.get_by_role("button", name="End this run").click()
-        expect(page.get_by_text("Its client ended it")).to_be_visible()
+        expect(page.get_by_text("The run has ended")).to_be_visible()
         assert page.get_by_role("button", name="this run").count() == 0
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ PROGRAMS = {
     "llm": "most",
     "inspect-ai": "inspect",
 }
+NAME = "tiny"
 PATIENCE_S = 1800
 TITLE = "## Other programs"
-INTRODUCTION = f"""{TITLE}
+INTRODUCTION = """{title}
 
 The same command runs each use of these programs, unmodified, against the [chat endpoints](chat-apis.md) of a server with a tiny
-model. Its chat template is in Hermes' form. Of a tool's call, the first answer is held to the tool by `tool_choice`, and the second
-one gets the result.
+model, here on {day}. Its chat template is in Hermes' form. In a tool call, `tool_choice` forces the first answer to be the call,
+and the next request has its result.
 
 | program | version | uses | |
 |---|---|---|:-:|
@@ -73,7 +75,7 @@ def run(program: str, address: str, model: str) -> dict[str, Any]:
     return found
 
 
-def section(founds: Sequence[dict[str, Any]]) -> str:
+def section(founds: Sequence[dict[str, Any]], day: date) -> str:
     """Return the section of the page. A failed use has a row with its reason."""
     lines = []
     for found in founds:
@@ -85,21 +87,23 @@ def section(founds: Sequence[dict[str, Any]]) -> str:
             for use, reason in found["uses"].items()
             if reason
         ]
-    return INTRODUCTION + "\n".join(lines) + "\n"
+    return INTRODUCTION.format(title=TITLE, day=day) + "\n".join(lines) + "\n"
 
 
 def main(programs: Sequence[str]) -> None:
     """Serve a tiny model, run each program, and write the section; with names, print it instead."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = str(build_tiny_with_tools(folder / "tiny"))
-        with Serving(folder / "data", [model], KEYS[:1]) as serving:
-            founds = [run(each, serving.address, model) for each in programs or PROGRAMS]
+        model = build_tiny_with_tools(folder / "tiny")
+        # a name without "/", because Inspect strips the first one from a path
+        with Serving(folder / "data", [f"{NAME}={model}"], KEYS[:1]) as serving:
+            founds = [run(each, serving.address, NAME) for each in programs or PROGRAMS]
+    written = section(founds, datetime.now(UTC).date())
     if programs:
-        print(section(founds))
+        print(written)
         return
     before = PAGE.read_text().partition(TITLE)[0].rstrip()
-    PAGE.write_text(f"{before}\n\n{section(founds)}")
+    PAGE.write_text(f"{before}\n\n{written}")
 
 
 if __name__ == "__main__":

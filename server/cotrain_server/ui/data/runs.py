@@ -92,7 +92,7 @@ def without_worker(position: RunPosition, since: float | None, now: float) -> st
 def waits_for(run: RunRecord, position: RunPosition, pauses: Pauses, now: float) -> str:
     """Return a sentence with the reason for which a run waits."""
     if run.state is RunState.CLOSED:
-        return "Its client ended it."
+        return "It has ended."
     if run.state is RunState.FAILED:
         return "Stopped: a replay after a crash gave other numbers."
     left = position.accepted - position.done
