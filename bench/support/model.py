@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
@@ -59,7 +60,7 @@ MIXTURES = {
 
 def config_of(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
     """Return the configuration of a Qwen3 of this shape."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "intermediate_size": shape.mlp,
