@@ -76,8 +76,8 @@ class FakeEngine:
             # Each expert has equally many tokens, so all experts of a layer run.
             self.reads["experts of the layers"] += 1
             index.cpu()  # for the log
-            choices = np.arange(index.numel()) % self._config.num_experts
-            return choices.reshape(index.shape)
+            count: int = self._config.num_experts
+            return (np.arange(index.numel()) % count).reshape(index.shape)
 
         return {
             experts: {"choices_on_host": balanced},

@@ -154,7 +154,7 @@ def base_product(
     for expert, start, stop in rows.blocks:
         torch.mm(x[start:stop], weight[expert].t(), out=y[start:stop])
         if bias is not None:
-            y[start:stop] += bias[expert]
+            y[start:stop].add_(bias[expert])
     return y
 
 
