@@ -2,6 +2,9 @@
 
     python -m bench cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
 
+The size `30b-a3b` is a mixture of experts (minutes of CPU time). Its LoRA is always `seg`. Each of its experts
+has equally many tokens.
+
 The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
 tokens/s next to the counts are an estimate at the rates of an H200. Each launch takes as long as its FLOP or
@@ -24,15 +27,16 @@ import numpy as np
 import torch
 
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
-from bench.support.model import SHAPES, Shape
+from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.options import Options
 from bench.support.report import Report
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.cuda_graphs import graph_tables
 from cotrain_workers.engine.decoding.cuda_kernels import Grouped, GroupedLora, KernelAttention
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.slot_pool import Pool, slot_layout
-from cotrain_workers.engine.decoding.step import MixedStep
+from cotrain_workers.engine.decoding.row_lora import RowLora
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
+from cotrain_workers.engine.decoding.step import Lora, MixedStep
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec
@@ -169,7 +173,10 @@ def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[Fake
 
 
 def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngine:
-    """Run one decode step of `rows` sequences over `adapters` adapters, as captured in a graph."""
+    """Run one decode step of `rows` sequences over `adapters` adapters.
+
+    It is the step that a graph captures. A mixture of experts has no graph, and adds LoRA by row.
+    """
     fake, rows = FakeEngine(shape, layers, settings), settings.rows
     pages = -(-settings.context // PAGE)
 
@@ -183,8 +190,13 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
         pool = Pool(layout, zeros(settings.adapters + 2, layout.size, dtype=BF16))
         lengths, table = (zeros(*each, dtype=torch.int32) for each in ((rows,), (rows, pages)))
         tables = graph_tables(zeros(rows), lengths, table, cache)
-        lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
+        lora: Lora = GroupedLora([Grouped(0, rows, pool, zeros(len(pool.flat), dtype=torch.int32))])
+        if isinstance(shape, Mixture):
+            names = frozenset(layout.target_by_name)
+            slots = [Slot(pool, at + 1, names) for at in range(settings.adapters)]
+            lora = RowLora([slots[at * len(slots) // rows] for at in range(rows)], DEVICE)
         route = MixedStep(KernelAttention(cache, tables), lora)
+        fake.reads.clear()
         fake.log.launches.clear()
         with torch.no_grad(), fake.log:
             model_runner.run_model(base, zeros(1, rows), zeros(1, rows), route)
@@ -195,9 +207,9 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
 
 def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the cost of training with each LoRA backend, then of a decode step."""
-    shape = SHAPES[size]
+    shape = (SHAPES | MIXTURES)[size]
     tokens = settings.tenants * settings.length
-    for name in settings.lora:
+    for name in ["seg"] if isinstance(shape, Mixture) else settings.lora:
         own = argparse.Namespace(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         costs = [cost_of(fake.log) for fake in (one, two)]
@@ -217,7 +229,7 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "launches_outside": outside.launches,
             "kb_per_token_outside": outside.bytes / tokens / 1e3,
             "launches_of_steps": adam.launches,
-            "host_reads": sum(one.reads.values()),
+            "host_reads": reads_of(shape, one, two),
             "estimated_tokens_per_s": tokens / whole.seconds,
             "estimated_with_flash_3": tokens / whole.seconds_flash_3,
             **{
@@ -229,7 +241,8 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
             },
         }
-    own = argparse.Namespace(**{**vars(settings), "backend": "grouped"})
+    backend = "seg" if isinstance(shape, Mixture) else "grouped"
+    own = argparse.Namespace(**{**vars(settings), "backend": backend})
     head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
     one, two = (decode(shape, layers, own) for layers in LAYERS)
     costs = [cost_of(fake.log) for fake in (one, two)]
@@ -243,10 +256,17 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "adapters": settings.adapters,
         "launches_per_layer": layer.launches,
         "mb_per_layer": layer.bytes / 1e6,
-        # With a graph; without the choice of tokens and the host's work between two steps.
+        "host_reads": reads_of(shape, one, two),
+        # Without the choice of tokens, and without the host's work between two steps and between launches.
         "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
         "ops": {op: count for op, count in each.most_common() if count},
     }
+
+
+def reads_of(shape: Shape, one: FakeEngine, two: FakeEngine) -> int:
+    """Return the number of host reads of a whole model, given those of the two layer counts."""
+    first, second = (sum(each.reads.values()) for each in (one, two))
+    return first + (shape.layers - LAYERS[0]) * (second - first)
 
 
 def run(settings: argparse.Namespace, _: Report) -> int:

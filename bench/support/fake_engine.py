@@ -18,7 +18,13 @@ from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
-from cotrain_workers.engine.model import attention, base_model, fused_layers, kernel_softmax
+from cotrain_workers.engine.model import (
+    attention,
+    base_model,
+    experts,
+    fused_layers,
+    kernel_softmax,
+)
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
 from tests.support import fake_cuda
 
@@ -66,7 +72,15 @@ class FakeEngine:
             self.reads["norms of the gradients"] += bool(adapters)
             return [1.0] * len(adapters)
 
+        def balanced(index: torch.Tensor) -> np.ndarray:
+            # Each expert has equally many tokens, so all experts of a layer run.
+            self.reads["experts of the layers"] += 1
+            index.cpu()  # for the log
+            count: int = self._config.num_experts
+            return (np.arange(index.numel()) % count).reshape(index.shape)
+
         return {
+            experts: {"choices_on_host": balanced},
             base_model: {
                 "refuse_not_finite": lambda _: None,
                 "refuse_failing": lambda _: None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 VOCAB = 4096
 
@@ -32,6 +33,14 @@ class Shape:
         return [*attention, (queries, self.hidden), *mlp]
 
 
+@dataclass(frozen=True)
+class Mixture(Shape):
+    """Sizes of a Qwen3 with experts in every layer; `mlp` is the width of one expert."""
+
+    experts: int
+    chosen: int  # experts of each token
+
+
 SHAPES = {
     "tiny": Shape(2, 64, 96, 4, 2, 16, 128),
     "5m": Shape(4, 256, 768, 4, 2, 64, VOCAB),
@@ -42,20 +51,34 @@ SHAPES = {
     "32b": Shape(64, 5120, 25_600, 64, 8, 128, 151_936),
     "70b": Shape(80, 8192, 28_672, 64, 8, 128, 128_256),
 }
+#: Shapes of which only launches and bytes are counted.
+MIXTURES = {
+    "tiny-moe": Mixture(2, 64, 32, 4, 2, 16, 128, experts=8, chosen=2),
+    "30b-a3b": Mixture(48, 2048, 768, 32, 4, 128, 151_936, experts=128, chosen=8),
+}
 
 
-def config_of(shape: Shape) -> Qwen3Config:
+def config_of(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
     """Return the configuration of a Qwen3 of this shape."""
-    return Qwen3Config(
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.mlp,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head,
-        vocab_size=shape.vocab,
-        max_position_embeddings=32_768,
-        tie_word_embeddings=False,
+    sizes: dict[str, Any] = {
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.mlp,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": False,
+    }
+    if not isinstance(shape, Mixture):
+        return Qwen3Config(**sizes)
+    return Qwen3MoeConfig(
+        **sizes,
+        moe_intermediate_size=shape.mlp,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.chosen,
+        norm_topk_prob=True,
     )
 
 

@@ -151,7 +151,8 @@ class LaunchLog(TorchDispatchMode):
         elif name in TRAFFIC:
             size = TRAFFIC[name](*args)
         else:
-            size = bytes_of((args, kwargs, out))
+            given = {key: each for key, each in (kwargs or {}).items() if key != "out"}
+            size = bytes_of((args, given, out))
         if size:
             # No tensor is kept: it would hold memory that the engine has freed.
             shapes = mapped(lambda each: tuple(each.shape) if is_tensor(each) else each, list(args))

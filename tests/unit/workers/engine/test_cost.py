@@ -14,17 +14,20 @@ import pytest
 from tests.support.fake_cuda import NoCompiler, preloaded
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, dict[str, Any]]:
-    """Return the counts of `bench/cost.py` for 4 tenants of 2,048 tokens each, and for a step of
-    128 sequences.
-    """
+def counted(*options: str) -> dict[str, dict[str, Any]]:
+    """Return the counts of `bench/cost.py` by LoRA backend, and of a decode step."""
     try:
-        ran = preloaded("bench", ["cost", "--lora", "fused,grouped", "--json"])
+        ran = preloaded("bench", ["cost", *options, "--json"])
     except NoCompiler:
         pytest.skip("no C++ compiler here: what the engine costs on CUDA is not counted")
     assert ran.returncode == 0, ran.stderr[-2000:]
     return {row.get("lora", row["what"]): row for row in json.loads(ran.stdout)}
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
+    """Return the counts for 4 tenants of 2,048 tokens each, and for a step of 128 sequences."""
+    return counted("--lora", "fused,grouped")
 
 
 @pytest.mark.parametrize(
@@ -84,3 +87,18 @@ def test_the_estimated_throughput_is_within_its_bounds(rows: dict[str, dict[str,
     assert rows["fused"]["estimated_tokens_per_s"] > 17_400
     assert rows["fused"]["estimated_with_flash_3"] >= 18_400
     assert rows["fused"]["estimated_tokens_per_s"] > rows["grouped"]["estimated_tokens_per_s"]
+
+
+@pytest.mark.variants
+def test_a_layer_with_experts_stays_within_its_budget() -> None:
+    """Count 2 tenants of 128 tokens, and a step of 16 sequences, over 8 experts."""
+    found = counted(
+        *("--sizes", "tiny-moe", "--tenants", "2", "--length", "128"),
+        *("--rows", "16", "--adapters", "2"),
+    )
+
+    assert found["seg"]["launches_per_layer"] <= 676, found["seg"]["ops"]
+    assert found["decode"]["launches_per_layer"] <= 255, found["decode"]["ops"]
+    # The host reads the chosen experts of each of the two layers, values and norms.
+    assert found["seg"]["host_reads"] == 2 + 2
+    assert found["decode"]["host_reads"] == 2

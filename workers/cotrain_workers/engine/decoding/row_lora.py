@@ -122,7 +122,8 @@ def add_products(
     if len(x) == 1:
         x, a, b = (each.expand(2, -1, -1) for each in (x, a, b))
     low = torch.bmm(x, a.transpose(1, 2))  # [n, 1, rank]
-    y[rows] += torch.bmm(low, b)[: len(y[rows]), 0, : y.shape[1]]
+    own = y[rows]  # `y[rows] += …` would copy the sum to itself
+    own += torch.bmm(low, b)[: len(own), 0, : y.shape[1]]
 
 
 def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:

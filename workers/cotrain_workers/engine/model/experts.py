@@ -154,7 +154,7 @@ def base_product(
     for expert, start, stop in rows.blocks:
         torch.mm(x[start:stop], weight[expert].t(), out=y[start:stop])
         if bias is not None:
-            y[start:stop] += bias[expert]
+            y[start:stop].add_(bias[expert])
     return y
 
 
@@ -180,7 +180,7 @@ def experts_by_adapter(
     router: Router = module.cotrain_router
     step = router.step
     segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
-    chosen = index.cpu().numpy()
+    chosen = choices_on_host(index)
     if step is not None:
         step.note_experts(chosen)
     rows = dispatch(chosen, module.num_experts, segments, index.device)
@@ -201,6 +201,12 @@ def experts_by_adapter(
     y = product("down_proj", gated(module, product("gate_proj", x), product("up_proj", x)))
     pairs = y.index_select(0, rows.rows).view(*index.shape, -1)
     return (pairs * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
+
+
+def choices_on_host(index: torch.Tensor) -> np.ndarray:
+    """Return the chosen experts `[T, k]` on the host, which waits for the router of the layer."""
+    chosen: np.ndarray = index.cpu().numpy()
+    return chosen
 
 
 def weight_of(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
