@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("cotrain", "cotrain_store", "cotrain_scheduler", "cotrain_server", "cotrain_workers")
 NOT_FOR_CLIENTS = ("torch", "redis", "fastapi", "uvicorn", "numpy", "transformers", "peft")
 OLDEST_PYTHON = (3, 11)
-CLIENT_BYTES = 40 * 1000**2
+CLIENT_BYTES = 50 * 1000**2
 KEY = "tml-example_key-of-mine"
 EXAMPLES = re.findall(r"\((\w+\.py)\) \|", (ROOT / "examples" / "README.md").read_text())
 EXAMPLES.remove("demo.py")  # it starts a server
