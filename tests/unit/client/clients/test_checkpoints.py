@@ -241,7 +241,6 @@ def test_a_run_continues_from_a_checkpoint(api: FakeCheckpoints, service: Servic
         "session_id": "s1",
         "model_seq_id": 0,
         "user_metadata": {"a": "b"},
-        "optimizer_config": {"type": "adamw"},
     }
     assert second["optimizer"] is True
 
