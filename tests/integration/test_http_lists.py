@@ -68,7 +68,8 @@ async def test_a_run_is_shown_with_what_its_client_said_and_saved(
     await save(api, worker, run, "c", call="save_weights_for_sampler")
     await save(api, worker, run, "d", call="save_weights_external")
     shown = await got(api, f"training_runs/{run}")
-    assert shown == (await got(api, "training_runs"))["training_runs"][0]
+    listed = (await got(api, "training_runs"))["training_runs"][0]
+    assert shown == {**listed, "rewind_from": 0}
     assert (shown["base_model"], shown["lora_rank"]) == (POOL.base_model, 8)
     assert (shown["is_lora"], shown["corrupted"]) == (True, False)
     assert shown["user_metadata"] == {"renderer": "llama3", "lr": "0.5"}

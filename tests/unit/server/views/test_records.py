@@ -55,6 +55,7 @@ def test_a_checkpoint_is_shown_by_kind_name_and_path() -> None:
         "public": True,
         "user_metadata": {"step": "1"},
         "expires_at": "1970-01-01T01:06:40Z",
+        "base_model": None,
         "step": 0,
         "metrics": None,
     }
