@@ -148,7 +148,7 @@ def test_a_request_counts_for_all_that_it_may_come_to(
     ("limits", "body"),
     [
         (SampleLimits(requests=2), BODY),
-        (SampleLimits(bytes=600), LARGE_BODY),
+        (SampleLimits(bytes=800), LARGE_BODY),
         (SampleLimits(tokens=3 * TOKENS - 1), BODY),
         (SampleLimits(tokens=10_000), replace(LARGE_BODY, num_samples=2_000)),
     ],
