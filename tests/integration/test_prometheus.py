@@ -21,8 +21,10 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from cotrain import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from cotrain.cli import command_line
 from cotrain_server.supervisor.data_folder import METRICS_TARGETS, DataFolder
 from tests.support.observe import FOLDER, RULES, alerts, queries
 from tests.support.ports import free_port
@@ -95,6 +97,9 @@ def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         tenants = [threading.Thread(target=work, args=(addresses[n], KEYS[n], over)) for n in KEYS]
         for tenant in tenants:
             tenant.start()
+        check = ["selfcheck", "--base-url", serving.address, "--data-dir", str(folder / "data")]
+        checked = CliRunner().invoke(command_line([]), check, env={"COTRAIN_ADMIN_KEY": ""})
+        assert checked.exit_code == 0, checked.output
         try:
             deadline = time.monotonic() + PATIENCE_S / 2
             while unanswered and time.monotonic() < deadline:
