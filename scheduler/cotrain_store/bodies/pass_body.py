@@ -56,7 +56,7 @@ class PassBody:
 
     @property
     def num_tokens(self) -> int:
-        """Total tokens of all datums, as counted by the token budget."""
+        """Total tokens of all datums."""
         return sum(len(datum.tokens) for datum in self.datums)
 
 

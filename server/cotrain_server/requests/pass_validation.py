@@ -90,8 +90,10 @@ LARGEST = float(np.finfo(np.float32).max)
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-def check_pass(request: PassBody, pool: PoolRecord) -> None:
-    """Check a forward or forward_backward request against its loss and its base model.
+def check_pass(request: PassBody, pool: PoolRecord) -> int:
+    """Check a forward or forward_backward request against its loss and its base model; return its cost in tokens.
+
+    A custom loss costs one token for each node and datum, because a node takes about the time of a token.
 
     Raises:
         Invalid: the message names the datum and the field.
@@ -117,6 +119,8 @@ def check_pass(request: PassBody, pool: PoolRecord) -> None:
             check_experts(number, datum.routed_experts, len(datum.tokens), pool)
     for name in needs.inputs:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
+    nodes = len(custom.graph.nodes) if custom else 0
+    return request.num_tokens + nodes * len(request.datums)
 
 
 def check_steps(field: str, params: AdamParams | MuonParams) -> None:

@@ -256,11 +256,11 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
             locate_images(request.message, image_reader(pool, "data"))
             body = _canonical(request.message)
         decoded = decode_pass(request.message)
-        check_pass(decoded, pool)
+        tokens = check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
         return Op.rejected(str(error), request.content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, body, decoded.num_tokens, digest_of(request.content))
+    return Op(kind, body, tokens, digest_of(request.content))
 
 
 def _read_all(request: ParsedPass) -> ParsedPass:

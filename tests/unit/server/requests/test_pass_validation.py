@@ -294,7 +294,7 @@ def test_a_custom_loss_reads_its_inputs_with_their_ranks() -> None:
     good = DatumArrays(
         np.arange(3), {"target_tokens": np.arange(3), "beta": np.ones(1, np.float32)}
     )
-    check_pass(custom(good), POOL)
+    assert check_pass(custom(good), POOL) == 3 + 4  # tokens of the datum, and nodes of the graph
     wrong = {
         "beta is missing": {"target_tokens": np.arange(3)},
         "beta has shape [3], but the custom loss reads a scalar": {

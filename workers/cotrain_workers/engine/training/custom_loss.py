@@ -18,9 +18,10 @@ import torch
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.ops import Datum, GraphNode, LossGraph
 
-#: Maximum elements of all values of a graph, for one datum.
+#: Maximum elements of all values of a graph, for one datum, and for each of its tokens and of the graph's nodes. The
+#: token budget counts tokens and nodes, so the time of a graph is proportional to its cost there.
 MAX_ELEMENTS = 1 << 24
-_TOO_LARGE = f"its values and those before it have more than {MAX_ELEMENTS} elements"
+ELEMENTS_EACH = 1 << 12
 _LARGEST_INT = 1 << 62
 
 _BOTH = "relu softmax log_softmax"
@@ -97,11 +98,18 @@ def run_graph(
     """Return the loss of one datum, a scalar, and its metrics. Raises GraphFailed."""
     given = dict(zip((name for name, _ in graph.inputs), (logprobs, *inputs), strict=True))
     values: dict[str, Any] = {}
-    left = MAX_ELEMENTS
+    left = limit = min(MAX_ELEMENTS, ELEMENTS_EACH * (len(graph.nodes) + logprobs.numel()))
+    too_large = ValueError(f"its values and those before it have more than {limit} elements")
     for node in graph.nodes:
         try:
-            value = given[node.target] if node.op == "placeholder" else _call(node, values, left)
+            args = [_argument(arg, values) for arg in node.args]
+            kwargs = {name: _argument(arg, values) for name, arg in node.kwargs.items()}
+            if _bound(node, [*args, *kwargs.values()]) > left:
+                raise too_large
+            value = given[node.target] if node.op == "placeholder" else _call(node, args, kwargs)
             left -= _elements(value)
+            if left < 0:
+                raise too_large
         except (
             ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError,
         ) as error:  # fmt: skip
@@ -110,8 +118,6 @@ def run_graph(
             raise GraphFailed(
                 f"node {node.name!r} ({node.target}): {_first_line(error)}"
             ) from error
-        if left < 0:
-            raise GraphFailed(f"node {node.name!r} ({node.target}): {_TOO_LARGE}")
         values[node.name] = value
     loss, _ = values[graph.nodes[-1].name]
     metrics = {name: values[node] for name, node in graph.metrics.items()}
@@ -215,15 +221,8 @@ def _shape(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
     return shape if rank else ()
 
 
-def _call(node: GraphNode, values: Mapping[str, Any], left: int) -> Any:
-    """Return the value of a node. Raises ValueError if it may have more than `left` elements."""
-    args = [_argument(arg, values) for arg in node.args]
-    kwargs = {name: _argument(arg, values) for name, arg in node.kwargs.items()}
-    if (
-        node.op != "output"
-        and _bound(node.target.rpartition(".")[2], [*args, *kwargs.values()]) > left
-    ):
-        raise ValueError(_TOO_LARGE)
+def _call(node: GraphNode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the value of a node that calls something, or of the output."""
     match node.op:
         case "output":
             return args[0]
@@ -234,10 +233,16 @@ def _call(node: GraphNode, values: Mapping[str, Any], left: int) -> Any:
     raise TypeError("it is not allowed")
 
 
-def _bound(name: str, args: Sequence[Any]) -> float:
-    """Return a bound of the elements that an operation writes, from its arguments."""
+def _bound(node: GraphNode, args: Sequence[Any]) -> float:
+    """Return a bound of the elements that a node writes, from its arguments."""
+    name = node.target.rpartition(".")[2]
+    if not node.op.startswith("call"):
+        return 0
     if name in _FACTORIES:
-        return math.prod(max(1, abs(each)) for each in _flat(args) if isinstance(each, int | float))
+        numbers = _numbers(args[1:] if name.startswith("new_") else args)
+        if name == "arange":
+            return sum(numbers) / min([1, *numbers])
+        return math.prod(max(1, each) for each in numbers)
     tensors = [each for each in _flat(args) if isinstance(each, torch.Tensor)]
     if name == "outer":
         return math.prod(each.numel() for each in tensors)
@@ -247,6 +252,16 @@ def _bound(name: str, args: Sequence[Any]) -> float:
         source = tensors[0].numel() / max(1, min(tensors[0].shape, default=1))
         return source * _broadcast(tensors[1:])
     return _broadcast(tensors)
+
+
+def _numbers(args: Iterable[Any]) -> list[float]:
+    """Return the absolute values of all numbers that are not zero; torch also takes a tensor of one element for one."""
+    numbers = (
+        abs(each.item() if isinstance(each, torch.Tensor) else each)
+        for each in _flat(args)
+        if isinstance(each, int | float) or (isinstance(each, torch.Tensor) and each.numel() == 1)
+    )
+    return [number for number in numbers if number]
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> int:

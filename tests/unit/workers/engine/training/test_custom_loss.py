@@ -87,8 +87,12 @@ def test_a_graph_has_the_loss_and_the_derivative_of_its_function() -> None:
         (lambda logprobs: (logprobs * 2, {}), "the loss must be a tensor without axes, not [4]"),
         (lambda logprobs: (logprobs.sum(), {"custom/x:sum": logprobs}), "custom/x:sum must be a tensor without axes"),
         (lambda logprobs: (logprobs.detach().sum(), {}), "the loss does not depend on logprobs"),
-        (lambda logprobs: (torch.zeros(logprobs.shape[0] * 10**12).sum() + logprobs.sum(), {}), "more than 16777216"),
-        (lambda logprobs: (logprobs.expand(10**9, 4).sum(), {}), "more than 16777216 elements"),
+        (lambda logprobs: (torch.zeros(logprobs.shape[0] * 10**12).sum() + logprobs.sum(), {}), "its values and those before it have more than"),
+        (lambda logprobs: (logprobs.expand(10**9, 4).sum(), {}), "its values and those before it have more than"),
+        (lambda logprobs: (torch.arange(0, logprobs.shape[0], 1e-12).sum() + logprobs.sum(), {}), "(torch.arange): its values"),
+        (lambda logprobs: (torch.arange(logprobs.sum().detach() * -1e12).sum() + logprobs.sum(), {}), "(torch.arange): its values"),
+        (lambda logprobs: (logprobs.new_zeros(logprobs.shape[0], logprobs.argmax() + 10**12).sum()
+                           + logprobs.sum(), {}), "(new_zeros): its values"),
         (lambda logprobs: (torch.outer(*[torch.zeros(logprobs.shape[0] * 2000)] * 2).sum()
                            * logprobs.sum(), {}), "(torch.outer): its values"),
         (lambda logprobs: (logprobs.sum() * logprobs.shape[0] ** (10**8), {}), "(operator.pow): math range error"),
