@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from cotrain_store.keys import run_keys
-from cotrain_store.messages.ids import RequestId
+from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.reader import oldest_rewind, read_history
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery import run_lifecycle
+from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import (
     LORA,
@@ -129,3 +131,34 @@ async def test_a_step_out_of_reach_is_refused_and_the_run_continues(
     assert oldest is not None
     assert 2 <= oldest <= 3
     assert engine.adapters.state(run.id).digest() == digest
+
+
+def test_rewinds_of_a_tenant_take_a_share_of_the_time() -> None:
+    spent, hog, other = RewindTime(), TenantId("hog"), TenantId("other")
+    for now in (0.0, 40.0):
+        assert spent.wait_s(hog, now) <= 0
+        spent.add(hog, REWINDS_S * 0.6, now)
+    assert spent.wait_s(hog, 100.0) == pytest.approx(720.0 - 100.0 - REWINDS_S / REWINDS_SHARE)
+    assert spent.wait_s(other, 100.0) <= 0
+    assert spent.wait_s(hog, 121.0) <= 0
+
+
+async def test_a_rewind_beyond_its_share_is_refused_and_the_run_continues(
+    server: Stack,
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_lifecycle, "REWINDS_S", 0.0)
+    run = await server.create("a", "a", LORA)
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1_000)):
+        await results(server, run, await submit(server, run, 1, LAST))
+        both = [await rewind(server, run, LAST + seq, 1) for seq in (1, 2)]
+        first, second = await results(server, run, both)
+        assert first["step"] == 1
+        assert second["error"].startswith("Rewinds of one tenant may take 10% of a worker's time. ")
+        after = await submit(server, run, 5, LAST, place=LAST + 3)
+        # A pass has a binary answer.
+        answers = await results(server, run, after)
+        assert not [each for each in answers if isinstance(each, dict) and "error" in each]

@@ -1,6 +1,7 @@
 """Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +27,10 @@ log = structlog.get_logger()
 
 #: Maximum wait of a step in s for a disk that hangs.
 WRITES_S = 30.0
+#: Time in s that rewinds of a tenant may take at once: two of the longest logs. Then they may take a share of all time,
+#: because a rewind has no tokens and no other run is trained during its replay.
+REWINDS_S = 60.0
+REWINDS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,23 @@ class RestoreStopped(Exception):
     """End of a restore because this process is stopping. Nothing has crashed."""
 
 
+class RewindTime:
+    """Time that the rewinds of each tenant have taken, less its share of the time since then."""
+
+    def __init__(self) -> None:
+        self._until: dict[TenantId, float] = {}
+        """Time at which all of a tenant's rewinds are within its share."""
+
+    def wait_s(self, tenant: TenantId, now: float) -> float:
+        """Return the time in s until the tenant may rewind again; at most 0 if it may do so now."""
+        return self._until.get(tenant, now) - now - REWINDS_S / REWINDS_SHARE
+
+    def add(self, tenant: TenantId, seconds: float, now: float) -> None:
+        """Count a rewind that took some time."""
+        self._until = {name: until for name, until in self._until.items() if until > now}
+        self._until[tenant] = self._until.get(tenant, now) + seconds / REWINDS_SHARE
+
+
 class RunLifecycle:
     """Lifecycle of the runs of one worker, for its loop."""
 
@@ -80,6 +102,7 @@ class RunLifecycle:
         self.progress = residents.progress
         self.uncounted: Counter[str] = Counter()
         """Counters for the pool's totals; cleared once a commit has written them."""
+        self._rewind_time = RewindTime()
         self._rewound: dict[RunId, int] = {}
         """Runs that the current step has rewound, each with the seq of its state."""
 
@@ -121,12 +144,22 @@ class RunLifecycle:
         target = rewind_target(position, step)
         if isinstance(target, str):
             return Failure(target[0].upper() + target[1:] + ".", "user")
+        began = time.monotonic()
+        if (wait_s := self._rewind_time.wait_s(position.tenant, began)) > 0:
+            return Failure(
+                f"Rewinds of one tenant may take {REWINDS_SHARE:.0%} of a worker's time. Retry in {math.ceil(wait_s)} s, or "
+                "load a checkpoint.",
+                "user",
+            )
         try:
             yield from self._residents.rewind(op.run, target)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             log.error("rewind_failed", run=op.run, step=step, reason=str(broken))
             yield from self._residents.ensure(op.run)
             return Failure(f"Step {step} cannot be computed again on the server.", "server")
+        finally:
+            now = time.monotonic()
+            self._rewind_time.add(position.tenant, now - began, now)
         self._rewound[op.run] = target
         return NoteOutput({"step": step, "seq": target})
 
