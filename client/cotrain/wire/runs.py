@@ -309,7 +309,7 @@ class MuonParams(Argument):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
-    """As in AdamParams."""
+    """Maximum L2 norm of the gradient of the whole adapter; 0 and inf disable clipping."""
 
     @field_validator("type", mode="before")
     @classmethod

@@ -22,7 +22,7 @@ UNKEPT_SESSION = "viewer-"
 #: finish a session around each read. These routes store nothing for a viewer.
 READING_POSTS = re.compile(
     rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
-    rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|sessions/search"
+    rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|(sessions|checkpoints)/search"
     r"|retrieve_future|retrieve_futures)|/anthropic/api/v1/messages/count_tokens"
     r"|/oai/api/v1/responses/input_tokens|/ui/login|/ui/logout"
 )
