@@ -1,8 +1,9 @@
 """Custom losses, written in torch over the log-probs that the server computes.
 
-A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server runs a forward. This client computes the loss of its log-probs and differentiates it. The
-server then runs a backward of cross-entropy, `-sum(weight * logprob)`, with the negated derivative as
-weights. By the chain rule, its gradient is that of the custom loss. Only this module needs torch.
+A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server
+runs a forward. This client computes the loss of its log-probs and differentiates it. The server then runs a backward of
+cross-entropy, `-sum(weight * logprob)`, with the negated derivative as weights. By the chain rule, its gradient is that
+of the custom loss. Only this module needs torch.
 """
 
 import builtins

@@ -197,12 +197,11 @@ class TrainingClient(RunRecords):
     ) -> Future[SaveWeightsResponse]:
         """Save weights and optimizer state at this position in the run's order; returns their path.
 
-        The future is done when they are on the server's disk. A name in use fails, or is replaced if
-        `overwrite` is set. Without a name, the checkpoint is named after its position in the order.
+        The future is done when they are on the server's disk. A name in use fails, or is replaced if `overwrite` is
+        set. Without a name, the checkpoint is named after its position in the order.
 
-        `keep` then deletes older checkpoints of this run. `"last:3, best:eval/nll:2"` keeps the newest three
-        and the two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for
-        an invalid rule.
+        `keep` then deletes older checkpoints of this run. `"last:3, best:eval/nll:2"` keeps the newest three and the
+        two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for an invalid rule.
         """
         rules = None if keep is None else rules_of(keep)
         saved = self._requests.ask(

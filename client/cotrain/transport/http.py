@@ -1,14 +1,13 @@
 """HTTP transport: the key, the timeouts, the encoding of requests.
 
-Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A
-session opened twice gets no heartbeats and ends. The module `retries.py` decides which calls are
-retried, and for how long.
+Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A session opened
+twice gets no heartbeats and ends. The module `retries.py` decides which calls are retried, and for how long.
 
 Connections are spread over small pools. The library httpx scans all connections of a pool whenever a request starts or
 ends. With a hundred requests in flight, that costs more than everything else in this client.
 
-If the caller's program traces with OpenTelemetry, requests carry the caller's span, and a tracing server
-makes its spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
+If the caller's program traces with OpenTelemetry, requests carry the caller's span, and a tracing server makes its
+spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
 """
 
 import asyncio

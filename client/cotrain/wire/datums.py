@@ -187,9 +187,8 @@ class ModelInput(OneLine):
 class Datum(OneLine):
     """Training example. Row i of every loss input belongs to token i of the model input.
 
-    The caller shifts the sequence: `model_input` is the sequence without its last token, and
-    `target_tokens` the same sequence without its first. A loss input may be a list, a
-    NumPy array, a torch tensor or TensorData.
+    The caller shifts the sequence: `model_input` is the sequence without its last token, and `target_tokens` the same
+    sequence without its first. A loss input may be a list, a NumPy array, a torch tensor or TensorData.
 
     Loss inputs for a model input of n tokens:
 

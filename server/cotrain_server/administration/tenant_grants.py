@@ -41,9 +41,7 @@ async def find_tenant(services: Services, asked_for: str) -> TenantId:
 
 
 async def change_tenant(services: Services, tenant: TenantId, change: TenantChange) -> None:
-    """Set limits and weight. They take effect in every API process and in the next cycle within 1
-    s.
-    """
+    """Set limits and weight. They take effect in every API process and in the next cycle within 1 s."""
     limits: dict[str, int | None] = change.limits.model_dump(exclude_unset=True)
     if limits:
         details = {"limits": json.dumps(limits)}

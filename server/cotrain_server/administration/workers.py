@@ -55,10 +55,8 @@ async def resume_run(services: Services, tenant: TenantId, run_id: str) -> None:
 
 
 async def move_run(services: Services, tenant: TenantId, run_id: str, worker: str) -> None:
-    """Move a run to another worker of its pool without a replay. Idempotent.
-
-    Raises:
-        RunNotFound, RunClosed, WORKER_NOT_FOUND, CANNOT_MOVE: see `Moves.ask`.
+    """Move a run to another worker of its pool without a replay. Idempotent. Raises RunNotFound, RunClosed,
+    WORKER_NOT_FOUND, CANNOT_MOVE: see `Moves.ask`.
     """
     run = await services.records.run(tenant, run_id)
     details = {"run": run.id, "worker": worker}

@@ -54,9 +54,7 @@ async def show(tenant_id: str, services: ServicesDep) -> TenantDetail:
 
 @router.patch("/{tenant_id}")
 async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) -> TenantDetail:
-    """Set limits that override the defaults, and a weight. Omitted fields keep their values; null
-    restores the default.
-    """
+    """Set limits that override the defaults, and a weight. Omitted fields keep their values; null restores the default."""
     tenant = await find_tenant(services, tenant_id)
     await change_tenant(services, tenant, wanted)
     return await show_tenant(services, tenant)
@@ -64,9 +62,7 @@ async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) ->
 
 @router.post("/{tenant_id}/pause", status_code=204)
 async def pause(tenant_id: str, wanted: PauseRequest, services: ServicesDep) -> None:
-    """Pause a tenant: its requests are accepted up to its limits, but no cycle or sampling takes
-    them.
-    """
+    """Pause a tenant: its requests are accepted up to its limits, but no cycle or sampling takes them."""
     await pause_tenant(services, await find_tenant(services, tenant_id), wanted.reason)
 
 
@@ -93,9 +89,7 @@ async def create_key(tenant_id: str, wanted: KeyRequest, services: ServicesDep) 
 
 @keys_router.delete("/{key_id}", status_code=204)
 async def revoke(tenant_id: str, key_id: str, services: ServicesDep) -> None:
-    """Revoke a key, effective everywhere within 5 s. A key in the server's settings must be removed
-    there.
-    """
+    """Revoke a key, effective everywhere within 5 s. A key in the server's settings must be removed there."""
     await revoke_key(services, await find_tenant(services, tenant_id), key_id)
 
 

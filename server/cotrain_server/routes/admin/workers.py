@@ -1,7 +1,6 @@
 """Endpoints of the operator for workers, pools and single runs.
 
-`/fleet` returns the wanted number of workers per pool for an autoscaler, as JSON of
-`/metrics/fleet`.
+`/fleet` returns the wanted number of workers per pool for an autoscaler, as JSON of `/metrics/fleet`.
 """
 
 from cotrain.wire.admin import MoveRequest, PauseRequest, SelfCheckAsked, WorkerList
@@ -30,8 +29,7 @@ async def workers(services: ServicesDep) -> WorkerList:
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/drain", status_code=204)
 async def drain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
-    """Move a worker's runs to the other workers of its pool. It accepts no further runs, also after
-    a restart.
+    """Move a worker's runs to the other workers of its pool. It accepts no further runs, also after a restart.
 
     Without another worker it keeps its runs, and reports that.
     """
@@ -67,9 +65,7 @@ runs_router = operator_router("/api/v1/admin/tenants/{tenant_id}/runs/{run_id}")
 
 @runs_router.post("/pause", status_code=204)
 async def pause(tenant_id: str, run_id: str, wanted: PauseRequest, services: ServicesDep) -> None:
-    """Pause a run: its requests are accepted, but no cycle takes them. Saved weights can be
-    sampled.
-    """
+    """Pause a run: its requests are accepted, but no cycle takes them. Saved weights can be sampled."""
     await pause_run(services, await find_tenant(services, tenant_id), run_id, wanted.reason)
 
 
