@@ -24,14 +24,9 @@ from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
 __all__ = [
-    "Datum",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ImageAssetPointerChunk",
-    "ImageChunk",
-    "ModelInput",
+    "Datum", "DmelChunk", "EncodedTextChunk", "ImageAssetPointerChunk", "ImageChunk", "ModelInput",
     "ModelInputChunk",
-]
+]  # fmt: skip
 
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 """A token id in the wire's range; the server checks it against the base model's vocabulary."""
