@@ -16,7 +16,7 @@ from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.retention import delete_all
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
@@ -261,7 +261,7 @@ class ServiceClient:
 
     async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
         """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
-        return await delete_all(RestCalls(self._transport), paths)
+        return await delete_all(self._transport, paths)
 
     delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
