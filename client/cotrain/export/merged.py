@@ -1,8 +1,7 @@
 """A merged model: the base model's weights plus the adapter's change, in the format of transformers.
 
-Files are converted one after the other, so memory holds one of them. Where embeddings are tied and the
-adapter changes the unembedding, the merged model gets an unembedding of its own. Otherwise the change would
-also move the embeddings.
+Files are converted one after the other, so memory holds one of them. Where embeddings are tied and the adapter changes
+the unembedding, the merged model gets an unembedding of its own. Otherwise the change would also move the embeddings.
 """
 
 from __future__ import annotations

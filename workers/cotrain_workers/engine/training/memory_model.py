@@ -117,6 +117,14 @@ class BatchLimits:
         self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
         self.save_tokens = self.planned.save_tokens
 
+    def recomputes(self, padded_tokens: int) -> bool:
+        """Return True if a micro-batch of this size recomputes its decoder layers."""
+        return padded_tokens > self.keep_tokens
+
+    def saves_memory(self, tokens: int) -> bool:
+        """Return True if a datum of this length has its layer inputs on the host, and its MLPs in chunks of rows."""
+        return tokens > self.save_tokens
+
     def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
         """Lower limits after a micro-batch ran out of memory."""
         self.tokens = min(self.tokens, tokens)
