@@ -23,7 +23,7 @@ ModelFolder = Callable[..., Path]
 #: Families whose layers others have too.
 ALIKE = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba"),
-    "granitemoehybrid-dense",
+    *("granitemoehybrid-dense", "gemma4-moe-wrapped"),
 )
 
 
