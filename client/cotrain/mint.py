@@ -23,15 +23,10 @@ ForwardBackwardReverseKLResponse = ReverseKlResponse
 InterpolateCheckpointsResponse = InterpolateResponse
 
 __all__ = [
-    "ForwardBackwardReverseKLResponse",
-    "InterpolateCheckpointsResponse",
-    "ReverseKLDatum",
-    "ReverseKLItemOutput",
-    "forward_backward_reverse_kl",
-    "forward_backward_reverse_kl_async",
-    "interpolate_checkpoints",
+    "ForwardBackwardReverseKLResponse", "InterpolateCheckpointsResponse", "ReverseKLDatum", "ReverseKLItemOutput",
+    "forward_backward_reverse_kl", "forward_backward_reverse_kl_async", "interpolate_checkpoints",
     "interpolate_checkpoints_async",
-]
+]  # fmt: skip
 
 
 def forward_backward_reverse_kl(

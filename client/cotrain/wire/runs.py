@@ -36,34 +36,13 @@ from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import TensorData
 
 __all__ = [
-    "AdamParams",
-    "CreateModelRequest",
-    "CreateModelResponse",
-    "ForwardBackwardInput",
-    "ForwardBackwardOutput",
-    "ForwardBackwardRequest",
-    "ForwardRequest",
-    "FutureRetrieveRequest",
-    "GetInfoRequest",
-    "GetInfoResponse",
-    "InterpolateResponse",
-    "LoraConfig",
-    "ModelData",
-    "MuonOptimizerConfig",
-    "MuonParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "OptimizerConfig",
-    "RequestFailedResponse",
-    "ReverseKlDatum",
-    "ReverseKlResponse",
-    "SweepFuture",
-    "SweepFutures",
-    "TryAgainResponse",
-    "UnloadModelRequest",
-    "UnloadModelResponse",
+    "AdamParams", "CreateModelRequest", "CreateModelResponse", "ForwardBackwardInput", "ForwardBackwardOutput",
+    "ForwardBackwardRequest", "ForwardRequest", "FutureRetrieveRequest", "GetInfoRequest", "GetInfoResponse",
+    "InterpolateResponse", "LoraConfig", "ModelData", "MuonOptimizerConfig", "MuonParams", "OptimStepRequest",
+    "OptimStepResponse", "OptimizerConfig", "RequestFailedResponse", "ReverseKlDatum", "ReverseKlResponse",
+    "SweepFuture", "SweepFutures", "TryAgainResponse", "UnloadModelRequest", "UnloadModelResponse",
     "UntypedAPIFuture",
-]
+]  # fmt: skip
 
 # ---- Run -----------------------------------------------------------------------------------------
 

@@ -76,10 +76,8 @@ def encode_reverse_kl(body: ReverseKlBody) -> bytes:
 
 
 def decode_reverse_kl(body: bytes) -> ReverseKlBody:
-    """Return the body of bytes from `encode_reverse_kl`, also of the next version during an upgrade.
-
-    Raises:
-        MalformedBody: the bytes are not such a body.
+    """Return the body of bytes from `encode_reverse_kl`, also of the next version during an upgrade. Raises
+    MalformedBody: the bytes are not such a body.
     """
     try:
         (length,) = _HEADER.unpack_from(body)

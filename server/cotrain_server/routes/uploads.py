@@ -169,8 +169,7 @@ async def upload_form(
 ) -> UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
-    The base model is the one named in adapter_config.json if it is served, otherwise the only one
-    served.
+    The base model is the one named in adapter_config.json if it is served, otherwise the only one served.
     """
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
