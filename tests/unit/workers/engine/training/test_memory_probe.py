@@ -89,10 +89,10 @@ def test_the_tower_is_measured_with_the_largest_image_that_fits(
 
     monkeypatch.setattr(base.vision, "_run", measured)
 
-    found = measure_tower(base, lambda run: 7 if run() else None)
+    peak_bytes, token_bytes = measure_tower(base, lambda run: 7 if run() else None)
 
-    assert sizes == [tokens]
-    assert found == (7, 2 * 64 * 4)  # of the embedding and of one layer, 64 values in fp32
+    assert (sizes, peak_bytes) == ([tokens], 7)
+    assert token_bytes == 2 * 64 * 4  # of the embedding and of one layer, 64 values in fp32
     assert measure_tower(new_engine()._base, lambda _: 7) == (0, 0.0)
 
 
