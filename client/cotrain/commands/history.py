@@ -17,12 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cotrain.commands.terminal import (
-    AsJson,
-    opened,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import AsJson, opened, print_result, table
 from cotrain.errors import CotrainError
 from cotrain.wire.rest import HistoryPoint, MetricPoint, TrainingRunHistory
 

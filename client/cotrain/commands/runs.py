@@ -6,14 +6,7 @@ import typer
 from rich.table import Table
 
 from cotrain.commands.history import export, history
-from cotrain.commands.terminal import (
-    AsJson,
-    examples,
-    facts,
-    opened,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import AsJson, examples, facts, opened, print_result, table
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]

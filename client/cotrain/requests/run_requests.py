@@ -119,10 +119,7 @@ class RunRequests:
         return self._send("forward_backward", requests, wait, method)
 
     def forwards_over(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None
     ) -> list[Future[ForwardBackwardOutput]]:
         """POST forwards as the run's next requests, in parts as large as the server's chunk size.
 

@@ -185,14 +185,8 @@ def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
 
 # ---- Elements ----------------------------------------------------------------------------------
 
-_DTYPE_ON_WIRE: dict[DType, wire.DType] = {
-    "float32": wire.DTYPE_FLOAT32,
-    "int64": wire.DTYPE_INT64,
-}
-_DTYPE_OF_EXPERTS: dict[str, wire.DType] = {
-    "int8": wire.DTYPE_INT8,
-    "int16": wire.DTYPE_INT16,
-}
+_DTYPE_ON_WIRE: dict[DType, wire.DType] = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
+_DTYPE_OF_EXPERTS: dict[str, wire.DType] = {"int8": wire.DTYPE_INT8, "int16": wire.DTYPE_INT16}
 _TYPECODE: dict[DType, str] = {"float32": "f", "int64": "q"}
 _ELEMENT: dict[int, tuple[str, DType]] = {
     wire.DTYPE_FLOAT32: ("f", "float32"),

@@ -9,14 +9,7 @@ from typing import Any
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.keys.fleet_keys import FIELDS, minute_of, tenant_seconds, tenant_tokens
-from cotrain_store.messages.ids import (
-    PoolId,
-    RunId,
-    SessionId,
-    TenantId,
-    WorkerId,
-    request_id,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
@@ -82,8 +75,7 @@ class LoggedOp:
     """Op of a log."""
 
     seq: int
-    kind: str
-    """Kind; empty if the log has no op of this seq: it never arrived, or a snapshot covers it."""
+    kind: str  # Kind; empty if the log has no op of this seq: it never arrived, or a snapshot covers it
     tokens: int
     accepted_at: float | None
     result: ResultKind | None

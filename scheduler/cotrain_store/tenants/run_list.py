@@ -38,8 +38,7 @@ class RunPosition:
     newest: HistoryPoint | None
     device_s: float  # device time in s in the last USAGE_HOURS
     worker: str
-    failed: int = 0
-    """Number of committed ops that failed."""
+    failed: int = 0  # Number of committed ops that failed
 
 
 @dataclass(frozen=True)

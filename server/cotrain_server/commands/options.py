@@ -4,7 +4,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -32,30 +32,16 @@ def _opened(redis_url: str | None) -> str | None:
         refuse(str(mistake))
 
 
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Use this Redis; by default one is started.",
-    ),
-]
+def _redis(text: str, **more: Any) -> Any:
+    return typer.Option(envvar="COTRAIN_REDIS_URL", callback=_opened, help=text, **more)
+
+
+RedisUrl = Annotated[str | None, _redis("Use this Redis; by default one is started.")]
 ServersRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="The server's Redis; by default the one in its folder.",
-    ),
+    str | None, _redis("The server's Redis; by default the one in its folder.")
 ]
 JoinedRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Needed: the Redis that the server uses.",
-        show_default=False,
-    ),
+    str | None, _redis("Needed: the Redis that the server uses.", show_default=False)
 ]
 JoinedDataDir = Annotated[
     Path | None,

@@ -148,11 +148,7 @@ async def audit_log(
             AuditLogEntry(
                 timestamp=utc(entry.at),
                 event=entry.event,
-                event_details={
-                    **entry.details,
-                    "key_id": entry.key_id,
-                    "key_name": entry.key_name,
-                },
+                event_details={**entry.details, "key_id": entry.key_id, "key_name": entry.key_name},
                 tinker_path=entry.details.get("tinker_path"),
             )
             for entry in entries

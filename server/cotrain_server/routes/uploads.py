@@ -13,7 +13,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, Annotated
+from typing import IO, Annotated, Any
 
 import structlog
 from fastapi import APIRouter, Query, Request, Response
@@ -65,35 +65,15 @@ log = structlog.get_logger()
 #: Seed of the parameters that an upload omits, equal for every run.
 SEED = 0
 FOLDER = "uploads"
-ARCHIVE = {
-    "requestBody": {
-        "required": True,
-        "description": "A tar (plain or gzip) with adapter_config.json and "
-        "adapter_model.safetensors.",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-
-
-FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {"file": {"type": "string", "format": "binary"}},
-                }
-            }
-        },
-    }
-}
-FILE = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
+_BYTES = {"type": "string", "format": "binary"}
+_PART = {"type": "object", "required": ["file"], "properties": {"file": _BYTES}}
+_TAR = "A tar (plain or gzip) with adapter_config.json and adapter_model.safetensors."
+#: OpenAPI schemas of the bodies.
+_FILE = {"required": True, "content": {"application/octet-stream": {"schema": _BYTES}}}
+FILE: dict[str, Any] = {"requestBody": _FILE}
+ARCHIVE: dict[str, Any] = {"requestBody": {**_FILE, "description": _TAR}}
+FORM: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _PART}}}
 }
 #: Prefix of the path of a link to an upload's file. No checkpoint path starts with it.
 _UPLOAD_OF = "upload-of:"

@@ -2,6 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
+from cotrain.wire.checkpoints import TYPE_BY_KIND
 from cotrain.wire.rest import (
     AccessibleSearchOwner,
     ActiveStatusQuery,
@@ -21,7 +22,7 @@ from cotrain.wire.rest import (
     SessionSummary,
     StatusQuery,
 )
-from cotrain_server.views.records import TYPE_BY_KIND, text_by_name
+from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord, SessionRecord
