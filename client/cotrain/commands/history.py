@@ -36,11 +36,6 @@ class NotInstalled(CotrainError):
     """The program for the export is not installed here."""
 
 
-def folder_name(run: str) -> str:
-    """Return a run's id as a folder name that is valid on every system."""
-    return run.replace(":", "_")
-
-
 def scalars_of(point: HistoryPoint) -> dict[str, float]:
     """Return the values of a point by name; evaluations have names of their own."""
     if point.kind == "forward":
@@ -171,7 +166,8 @@ def export(
         rest = service.create_rest_client()
         histories = {run: rest.get_training_run_history(run).result() for run in runs}
         for run, history in histories.items():
-            where = EXPORTS[to](folder_name(run), history, output, project)
+            name = run.replace(":", "_")  # valid as a folder on every system
+            where = EXPORTS[to](name, history, output, project)
             typer.echo(f"{run}: {len(scalars_in(history))} points to {where}")
 
 

@@ -55,15 +55,12 @@ async def session_cycles(
         for row in rows:
             if session.encode() in row:
                 record = json.loads(row)
-                record["runs"] = [run for run in record["runs"] if _is_of(session, run["run"])]
+                runs = record["runs"]
+                record["runs"] = [r for r in runs if r["run"].partition(":")[0] == session]
                 found[record["cycle"]] = record
         if len(rows) < READ_AT_ONCE:
             break
     return [found[cycle] for cycle in sorted(found) if found[cycle]["runs"]]
-
-
-def _is_of(session: SessionId, run: str) -> bool:
-    return run.partition(":")[0] == session
 
 
 #: Bytes read of a result. They contain the message of a failure; of other results only the first byte is needed.

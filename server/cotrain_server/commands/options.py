@@ -119,29 +119,22 @@ def chosen_gpus(
     asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
 ) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
-    if asked is None:
-        if workers > 1 and device != "cpu" and visible_gpus():
-            refuse(
-                f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
-                "--device cpu uses none."
-            )
-        if device != "cpu":
-            _enough_gpus(base_models, group_size)
-        return ()
-    if device == "cpu" or workers > 1:
+    if asked is None and workers > 1 and device != "cpu" and visible_gpus():
+        refuse(
+            f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
+            "--device cpu uses none."
+        )
+    if asked is not None and (device == "cpu" or workers > 1):
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
         refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        return chosen(asked, base_models, visible_gpus(), group_size)
+        if asked is not None:
+            return chosen(asked, base_models, visible_gpus(), group_size)
+        if device != "cpu":
+            enough(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
-
-
-def _enough_gpus(base_models: int, group_size: int) -> None:
-    try:
-        enough(base_models, visible_gpus(), group_size)
-    except UnfitGpus as unfit:
-        refuse(str(unfit))
+    return ()
 
 
 def checked_port(port: int) -> int:

@@ -103,17 +103,14 @@ def _lora_spec(run: RunId, config: LoraConfig, optimizer: str) -> LoraSpec:
         raise Invalid(
             "lora_config: at least one of train_attn, train_mlp, train_unembed is needed."
         )
+    # Derived from the run's id, so that a repeated request creates the same run.
+    seed = int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])
     return LoraSpec(
         rank=config.rank,
-        seed=_seed_of(run) if config.seed is None else config.seed,
+        seed=seed if config.seed is None else config.seed,
         train_attn=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
         alpha=config.alpha,
         optimizer=optimizer,
     )
-
-
-def _seed_of(run: RunId) -> int:
-    # Derived from the run's id, so that a repeated request creates the same run.
-    return int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])
