@@ -20,15 +20,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.wire.checkpoints import (
-    ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
-    UploadedResponse,
-    UploadQuery,
-    UploadResponse,
-)
+from cotrain.wire import checkpoints as wire
 from cotrain_server.adapter_upload.archive import unpack
 from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.pending_files import PendingFiles, limits_of
@@ -122,10 +114,10 @@ router = tenant_router("uploads", kind=UploadRoute)
 @router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)
 async def upload_checkpoint(
     request: Request,
-    query: Annotated[UploadQuery, Query()],
+    query: Annotated[wire.UploadQuery, Query()],
     services: ServicesDep,
     tenant: TenantDep,
-) -> UploadResponse:
+) -> wire.UploadResponse:
     """Queue the import of an archive's adapter as a checkpoint of a new run.
 
     Invalid files are refused at once. The future reports whether they fit the base model.
@@ -135,7 +127,7 @@ async def upload_checkpoint(
         raise Invalid(full)
     with services.uploads.of(tenant.id, 1):
         run = await _import(request, services, wanted)
-    return UploadResponse(
+    return wire.UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
         import_request_id=request_id(run.id, 0),
@@ -146,7 +138,7 @@ async def upload_checkpoint(
 @router.post("/checkpoints/upload", openapi_extra=FORM)
 async def upload_form(
     request: Request, services: ServicesDep, tenant: TenantDep
-) -> UploadedResponse:
+) -> wire.UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
     The base model is the one named in adapter_config.json if it is served, otherwise the only one served.
@@ -165,12 +157,12 @@ async def upload_form(
             files = await asyncio.to_thread(unpack, archive, limit)
             adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
             pool = await _pool_of(services, files.config)
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
+            save = encode(_save_request(wire.UploadQuery(base_model=pool.base_model, name=NAME)))
             wanted = _Wanted(tenant, pool, None, 0, NAME, save.encode())
             run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
         await _await_op(services, run, seq, PATIENCE_S)
-    return UploadedResponse(path=wanted.path_in(run))
+    return wire.UploadedResponse(path=wanted.path_in(run))
 
 
 external_router = tenant_router("uploads")
@@ -178,11 +170,11 @@ external_router = tenant_router("uploads")
 
 @external_router.post("/external_weights_upload_start")
 async def start_external_upload(
-    wanted: ExternalWeightsUploadStartRequest,
+    wanted: wire.ExternalWeightsUploadStartRequest,
     request: Request,
     services: ServicesDep,
     tenant: TenantDep,
-) -> ExternalWeightsUploadStartResponse:
+) -> wire.ExternalWeightsUploadStartResponse:
     """Return a link for each file of an adapter. Nothing is stored before the first file arrives."""
     pool, settings = await services.records.pool_of(wanted.base_model), services.settings
     lora, expires_at = wanted.lora_config, int(time.time()) + UPLOAD_LIFE_S
@@ -198,7 +190,7 @@ async def start_external_upload(
         path = _UPLOAD_OF + _pending(services, upload).name
         link = Link(tenant.id, path, WeightsRef(""), file, expires_at)
         urls[file] = f"{base}/api/v1/uploads/{services.signer.sign_link(link)}/{file}"
-    return ExternalWeightsUploadStartResponse(
+    return wire.ExternalWeightsUploadStartResponse(
         upload_id=services.signer.sign_upload(upload),
         urls=urls,
         expires=datetime.fromtimestamp(expires_at, UTC),
@@ -207,12 +199,12 @@ async def start_external_upload(
 
 @external_router.post("/external_weights_upload_finish")
 async def finish_external_upload(
-    wanted: ExternalWeightsUploadFinishRequest, services: ServicesDep, tenant: TenantDep
-) -> ExternalWeightsUploadFinishResponse:
+    wanted: wire.ExternalWeightsUploadFinishRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.ExternalWeightsUploadFinishResponse:
     """Import the files of an upload, and answer once the checkpoint can be loaded. Idempotent."""
     upload = services.signer.read_upload(wanted.upload_id, tenant.id)
     run = run_id(SessionId(upload.session), 0)
-    answer = ExternalWeightsUploadFinishResponse(tinker_path=f"tinker://{run}/weights/{NAME}")
+    answer = wire.ExternalWeightsUploadFinishResponse(tinker_path=f"tinker://{run}/weights/{NAME}")
     try:
         await services.records.checkpoint(tenant.id, answer.tinker_path)
     except CheckpointNotFound:
@@ -282,7 +274,7 @@ async def _import_files(services: Services, tenant: Tenant, upload: StartedUploa
                 tenant.id, sdk_version="upload", key_id=tenant.key_id, project_id=upload.project,
                 session_id=SessionId(upload.session),
             )  # fmt: skip
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
+            save = encode(_save_request(wire.UploadQuery(base_model=pool.base_model, name=NAME)))
             run = await _queue(
                 services, _Wanted(tenant, pool, session, 0, NAME, save.encode()), adapter
             )
@@ -334,7 +326,7 @@ async def _await_op(services: Services, run: RunRecord, seq: int, patience_s: fl
     raise StoreUnavailable(f"The upload is queued, but not stored yet; it will be {run.id}.")
 
 
-async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) -> _Wanted:
+async def _read_query(services: Services, tenant: Tenant, query: wire.UploadQuery) -> _Wanted:
     save, pool = _save_request(query), await services.records.pool_of(query.base_model)
     if (query.session_id is None) != (query.model_seq_id is None):
         raise Invalid("Send session_id and model_seq_id together, or neither.")
@@ -346,7 +338,7 @@ async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) ->
     )
 
 
-def _save_request(query: UploadQuery) -> SaveRequest:
+def _save_request(query: wire.UploadQuery) -> SaveRequest:
     check_name(query.name)
     check_ttl(query.ttl_seconds)
     metadata = read_object("user_metadata", (query.user_metadata or "{}").encode())
