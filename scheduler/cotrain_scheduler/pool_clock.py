@@ -197,9 +197,8 @@ class PoolClock:
             return await self._plan_free(now)
 
     async def _plan_free(self, now: float) -> float:
-        self._free = (
-            None  # unknown during a tick, so that runs becoming ready during it wake it again
-        )
+        # Unknown during a tick, so that runs becoming ready during it wake it again.
+        self._free = None
         view = await self._read()
         if await self._release(view.slots, now):
             view = await self._read()

@@ -76,9 +76,8 @@ async def _wait(
             return await transport.post_once(
                 "retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}"
             )
-        except (
-            errors.RequestFailed
-        ):  # the result itself; CheckpointNotFound is an APIStatusError as well
+        # The result itself; CheckpointNotFound is an APIStatusError as well.
+        except errors.RequestFailed:
             raise
         except errors.APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:

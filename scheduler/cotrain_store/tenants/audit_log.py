@@ -102,9 +102,8 @@ class Audit:
         try:
             yield act
         except StoreError as refused:
-            act.is_done = isinstance(
-                refused, StoreUnavailable
-            )  # an unavailable store may have done the act
+            # An unavailable store may have done the act.
+            act.is_done = isinstance(refused, StoreUnavailable)
             raise
         finally:
             if not act.is_done:

@@ -50,9 +50,8 @@ class Webhooks:
         else:
             row["drift_above"] = repr(drift_above)
         await self._redis.hset(name, mapping=row)
-        await self._redis.hsetnx(
-            name, "id", secrets.token_hex(8)
-        )  # last, because events are recorded once it exists
+        # Last, because events are recorded once it exists.
+        await self._redis.hsetnx(name, "id", secrets.token_hex(8))
         return secret
 
     async def find(self, tenant: TenantId) -> Webhook:

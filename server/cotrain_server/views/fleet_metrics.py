@@ -74,9 +74,8 @@ async def fleet_metrics(services: Services) -> bytes:
             of = {"pool": pool.record.base_model}
             for tenant, count in failures.get(pool.record.id, ()):
                 found.add("cotrain_tenant_requests_failed_total", count, tenant=tenant, **of)
-        for base_model in fleet.unserved(
-            settings.base_models
-        ):  # its first worker measures the limits for validating requests
+        # Its first worker measures the limits for validating requests.
+        for base_model in fleet.unserved(settings.base_models):
             found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
     registry.register(found)
