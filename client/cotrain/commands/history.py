@@ -36,22 +36,18 @@ class NotInstalled(CotrainError):
     """The program for the export is not installed here."""
 
 
+_TRAIN = (
+    "loss", "loss_sum", "grad_norm", "learning_rate", "run_tokens", "rollout_gap", "rollout_gap_max",
+    "effective_sample_size", "clip_fraction",
+)  # fmt: skip
+
+
 def scalars_of(point: HistoryPoint) -> dict[str, float]:
     """Return the values of a point by name; evaluations have names of their own."""
     if point.kind == "forward":
         return {"evaluation/loss": point.loss, "evaluation/loss_sum": point.loss_sum}
-    shown = {
-        "train/loss": point.loss,
-        "train/loss_sum": point.loss_sum,
-        "train/grad_norm": point.grad_norm,
-        "train/learning_rate": point.learning_rate,
-        "train/run_tokens": float(point.run_tokens),
-        "train/rollout_gap": point.rollout_gap,
-        "train/rollout_gap_max": point.rollout_gap_max,
-        "train/effective_sample_size": point.effective_sample_size,
-        "train/clip_fraction": point.clip_fraction,
-    }
-    return {name: value for name, value in shown.items() if value is not None}
+    shown = {f"train/{name}": getattr(point, name) for name in _TRAIN}
+    return {name: float(value) for name, value in shown.items() if value is not None}
 
 
 def scalars_in(

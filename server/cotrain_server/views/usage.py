@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 from cotrain.wire import usage as wire
 from cotrain_server.errors import Invalid
@@ -130,14 +130,8 @@ def _tokens(info: wire.UsageInfo) -> int:
 
 
 def _amounts(amounts: _Used) -> wire.Amounts:
-    return wire.Amounts(
-        training_tokens=round(amounts["training_tokens"]),
-        device_s=round(amounts["device_s"], 6),
-        prefill_tokens=round(amounts["prefill_tokens"]),
-        cached_tokens=round(amounts["cached_tokens"]),
-        sampled_tokens=round(amounts["sampled_tokens"]),
-        checkpoints=round(amounts["checkpoints"]),
-    )
+    counts = {what: round(amounts[what]) for what in get_args(What) if what != "device_s"}
+    return wire.Amounts(device_s=round(amounts["device_s"], 6), **counts)
 
 
 def _project(sessions: Mapping[SessionId, SessionRecord], session: str) -> str | None:
