@@ -359,7 +359,7 @@ class ServiceClient:
         """Create sampler weights whose change of the base model is exactly `sum coefficient * change`.
 
         `output_path` is the plain name of the new weights; the result contains their path. See
-        docs/get-started/moving-from-mint.md.
+        docs/guide/reverse-kl.md.
         """
         wanted = InterpolateRequest(
             source_paths=list(source_paths),

@@ -384,7 +384,7 @@ class TrainingClient(Ready, RunRecords):
     ) -> Future[ReverseKlResponse]:
         """Add the gradient of `sum weight * KL(run || reference)` over the whole vocabulary.
 
-        The reference is a checkpoint or the base model; it is not changed. See docs/get-started/moving-from-mint.md.
+        The reference is a checkpoint or the base model; it is not changed. See docs/guide/reverse-kl.md.
         """
         return self._requests.ask(
             "mint/forward_backward_reverse_kl",

@@ -80,7 +80,7 @@ async def _source(
     """Return the base model and the weights. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
         return checkpoint.base_model, checkpoint.weights
     if request.base_model is not None:
         return request.base_model, None

@@ -80,7 +80,7 @@ async def find_weights(services: Services, tenant: TenantId, model: str) -> Weig
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
     if checkpoint:
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
     if checkpoint and base_model not in ("", checkpoint.base_model):
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)

@@ -21,7 +21,10 @@ ModelFolder = Callable[..., Path]
 
 
 #: Families whose layers others have too.
-ALIKE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba")
+ALIKE = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba"),
+    "granitemoehybrid-dense",
+)
 
 
 @pytest.mark.parametrize("family", [variant(each) if each in ALIKE else each for each in EVERY])
@@ -34,6 +37,13 @@ def test_a_family_computes_as_transformers_and_peft(
     assert measured.is_alone_equal
     assert measured.is_restored
     assert measured.is_greedy_equal
+
+
+def test_experts_of_a_square_weight_are_merged_with_inputs_before_outputs(tmp_path: Path) -> None:
+    """The shape does not show the order, nor does that of gpt-oss-20b."""
+    folder = build_tiny("gpt_oss", tmp_path / "model", hidden=40)
+
+    assert measure(folder, tmp_path / "adapter").merged < TOLERANCE
 
 
 def test_every_supported_type_has_a_family() -> None:
