@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
+from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (
@@ -49,10 +50,8 @@ class Measured:
     sampling: float  # of prompts and samples, to our trainer
     export: float  # of a written folder in plain PEFT, to our trainer
     reverse_kl: float  # of a token's divergence from the base model, to PEFT
-    is_alone_equal: (
-        bool  # each run among others has the bits of the run alone with recomputed layers
-    )
-    is_restored: bool  # a restored run continues with the same bits
+    is_alone_equal: bool  # a run among others has the bits of the run alone with recomputed layers
+    is_restored: bool  # its neighbour, restored alone, continues with the same bits
     is_greedy_equal: bool  # greedy samples are those of `generate`
 
     @property
@@ -66,42 +65,38 @@ def measure(model: Path, scratch: Path) -> Measured:
 
     `scratch` is an empty folder.
     """
-    together, alone, later = (
+    together, alone = (
         Engine.load(str(model), load_base=shared_base, recompute=recompute)
-        for recompute in ("never", "always", "never")
+        for recompute in ("never", "always")
     )
-    fresh: torch.Tensor | None = None
     for cycle in range(CYCLES):
         if cycle == CYCLES - 1:
-            later.adapters.restore(MINE.run, together.adapters.state(MINE.run))
-            later.run(_ops(MINE, cycle))
+            alone.adapters.restore(OTHER.run, together.adapters.state(OTHER.run))
+            alone.run(_ops(OTHER, cycle))
         mine, other = _ops(MINE, cycle), _ops(OTHER, cycle)
         together.run([*other[:2], *mine, *other[2:]])
-        for ops in (mine, other):
-            if not cycle:
-                alone.run(ops[:1])
-            if fresh is None:
-                fresh = alone.adapters.state(MINE.run).weights
-            alone.run(ops if cycle else ops[1:])
-    states = [each.adapters.state(MINE.run) for each in (together, alone, later)]
+        alone.run(mine)
     layout = together.adapters[MINE.run].layout
     new_oracle = EagerOracle if layout.gate_by_experts else PeftOracle
     oracle = new_oracle(model, MINE.spec, torch.float32)
-    assert fresh is not None
-    oracle.load(layout, fresh)
+    oracle.load(layout, initial_weights(MINE.spec, layout))
     assert len(oracle.parameters()) == 2 * len(layout.targets)
     _train(oracle)
-    training = _apart(oracle.model, together)
-    oracle.load(layout, states[0].weights)
+    ours = trainer_logprobs(together, MINE.run, *_sequences())
+    training = _apart(oracle.model, ours)
+    oracle.load(layout, together.adapters.state(MINE.run).weights)
     sampling, is_greedy_equal = _sampled(oracle.model, together)
-    others = [each.adapters.state(OTHER.run) for each in (together, alone)]
+    is_same = {
+        run: same_bits(*(each.adapters.state(run) for each in (together, alone)))
+        for run in (MINE.run, OTHER.run)
+    }
     return Measured(
         training=training,
         sampling=sampling,
-        export=_exported(model, together, scratch),
+        export=_apart(_exported(model, together, scratch), ours),
         reverse_kl=_reverse_kl(oracle.model, together),
-        is_alone_equal=same_bits(*states[:2]) and same_bits(*others),
-        is_restored=same_bits(states[0], states[2]),
+        is_alone_equal=is_same[MINE.run],
+        is_restored=is_same[OTHER.run],
         is_greedy_equal=is_greedy_equal,
     )
 
@@ -116,16 +111,14 @@ def _sequences() -> list[np.ndarray]:
     return [rng.integers(0, 128, length) for length in (2, PROMPT)]
 
 
-def _apart(plain: Any, engine: Engine) -> float:
+def _apart(plain: Any, ours: Sequence[np.ndarray]) -> float:
     """Return the largest difference of log-probabilities of a plain model and our trainer."""
     errors = []
-    for tokens, ours in zip(
-        _sequences(), trainer_logprobs(engine, MINE.run, *_sequences()), strict=True
-    ):
+    for tokens, found in zip(_sequences(), ours, strict=True):
         with torch.no_grad():
             logits = plain(input_ids=torch.from_numpy(tokens)[None]).logits[0, :-1]
         theirs = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(tokens[1:, None]))[:, 0]
-        errors.append(float((torch.from_numpy(ours) - theirs).abs().max()))
+        errors.append(float((torch.from_numpy(found) - theirs).abs().max()))
     return max(errors)
 
 
@@ -191,14 +184,16 @@ def _generated(plain: Any, prompt: np.ndarray) -> Sequence[int]:
     return found
 
 
-def _exported(model: Path, engine: Engine, scratch: Path) -> float:
+def _exported(model: Path, engine: Engine, scratch: Path) -> Any:
+    """Return plain PEFT with the written folder of an adapter."""
     weights, layout_of = _saved(engine, MINE.run), engine.adapters.layout_of
     folder = write_folder(Folder(scratch), weights, layout_of(weights.spec), "a/base")
     assert torch.equal(read_folder(Folder(scratch), folder.digest, layout_of).flat, weights.flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
-        plain = PeftModel.from_pretrained(load_plain(model, torch.float32), scratch / folder.key)
-    return _apart(plain, engine)
+        return PeftModel.from_pretrained(
+            load_plain(model, torch.float32), scratch / folder.key, low_cpu_mem_usage=True
+        )
 
 
 @torch.no_grad()

@@ -21,7 +21,12 @@ ModelFolder = Callable[..., Path]
 
 
 #: Families whose layers others have too.
-ALIKE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba")
+ALIKE = (
+    "qwen3-window", "gemma3-wrapped", "gemma4", "gemma4-unified", "gemma4-unified-wrapped", "seed-oss",
+    "arcee", "cwm", "hyperclovax", "olmo2", "ministral", "mistral3", "glm4_moe_lite", "solar_open",
+    "dots1", "flex_olmo", "hunyuan_v1_moe", "qwen3-vl-moe", "qwen3_5", "qwen3_5-wrapped", "qwen3_5_moe",
+    "qwen3_5_moe-wrapped", "lfm2_moe", "bamba",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", [variant(each) if each in ALIKE else each for each in EVERY])
