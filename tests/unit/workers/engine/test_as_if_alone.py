@@ -50,7 +50,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
 
 
 @pytest.mark.parametrize("family", [variant("qwen3"), "gemma3"])
-@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [variant(8192), 64])
 def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, family: str, micro_batch_tokens: int
 ) -> None:

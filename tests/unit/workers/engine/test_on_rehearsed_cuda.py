@@ -118,7 +118,7 @@ def test_gemma_2_trains_without_a_flash_kernel_and_logs_a_warning(
 def test_index_copy_sorts_only_with_deterministic_algorithms(
     cuda: Rehearsal, model_folder: ModelFolder
 ) -> None:
-    load(model_folder("qwen3"))
+    load(model_folder("qwen3", layers=1), lora_backend="seg")
     indices, rows = torch.arange(3).pin_memory(), torch.zeros(8, 2, device=DEVICE)
 
     rows.index_copy_(0, indices.to(DEVICE, non_blocking=True), torch.ones(3, 2, device=DEVICE))
@@ -130,7 +130,7 @@ def test_index_copy_sorts_only_with_deterministic_algorithms(
 def test_a_reverse_kl_does_not_wait_for_the_device(
     cuda: Rehearsal, model_folder: ModelFolder
 ) -> None:
-    engine = started(load(model_folder("qwen3")))
+    engine = started(load(model_folder("qwen3", layers=1)))
     reference = random_weights(AdapterSpec(3, seed=21), engine.adapters.layout_of)
     cuda.waits.clear()
 
@@ -145,7 +145,7 @@ def test_sizes_are_measured(
     monkeypatch.setattr(probe, "FIRST_LENGTH", 64)
     sizes = {"micro_batch_tokens": "auto", "recompute": "auto", "head_chunk_rows": 64}
 
-    engine = load(model_folder("qwen3"), **sizes)
+    engine = load(model_folder("qwen3", layers=1), **sizes)
 
     assert engine.facts.numerics.micro_batch_tokens == MAX_TOKENS
 
@@ -238,7 +238,7 @@ def test_decoding_continues_without_a_wait(
     monkeypatch.setattr(model_runner, "CudaRecorder", lambda: repeat(cuda))
     step = inspect.unwrap(EngineDecoder.step)
     monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
-    engine = load(model_folder("qwen3"))
+    engine = load(model_folder("qwen3", layers=1))
     succeeded(engine.run(ops(0)))
     saved = {
         tenant.run: engine.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME
@@ -253,16 +253,16 @@ def test_decoding_continues_without_a_wait(
     ]
     for at, (run, changes) in enumerate(asked):
         # The last token of a page and the one after it are among the generated ones.
-        decoder.add(request(str(at), np.arange(250) % 128, run, max_tokens=20, **changes))
+        decoder.add(request(str(at), np.arange(250) % 128, run, max_tokens=12, **changes))
     while decoder.step().decoded_tokens < 4:
         pass
     decoder.step()  # graphs are captured by now
 
     cuda.mode = "error"
-    told = [decoder.step() for _ in range(12)]
+    told = [decoder.step() for _ in range(6)]
     cuda.mode = "default"
 
-    assert [progress.decoded_tokens for progress in told] == [4] * 12
+    assert [progress.decoded_tokens for progress in told] == [4] * 6
     assert finish(decoder, []).keys() == {"0", "1", "2", "3"}
 
 
@@ -270,7 +270,7 @@ def test_decoding_continues_without_a_wait(
 def test_a_sampler_is_refreshed_without_a_waiting_copy(
     cuda: Rehearsal, model_folder: ModelFolder, *, trained_on: bool
 ) -> None:
-    engine = load(model_folder("qwen3"))
+    engine = load(model_folder("qwen3", layers=1), lora_backend="seg")
     succeeded(engine.run(ops(0)))
     cuda.waits.clear()
     out = engine.run([Save(tenant.run, 5) for tenant in SOME]).outputs

@@ -37,6 +37,7 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
+from tests.support.draws import variant
 from tests.support.uploads import config, q_proj, safetensors
 
 NewEngine = Callable[..., Engine]
@@ -136,8 +137,14 @@ def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
     return output.logprobs[0]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        *((settings, False) for settings in FOREIGN.values()),
+        (FOREIGN["everything"], True),
+        *(variant(each, True) for name, each in FOREIGN.items() if name != "everything"),
+    ],
+)
 def test_an_imported_adapter_computes_the_results_of_peft(
     new_engine: NewEngine,
     model_folder: ModelFolder,

@@ -27,6 +27,7 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.reverse_kl import KlHead, KlInput, Referred
+from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
 from tests.support.training import MIX, random_datum, same_bits
 
@@ -179,7 +180,7 @@ def kl_runs(engine: Engine) -> dict[str, list[Op]]:
     return runs
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [variant(8192), 64])
 def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, micro_batch_tokens: int
 ) -> None:
@@ -195,7 +196,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
         assert same_bits(together.adapters.state(run), alone.adapters.state(run)), run
 
 
-@pytest.mark.parametrize("poison", ["reference", "run", "weights"])
+@pytest.mark.parametrize("poison", ["reference", "run", variant("weights")])
 def test_a_reverse_kl_with_nan_fails_alone(new_engine: NewEngine, poison: str) -> None:
     among, alone = new_engine(), new_engine()
     runs = kl_runs(among)
