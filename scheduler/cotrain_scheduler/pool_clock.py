@@ -177,11 +177,7 @@ class PoolClock:
         return bool(self._free) and wake.worker not in self._slots
 
     async def look(self) -> float:
-        """Tick at the host's time; return the maximum sleep in seconds.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Tick at the host's time; return the maximum sleep in seconds. Raises Fenced: a newer scheduler leads."""
         structlog.contextvars.bind_contextvars(pool=self.pool)  # only in this pool's task
         jumped_s = self._time.read()
         now = self._time.now
@@ -191,11 +187,7 @@ class PoolClock:
         return await self.tick(now) - now
 
     async def tick(self, now: float) -> float:
-        """Plan all cycles that may start now; return the latest time of the next tick.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Plan all cycles that may start now; return the latest time of the next tick. Raises Fenced: a newer scheduler leads."""
         if self._settings.clock_mode is ClockMode.EAGER:
             return await self._tick(now)
         number = self._period_number(now)

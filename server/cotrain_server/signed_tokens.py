@@ -135,10 +135,8 @@ class Signer:
         return jwt.encode(claims, self._token_keys[0], algorithm=_ALGORITHM)
 
     def read_token(self, text: str) -> Token:
-        """Return the token that `make_token` wrote.
-
-        Raises:
-            InvalidToken: invalid, or expired (then `expired` is true, and the signature was valid).
+        """Return the token that `make_token` wrote. Raises InvalidToken: invalid, or expired (then `expired` is true,
+        and the signature was valid).
         """
         claims = self._claims(text)
         return Token(TenantId(claims["sub"]), claims["jti"], claims["name"])

@@ -13,6 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig
 
+from cotrain.export.adapter import read_adapter
+from cotrain.export.base import find_base
+from cotrain.export.merged import write_merged
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
@@ -49,6 +52,7 @@ class Measured:
     training: float  # after CYCLES steps, to PEFT and torch's AdamW, one sequence at a time
     sampling: float  # of prompts and samples, to our trainer
     export: float  # of a written folder in plain PEFT, to our trainer
+    merged: float  # of merged weights in plain transformers, to our trainer
     reverse_kl: float  # of a token's divergence from the base model, to PEFT
     is_alone_equal: bool  # a run among others has the bits of the run alone with recomputed layers
     is_restored: bool  # its neighbour, restored alone, continues with the same bits
@@ -57,7 +61,7 @@ class Measured:
     @property
     def largest(self) -> float:
         """The largest difference."""
-        return max(self.training, self.sampling, self.export, self.reverse_kl)
+        return max(self.training, self.sampling, self.export, self.merged, self.reverse_kl)
 
 
 def measure(model: Path, scratch: Path) -> Measured:
@@ -90,10 +94,12 @@ def measure(model: Path, scratch: Path) -> Measured:
         run: same_bits(*(each.adapters.state(run) for each in (together, alone)))
         for run in (MINE.run, OTHER.run)
     }
+    plain, merged = _exported(model, together, scratch)
     return Measured(
         training=training,
         sampling=sampling,
-        export=_apart(_exported(model, together, scratch), ours),
+        export=_apart(plain, ours),
+        merged=_apart(merged, ours),
         reverse_kl=_reverse_kl(oracle.model, together),
         is_alone_equal=is_same[MINE.run],
         is_restored=is_same[OTHER.run],
@@ -184,16 +190,20 @@ def _generated(plain: Any, prompt: np.ndarray) -> Sequence[int]:
     return found
 
 
-def _exported(model: Path, engine: Engine, scratch: Path) -> Any:
-    """Return plain PEFT with the written folder of an adapter."""
+def _exported(model: Path, engine: Engine, scratch: Path) -> tuple[Any, Any]:
+    """Return plain PEFT with the written folder of an adapter, and plain transformers with merged weights."""
     weights, layout_of = _saved(engine, MINE.run), engine.adapters.layout_of
     folder = write_folder(Folder(scratch), weights, layout_of(weights.spec), "a/base")
     assert torch.equal(read_folder(Folder(scratch), folder.digest, layout_of).flat, weights.flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
-        return PeftModel.from_pretrained(
+        plain = PeftModel.from_pretrained(
             load_plain(model, torch.float32), scratch / folder.key, low_cpu_mem_usage=True
         )
+    (merged := scratch / "merged").mkdir()
+    adapter = read_adapter(scratch / folder.key)
+    write_merged(find_base(str(model)), adapter, merged, None, lambda done, total: None)
+    return plain, load_plain(merged, torch.float32)
 
 
 @torch.no_grad()

@@ -324,6 +324,17 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "granitemoehybrid-dense": (  # without states, and without experts
+        "GraniteMoeHybridConfig",
+        {
+            **MULTIPLIED,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention", "full_attention"],
+            "position_embedding_type": "rope",
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
     "falcon_h1": (
         "FalconH1Config",
         {**MAMBA, "mamba_d_ssm": 48, "lm_head_multiplier": 0.25, "mlp_multipliers": [0.5, 2.0]},

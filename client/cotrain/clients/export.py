@@ -290,12 +290,7 @@ def _check(wanted: Wanted) -> bool:
         raise ExportFailed(f"dtype is one of {', '.join(get_args(Dtype))}, not {wanted.dtype!r}")
     if wanted.dtype is not None and wanted.form not in ("merged", "vllm"):
         raise ExportFailed("dtype is of merged weights; an adapter's are float32")
-    kind = ParsedCheckpointTinkerPath.from_tinker_path(wanted.path).checkpoint_type
-    if kind not in ("training", "sampler"):
-        raise ExportFailed(
-            f"{wanted.path} cannot be sampled from, so not compared: export the run's weights or "
-            "sampler_weights"
-        )
+    ParsedCheckpointTinkerPath.from_tinker_path(wanted.path)
     if wanted.check and wanted.form == "gguf":
         raise ExportFailed("--check loads a model on a vLLM server, which reads no GGUF adapter")
     readme = wanted.output / "README.md"

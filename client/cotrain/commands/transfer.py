@@ -141,17 +141,9 @@ def export(
     for note in done.notes:
         typer.echo(note, err=True)
     if as_json:
-        print_json(
-            {
-                "tinker_path": path,
-                "folder": output,
-                "files": done.files,
-                "kind": done.kind,
-                "notes": done.notes,
-                "proof": done.proof,
-                "checked": done.checked,
-            }
-        )
+        names = ("files", "kind", "notes", "proof", "checked")
+        about = {name: getattr(done, name) for name in names}
+        print_json({"tinker_path": path, "folder": output, **about})
     else:
         typer.echo(output)
 

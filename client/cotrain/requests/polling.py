@@ -53,35 +53,30 @@ GAP_S = 0.05
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
-
-    def reads(response: httpx.Response) -> ForwardBackwardOutput:
-        if _is_binary(response):
-            return decode_pass_output(response.content)
-        return read(response, ForwardBackwardOutput)
-
-    return await _wait(transport, request_id, reads)
+    return await _wait(transport, request_id, ForwardBackwardOutput, decode_pass_output)
 
 
 async def wait_for_sample(transport: Transport, request_id: str) -> SampleResponse:
     """Wait for the result of a sample request. Raises RequestFailed or APIError."""
-
-    def reads(response: httpx.Response) -> SampleResponse:
-        if _is_binary(response):
-            return decode_sample_response(response.content)
-        return read(response, SampleResponse)
-
-    return await _wait(transport, request_id, reads)
+    return await _wait(transport, request_id, SampleResponse, decode_sample_response)
 
 
 async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
     """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, lambda response: read(response, result))
+    return await _wait(transport, request_id, result)
 
 
-async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Response], T]) -> T:
-    def checked(response: httpx.Response) -> T:
+async def _wait(
+    transport: Transport,
+    request_id: str,
+    result: type[Result],
+    decode: Callable[[bytes], Result] | None = None,
+) -> Result:
+    def checked(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
-        return reads(response)
+        if decode and _is_binary(response):
+            return decode(response.content)
+        return read(response, result)
 
     request = FutureRetrieveRequest(request_id=request_id)
     patience = transport.patience()

@@ -33,37 +33,17 @@ from cotrain.wire.model import (
     six_digits,
 )
 from cotrain.wire.rest import Note, Tags
+from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData
 
 __all__ = [
-    "AdamParams",
-    "CreateModelRequest",
-    "CreateModelResponse",
-    "ForwardBackwardInput",
-    "ForwardBackwardOutput",
-    "ForwardBackwardRequest",
-    "ForwardRequest",
-    "FutureRetrieveRequest",
-    "GetInfoRequest",
-    "GetInfoResponse",
-    "InterpolateResponse",
-    "LoraConfig",
-    "ModelData",
-    "MuonOptimizerConfig",
-    "MuonParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "OptimizerConfig",
-    "RequestFailedResponse",
-    "ReverseKlDatum",
-    "ReverseKlResponse",
-    "SweepFuture",
-    "SweepFutures",
-    "TryAgainResponse",
-    "UnloadModelRequest",
-    "UnloadModelResponse",
+    "AdamParams", "CreateModelRequest", "CreateModelResponse", "ForwardBackwardInput", "ForwardBackwardOutput",
+    "ForwardBackwardRequest", "ForwardRequest", "FutureRetrieveRequest", "GetInfoRequest", "GetInfoResponse",
+    "InterpolateResponse", "LoraConfig", "ModelData", "MuonOptimizerConfig", "MuonParams", "OptimStepRequest",
+    "OptimStepResponse", "OptimizerConfig", "RequestFailedResponse", "ReverseKlDatum", "ReverseKlResponse",
+    "SweepFuture", "SweepFutures", "TryAgainResponse", "UnloadModelRequest", "UnloadModelResponse",
     "UntypedAPIFuture",
-]
+]  # fmt: skip
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -424,11 +404,18 @@ class ReverseKlDatum(WireModel):
     """int64 `[n]`."""
     weights: TensorData
     """float32 `[n]`; a target of weight 0 is not computed."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the run's tokens, in a mixture of experts: of `student_input`, and of all targets but the last."""
 
     @field_validator("target_tokens", "weights", mode="before")
     @classmethod
     def _convert_arrays(cls, value: Any, info: ValidationInfo) -> Any:
         return as_tensor(info.field_name or "", value)
+
+    @field_validator("routed_experts", mode="before")
+    @classmethod
+    def _convert_experts(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, dict) else RoutedExperts.of(value)
 
 
 class ReverseKlRequest(WireModel):

@@ -1,8 +1,7 @@
-"""Opening of the configured blobs (a folder, or a bucket of an object store), and the claim of
-their owner.
+"""Opening of the configured blobs (a folder, or a bucket of an object store), and the claim of their owner.
 
-Blobs belong to the Redis whose log refers to them. Any other Redis would treat them all as
-leftovers and delete them when they are old, including recovery copies and checkpoints.
+Blobs belong to the Redis whose log refers to them. Any other Redis would treat them all as leftovers and delete them
+when they are old, including recovery copies and checkpoints.
 """
 
 from __future__ import annotations

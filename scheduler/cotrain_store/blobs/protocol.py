@@ -11,9 +11,7 @@ class BlobsUnavailable(OSError):
     """The object store refuses, fails or does not answer now. Its content may be intact."""
 
     def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
-        """Create the error. `is_refusal` is True if a retry gives the same: no such bucket, wrong
-        credentials.
-        """
+        """Create the error. `is_refusal` is True if a retry gives the same: no such bucket, wrong credentials."""
         super().__init__(errno.EHOSTDOWN, reason)
         self.is_refusal = is_refusal
 
@@ -43,9 +41,8 @@ class Moments(NamedTuple):
 class Blobs(Protocol):
     """Bytes by key. A key is a path of words separated by `/`.
 
-    All methods raise OSError if they cannot be done now: a full disk, or a store that does not
-    answer (BlobsUnavailable). They are atomic: a key then names the whole new content, or the
-    previous content.
+    All methods raise OSError if they cannot be done now: a full disk, or a store that does not answer
+    (BlobsUnavailable). They are atomic: a key then names the whole new content, or the previous content.
     """
 
     @property
@@ -74,16 +71,13 @@ class Blobs(Protocol):
         ...
 
     def touch(self, key: str) -> bool:
-        """Change the mark of a blob, so that sweeps treat it as new. Return False if it does not
-        exist.
-        """
+        """Change the mark of a blob, so that sweeps treat it as new. Return False if it does not exist."""
         ...
 
     def open(self, key: str) -> tuple[BinaryIO, Blob]:
         """Open a blob to read it in parts. Raises FileNotFoundError.
 
-        An open file can be read to its end after its key is deleted; an object may disappear
-        earlier.
+        An open file can be read to its end after its key is deleted; an object may disappear earlier.
         """
         ...
 

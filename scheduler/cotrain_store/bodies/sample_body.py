@@ -134,10 +134,8 @@ def encode_sample(body: SampleBody) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleBody:
-    """Return the body of bytes from `encode_sample` of this version or the next.
-
-    Raises:
-        MalformedBody: the bytes are not such a body.
+    """Return the body of bytes from `encode_sample` of this version or the next. Raises MalformedBody: the bytes are
+    not such a body.
     """
     try:
         length, tokens, rows, columns = _HEADER.unpack_from(body)

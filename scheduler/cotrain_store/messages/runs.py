@@ -21,8 +21,7 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
-#: Alpha of every adapter whose run did not set another, for any rank; the value of the hosted
-#: services.
+#: Alpha of every adapter whose run did not set another, for any rank; the value of the hosted services.
 DEFAULT_ALPHA = 32.0
 
 
@@ -44,8 +43,7 @@ class LoraSpec:
 class RunRecord:
     """One LoRA training. Immutable except for `state` and the fields after it.
 
-    A copy of a checkpoint belongs to a run of its own, which is closed from the start and has no
-    log.
+    A copy of a checkpoint belongs to a run of its own, which is closed from the start and has no log.
     """
 
     id: RunId
@@ -103,9 +101,7 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class PoolRecord:
-    """One base model and the measurements of its workers: everything that the API needs to check
-    requests.
-    """
+    """One base model and the measurements of its workers: everything that the API needs to check requests."""
 
     id: PoolId
     base_model: str

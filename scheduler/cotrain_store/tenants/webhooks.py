@@ -103,9 +103,7 @@ class Webhooks:
         return bool(self._epoch)
 
     async def due(self, most: int) -> list[DueEvent]:
-        """Return the next due event of each of at most `most` tenants, longest due first; raises
-        Fenced.
-        """
+        """Return the next due event of each of at most `most` tenants, longest due first; raises Fenced."""
         return await self._read({"epoch": self._epoch, "most": most})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
@@ -116,9 +114,7 @@ class Webhooks:
     async def tried(
         self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
     ) -> None:
-        """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises
-        Fenced.
-        """
+        """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises Fenced."""
         args: dict[str, Any] = {
             "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
         }  # fmt: skip

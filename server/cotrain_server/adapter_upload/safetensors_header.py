@@ -1,8 +1,7 @@
-"""Reader of the header of an uploaded safetensors file, without the tensor values and without
-torch.
+"""Reader of the header of an uploaded safetensors file, without the tensor values and without torch.
 
-The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length,
-and the tensors' bytes. Every byte belongs to exactly one tensor.
+The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length, and the tensors'
+bytes. Every byte belongs to exactly one tensor.
 """
 
 from collections.abc import Mapping
@@ -33,11 +32,8 @@ class TensorEntry:
 
 
 def read_header(content: bytes) -> dict[str, TensorEntry]:
-    """Return the dtypes, shapes and offsets of the tensors.
-
-    Raises:
-        Invalid: the file is incomplete, its tensors overlap or leave gaps, or a dtype is not in
-            BYTES_BY_DTYPE.
+    """Return the dtypes, shapes and offsets of the tensors. Raises Invalid: the file is incomplete, its tensors overlap
+    or leave gaps, or a dtype is not in BYTES_BY_DTYPE.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length

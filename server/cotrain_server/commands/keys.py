@@ -159,9 +159,7 @@ def _with_tenants(
 
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
-    """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds
-    since 1970.
-    """
+    """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds since 1970."""
     return {
         "id": record.id,
         "tenant": record.tenant,
@@ -189,9 +187,7 @@ def out_of_sight(keys: Sequence[str]) -> None:
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """Return arguments without an option and its values, written `--option VALUE` or
-    `--option=VALUE`.
-    """
+    """Return arguments without an option and its values, written `--option VALUE` or `--option=VALUE`."""
     is_value = [False, *(argument == option for argument in arguments)]
     return [
         argument

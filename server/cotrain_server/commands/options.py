@@ -110,9 +110,7 @@ LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
 
 
 def named_base_models(given: list[str] | None, command: str) -> tuple[str, ...]:
-    """Return the values of `--base-model` with absolute folder paths, because processes start in
-    another folder.
-    """
+    """Return the values of `--base-model` with absolute folder paths, because processes start in another folder."""
     if not given:
         refuse(
             f"Which base model? `cotrain {command} --base-model Qwen/Qwen3-0.6B`, a folder instead of "
@@ -183,9 +181,7 @@ def check_metrics_ports(processes: int) -> None:
 
 
 def samples_nothing(group_size: int) -> str | None:
-    """Return a warning if worker groups will refuse samples, else None. A vLLM server can sample
-    for them.
-    """
+    """Return a warning if worker groups will refuse samples, else None. A vLLM server can sample for them."""
     if group_size == 1 or os.environ.get("COTRAIN_SAMPLER") == "vllm":
         return None
     return (
@@ -201,9 +197,7 @@ def fail(message: str) -> NoReturn:
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> None:
-    """Exit on a Python version that the server's libraries are untested on. The client supports
-    newer ones.
-    """
+    """Exit on a Python version that the server's libraries are untested on. The client supports newer ones."""
     if version >= NEWER_PYTHON:
         refuse(
             f"The server runs on Python 3.11 to 3.13, and this is {version[0]}.{version[1]}. Make its "

@@ -58,9 +58,7 @@ async def billing_usage(
 async def checkpoint_storage(
     services: ServicesDep, tenant: TenantDep, project_id: Name | None = None
 ) -> StorageResponse:
-    """Return the current checkpoint storage of each project. Each checkpoint counts in full, even
-    if it shares files.
-    """
+    """Return the current checkpoint storage of each project. Each checkpoint counts in full, even if it shares files."""
     by_project = await _stored_by_project(services, tenant)
     return StorageResponse(
         data=[
@@ -85,11 +83,9 @@ async def usage(
     starting_on: datetime | None = None,
     ending_before: datetime | None = None,
 ) -> UsageResponse:
-    """Return your usage and accelerator seconds, in total and by run and sampler, and your current
-    storage.
+    """Return your usage and accelerator seconds, in total and by run and sampler, and your current storage.
 
-    Whole hours in UTC, at most 14 days. Without `starting_on` and `ending_before`, the last 24
-    hours.
+    Whole hours in UTC, at most 14 days. Without `starting_on` and `ending_before`, the last 24 hours.
     """
     now = datetime.now(UTC)
     if starting_on is None and ending_before is None:
@@ -144,9 +140,7 @@ async def audit_log(
     event_type: Annotated[EventType, Query()] = "all",
     day: date | None = None,
 ) -> AuditLogResponse:
-    """Return the audit log of one day (UTC; default today), oldest first. There are no teams or
-    organizations.
-    """
+    """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
     asked = day or datetime.now(UTC).date()
     entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
     return AuditLogResponse(

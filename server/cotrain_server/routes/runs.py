@@ -92,9 +92,7 @@ async def unload_model(
 async def _tokenizer_id(
     base_model: str, pool: PoolRecord | None, request: Request, services: Services
 ) -> str:
-    """Return a name that transformers can load: a hub id, or on this host a folder for a model
-    outside any hub.
-    """
+    """Return a name that transformers can load: a hub id, or on this host a folder for a model outside any hub."""
     if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
         return base_model
     return str(await published_tokenizer(pool, services.settings) or base_model)

@@ -1,8 +1,6 @@
-"""Endpoints create_sampling_session, samplers/{id} and asample: create samplers and queue sample
-requests.
+"""Endpoints create_sampling_session, samplers/{id} and asample: create samplers and queue sample requests.
 
-asample checks, accepts and answers at once. A sample request waits for no cycle, and for no other
-sample request.
+asample checks, accepts and answers at once. A sample request waits for no cycle, and for no other sample request.
 """
 
 import time
@@ -41,8 +39,7 @@ router = tenant_router("sampling")
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSamplingSessionResponse:
-    """Create a sampler of a base model, or of saved weights. Later changes of the path do not
-    affect it.
+    """Create a sampler of a base model, or of saved weights. Later changes of the path do not affect it.
 
     Idempotent: the sampler's id is derived from the session and the client's own number.
     """
@@ -83,7 +80,7 @@ async def _source(
     """Return the base model and the weights. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
         return checkpoint.base_model, checkpoint.weights
     if request.base_model is not None:
         return request.base_model, None

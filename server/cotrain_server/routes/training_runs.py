@@ -100,7 +100,9 @@ async def get_training_run(
 @router.get("/training_runs/{run_id}/why")
 async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> WaitReason:
     """Return the cause for which a run waits, in one sentence."""
-    return await read_why(services, await services.records.run(tenant.id, run_id))
+    run = await services.records.run(tenant.id, run_id)
+    positions = await services.run_list.positions([run], time.time())
+    return await read_why(services, run, positions[run.id])
 
 
 @router.patch("/training_runs/{run_id}")

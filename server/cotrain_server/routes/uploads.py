@@ -113,12 +113,16 @@ class _Wanted:
     pool: PoolRecord
     session: SessionRecord | None  # None: one of its own, once the archive is read
     model_seq_id: int
-    name: str
-    save: bytes  # the body of the op
+    save: SaveRequest
 
     def path_in(self, run: RunRecord) -> str:
         """Return the path of the resulting checkpoint."""
-        return f"tinker://{run.id}/weights/{self.name}"
+        return f"tinker://{run.id}/{self.save.kind}/{self.save.name}"
+
+    @property
+    def body(self) -> bytes:
+        """Body of the op that saves."""
+        return encode(self.save).encode()
 
 
 class UploadRoute(APIRoute):
@@ -169,8 +173,7 @@ async def upload_form(
 ) -> UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
-    The base model is the one named in adapter_config.json if it is served, otherwise the only one
-    served.
+    The base model is the one named in adapter_config.json if it is served, otherwise the only one served.
     """
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
@@ -186,8 +189,8 @@ async def upload_form(
             files = await asyncio.to_thread(unpack, archive, limit)
             adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
             pool = await _pool_of(services, files.config)
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
-            wanted = _Wanted(tenant, pool, None, 0, NAME, save.encode())
+            save = _save_request(UploadQuery(base_model=pool.base_model, name=NAME))
+            wanted = _Wanted(tenant, pool, None, 0, save)
             run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
         await _await_op(services, run, seq, PATIENCE_S)
@@ -233,9 +236,10 @@ async def finish_external_upload(
     """Import the files of an upload, and answer once the checkpoint can be loaded. Idempotent."""
     upload = services.signer.read_upload(wanted.upload_id, tenant.id)
     run = run_id(SessionId(upload.session), 0)
-    answer = ExternalWeightsUploadFinishResponse(tinker_path=f"tinker://{run}/weights/{NAME}")
+    path = f"tinker://{run}/external_weights/{NAME}"
+    answer = ExternalWeightsUploadFinishResponse(tinker_path=path)
     try:
-        await services.records.checkpoint(tenant.id, answer.tinker_path)
+        await services.records.checkpoint(tenant.id, path)
     except CheckpointNotFound:
         queued = await _import_files(services, tenant, upload)
         for seq in (0, 1):
@@ -303,10 +307,9 @@ async def _import_files(services: Services, tenant: Tenant, upload: StartedUploa
                 tenant.id, sdk_version="upload", key_id=tenant.key_id, project_id=upload.project,
                 session_id=SessionId(upload.session),
             )  # fmt: skip
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
-            run = await _queue(
-                services, _Wanted(tenant, pool, session, 0, NAME, save.encode()), adapter
-            )
+            # The kind of the SDK's reference: "external weights checkpoint".
+            save = SaveRequest(name=NAME, kind="external_weights", last=True)
+            run = await _queue(services, _Wanted(tenant, pool, session, 0, save), adapter)
         try:
             await asyncio.to_thread(pending.delete)
         except OSError as error:  # they expire
@@ -362,9 +365,7 @@ async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) ->
     session = None
     if query.session_id is not None:
         session = await services.records.open_session(tenant.id, query.session_id)
-    return _Wanted(
-        tenant, pool, session, query.model_seq_id or 0, query.name, encode(save).encode()
-    )
+    return _Wanted(tenant, pool, session, query.model_seq_id or 0, save)
 
 
 def _save_request(query: UploadQuery) -> SaveRequest:
@@ -403,7 +404,7 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
     try:
         async with services.audit.act(wanted.owner, AuditEvent.CHECKPOINT_UPLOAD, details):
             await services.intake.create_run(
-                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.body
             )
     except (RunClosed, SeqConflict):
         known = await services.records.run(run.tenant, run.id)
@@ -429,6 +430,6 @@ def _encode(adapter: PeftAdapter, wanted: _Wanted) -> tuple[bytes, str]:
     """Return the body of the import, and a digest of the whole request."""
     body = encode_import(adapter)
     hasher = hashlib.sha256(wanted.pool.base_model.encode())
-    for part in (b"\0", wanted.save, b"\0", body):
+    for part in (b"\0", wanted.body, b"\0", body):
         hasher.update(part)
     return body, hasher.hexdigest()

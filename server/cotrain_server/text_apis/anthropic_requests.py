@@ -87,10 +87,8 @@ class CountRequest(Fields):
         )
 
     def template_messages(self) -> list[Message]:
-        """Return the messages for a chat template. Consecutive messages of one role are joined.
-
-        Raises:
-            Invalid: a message has a block that is neither text nor a tool's.
+        """Return the messages for a chat template. Consecutive messages of one role are joined. Raises Invalid: a
+        message has a block that is neither text nor a tool's.
         """
         chat: list[Message] = []
         if self.system:

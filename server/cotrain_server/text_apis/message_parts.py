@@ -166,8 +166,7 @@ class MessageParts:
             yield Text(f"{opening}{block}{found}")
 
     def _take(self, marker: str, *, at_end: bool, trails: bool = False) -> str:
-        """Remove and return the pending text except a possible start of a marker, and white space
-        before it."""
+        """Remove and return the pending text except a possible start of a marker, and white space before it."""
         text = self._trimmed(self._pending)
         end = len(text)
         if not at_end:

@@ -126,9 +126,7 @@ class CompletionShape:
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Return columns. A token is always among its alternatives, even if that is one more than
-        requested.
-        """
+        """Return columns. A token is always among its alternatives, even if that is one more than requested."""
         likeliest = [
             None if each.likeliest is None else _named(tokenizer, each, begins=part.begins)
             for each, part in zip(scored, parts, strict=True)

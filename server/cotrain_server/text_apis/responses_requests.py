@@ -113,10 +113,8 @@ class ResponseRequest(GenerationRequest):
         )
 
     def template_messages(self) -> list[Message]:
-        """Return the messages for a chat template. Consecutive items of the model are joined.
-
-        Raises:
-            Invalid: an item is neither text nor a tool's.
+        """Return the messages for a chat template. Consecutive items of the model are joined. Raises Invalid: an item
+        is neither text nor a tool's.
         """
         chat: list[Message] = []
         if self.instructions:

@@ -1,8 +1,7 @@
 """Tool calls in the forms of chat models: found in the text of an answer, one block at a time.
 
-A model writes calls as its chat template shows them. Qwen and Hermes put JSON between `<tool_call>`
-tags, and Qwen3-Coder XML. Llama 3 writes a JSON object in place of a text. Mistral writes
-`[TOOL_CALLS]` before its calls.
+A model writes calls as its chat template shows them. Qwen and Hermes put JSON between `<tool_call>` tags, and
+Qwen3-Coder XML. Llama 3 writes a JSON object in place of a text. Mistral writes `[TOOL_CALLS]` before its calls.
 """
 
 from __future__ import annotations

@@ -81,10 +81,8 @@ def anthropic_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | Non
 
 
 def call_messages(calls: Sequence[tuple[Any, Any, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the calls of a history for a template, from their ids, names and arguments.
-
-    Raises:
-        Invalid: the arguments are no JSON object, or the name is no text.
+    """Return the calls of a history for a template, from their ids, names and arguments. Raises Invalid: the arguments
+    are no JSON object, or the name is no text.
     """
     written = []
     for number, (id_, name, arguments) in enumerate(calls):

@@ -80,9 +80,7 @@ def age(seconds: float) -> str:
 
 
 def ago(at: float | None, now: float) -> Markup:
-    """Return a time relative to `now`, with the absolute time as its title; seconds since the
-    epoch.
-    """
+    """Return a time relative to `now`, with the absolute time as its title; seconds since the epoch."""
     return escape(NOTHING) if at is None else _time(at, age(now - at))
 
 

@@ -43,9 +43,7 @@ class Page:
     name: str  # name in the navigation and the title
     template: str
     read: Callable[[PageRequest], Awaitable[dict[str, Any]]]
-    """Returns the page's data for the template and the twin. A tenant's data contains nothing of
-    other tenants.
-    """
+    """Returns the page's data for the template and the twin. A tenant's data contains nothing of other tenants."""
     poll_s: int = 0  # interval in seconds at which the browser updates the changing part; 0: never
     for_operator: bool = False
     """True for the operator only. For a tenant the page does not exist."""
@@ -60,9 +58,7 @@ class Page:
 
 
 def router_of(pages: Sequence[Page]) -> APIRouter:
-    """Return the routes of pages and their twins. Twins come first, because a page with an id would
-    match their path.
-    """
+    """Return the routes of pages and their twins. Twins come first, because a page with an id would match their path."""
     router = APIRouter(include_in_schema=False)
     for page in pages:
         router.add_api_route(page.twin, _twin_route(page), response_model=None)

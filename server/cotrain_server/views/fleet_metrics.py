@@ -53,9 +53,7 @@ class _Families(Collector):
 
 
 async def fleet_metrics(services: Services) -> bytes:
-    """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the
-    metrics.
-    """
+    """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the metrics."""
     found = _Families()
     settings = services.settings
     disk = shutil.disk_usage(settings.data_dir)

@@ -36,10 +36,8 @@ class Window:
 
 
 def window(starting_on: datetime, ending_before: datetime, now: datetime) -> Window:
-    """Validate a window by the rules of the hosted services. A time without a zone is UTC.
-
-    Raises:
-        Invalid: the message names the violated rule.
+    """Validate a window by the rules of the hosted services. A time without a zone is UTC. Raises Invalid: the message
+    names the violated rule.
     """
     start, end = _in_utc(starting_on, "starting_on"), _in_utc(ending_before, "ending_before")
     if start > now:

@@ -1,8 +1,7 @@
-"""Delivery of all tenants' webhook events: by one process at a time, one event at a time per
-tenant.
+"""Delivery of all tenants' webhook events: by one process at a time, one event at a time per tenant.
 
-An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any
-other API process takes over. A slow receiver delays only its own tenant's events.
+An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any other API process
+takes over. A slow receiver delays only its own tenant's events.
 """
 
 import asyncio

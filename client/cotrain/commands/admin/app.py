@@ -6,18 +6,19 @@
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from pydantic import TypeAdapter
 
 from cotrain.commands.admin import tenants
-from cotrain.commands.admin.asking import Server, ask
+from cotrain.commands.admin.asking import AdminKey, Server, ask
 from cotrain.commands.admin.tenants import TenantId
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
     AsJson,
+    BaseUrl,
+    DataDir,
     examples,
     minute,
     print_result,
@@ -190,13 +191,9 @@ app.add_typer(workers_app, name="workers")
 @app.callback()
 def server(
     context: typer.Context,
-    base_url: Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")] = DEFAULT_BASE_URL,
-    admin_key: Annotated[
-        str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")
-    ] = "",
-    data_dir: Annotated[
-        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
-    ] = DEFAULT_DATA_DIR,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    admin_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Set the server and the key."""
     context.obj = Server(base_url, admin_key, data_dir)

@@ -19,12 +19,11 @@ from cotrain_server.administration.tenant_grants import (
     find_tenant,
     list_keys,
     make_key,
-    pause_tenant,
-    resume_tenant,
-    revoke_key,
 )
 from cotrain_server.administration.tenant_view import list_tenants, show_tenant
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, operator_router
+from cotrain_store.errors import Reason, Refused
+from cotrain_store.tenants.audit_log import AuditEvent
 
 router = operator_router("/api/v1/admin/tenants")
 
@@ -54,9 +53,7 @@ async def show(tenant_id: str, services: ServicesDep) -> TenantDetail:
 
 @router.patch("/{tenant_id}")
 async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) -> TenantDetail:
-    """Set limits that override the defaults, and a weight. Omitted fields keep their values; null
-    restores the default.
-    """
+    """Set limits that override the defaults, and a weight. Omitted fields keep their values; null restores the default."""
     tenant = await find_tenant(services, tenant_id)
     await change_tenant(services, tenant, wanted)
     return await show_tenant(services, tenant)
@@ -64,16 +61,18 @@ async def change(tenant_id: str, wanted: TenantChange, services: ServicesDep) ->
 
 @router.post("/{tenant_id}/pause", status_code=204)
 async def pause(tenant_id: str, wanted: PauseRequest, services: ServicesDep) -> None:
-    """Pause a tenant: its requests are accepted up to its limits, but no cycle or sampling takes
-    them.
-    """
-    await pause_tenant(services, await find_tenant(services, tenant_id), wanted.reason)
+    """Pause a tenant: its requests are accepted up to its limits, but no cycle or sampling takes them."""
+    tenant, details = await find_tenant(services, tenant_id), {"reason": wanted.reason}
+    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_PAUSE, details):
+        await services.pauses.pause_tenant(tenant, wanted.reason)
 
 
 @router.post("/{tenant_id}/resume", status_code=204)
 async def resume(tenant_id: str, services: ServicesDep) -> None:
     """Resume a tenant. Idempotent."""
-    await resume_tenant(services, await find_tenant(services, tenant_id))
+    tenant = await find_tenant(services, tenant_id)
+    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_RESUME, {}) as act:
+        act.is_done = await services.pauses.resume_tenant(tenant)
 
 
 keys_router = operator_router("/api/v1/admin/tenants/{tenant_id}/keys")
@@ -93,10 +92,15 @@ async def create_key(tenant_id: str, wanted: KeyRequest, services: ServicesDep) 
 
 @keys_router.delete("/{key_id}", status_code=204)
 async def revoke(tenant_id: str, key_id: str, services: ServicesDep) -> None:
-    """Revoke a key, effective everywhere within 5 s. A key in the server's settings must be removed
-    there.
-    """
-    await revoke_key(services, await find_tenant(services, tenant_id), key_id)
+    """Revoke a key, effective everywhere within 5 s. A key in the server's settings must be removed there."""
+    tenant = await find_tenant(services, tenant_id)
+    known = await services.tenants.issued_key(key_id)
+    if known and known.tenant != tenant:
+        raise Refused(Reason.KEY_NOT_FOUND)
+    details = {"revoked": key_id, "name": known.name if known else ""}
+    async with services.audit.act_of_operator(tenant, AuditEvent.APIKEY_REVOKE, details):
+        if not await services.tenants.revoke(key_id) or not known:
+            raise Refused(Reason.KEY_NOT_FOUND)
 
 
 audit_router = operator_router("/api/v1/admin/audit")

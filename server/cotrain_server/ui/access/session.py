@@ -1,8 +1,7 @@
-"""Browser sessions: a signed cookie that replaces the key after a login, and access checks of
-pages.
+"""Browser sessions: a signed cookie that replaces the key after a login, and access checks of pages.
 
-The cookie contains no key. A logout ends it. A tenant's session ends with its key, and has the
-key's current role. The operator's session ends if the admin key changes.
+The cookie contains no key. A logout ends it. A tenant's session ends with its key, and has the key's current role. The
+operator's session ends if the admin key changes.
 """
 
 import hashlib
@@ -59,10 +58,8 @@ async def session_of_key(services: Services, key: str) -> UiSession:
 
 
 async def visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
-    """Return the logged-in visitor of a browser, or None without a valid session.
-
-    Raises:
-        READ_ONLY_KEY: the session is a viewer's, and the request changes something.
+    """Return the logged-in visitor of a browser, or None without a valid session. Raises READ_ONLY_KEY: the session is
+    a viewer's, and the request changes something.
     """
     session = _session_of(request, services)
     if session is None or await services.tenants.has_logged_out(session.nonce):
@@ -98,9 +95,7 @@ def keep_session(
 def set_cookie(
     request: Request, response: Response, services: Services, name: str, value: str, life_s: int
 ) -> None:
-    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the
-    server uses it.
-    """
+    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the server uses it."""
     public = services.settings.public_url or ""
     response.set_cookie(
         name,

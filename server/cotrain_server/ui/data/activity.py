@@ -134,9 +134,7 @@ def curves_of(
 
 
 def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
-    """Return the chart of the loss of forwards without a gradient, over the preceding step. None
-    without values.
-    """
+    """Return the chart of the loss of forwards without a gradient, over the preceding step. None without values."""
     seen = {point.step: mean_loss(point) for point in points if point.kind == "forward"}
     if not any(value is not None for value in seen.values()):
         return None

@@ -40,9 +40,7 @@ class Eyes:
 
 
 def timeline_of(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, Any]:
-    """Return the timeline of cycles, newest first in `records`: a row per worker, and the colours
-    of tenants.
-    """
+    """Return the timeline of cycles, newest first in `records`: a row per worker, and the colours of tenants."""
     colour = _colours(records, eyes)
     start, end = _span(records)
     workers = sorted({record["worker"] for record in records})

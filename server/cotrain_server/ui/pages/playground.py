@@ -1,6 +1,4 @@
-"""Playground: send one prompt with one seed to the base model and checkpoints, and compare the
-answers.
-"""
+"""Playground: send one prompt with one seed to the base model and checkpoints, and compare the answers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -155,9 +153,7 @@ def _refused(model: str, why: str) -> dict[str, Any]:
 async def _body(
     services: Services, tenant: TenantId, target: Target, model: str, fields: Mapping[str, str]
 ) -> SampleBody:
-    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same
-    answer.
-    """
+    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same answer."""
     prompt, common = fields.get("prompt", ""), _common(model, fields)
     try:
         if fields.get("mode") == "chat":

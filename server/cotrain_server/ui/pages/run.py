@@ -64,10 +64,12 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     if row["last_loss"] is None:  # the newest step followed a failed pass
         losses = (mean_loss(point) for point in reversed(points))
         row["last_loss"] = next((loss for loss in losses if loss is not None), None)
+    # The same position as above, so that the sentence and the state agree.
+    reason = await read_why(services, run, position, shows_exits=look.visitor.is_operator)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": row,
-        "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
+        "why": reason.reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,

@@ -25,7 +25,7 @@ ALIKE = (
     "qwen3-window", "gemma3-wrapped", "gemma4", "gemma4-unified", "gemma4-unified-wrapped", "seed-oss",
     "arcee", "cwm", "hyperclovax", "olmo2", "ministral", "mistral3", "glm4_moe_lite", "solar_open",
     "dots1", "flex_olmo", "hunyuan_v1_moe", "qwen3-vl-moe", "qwen3_5", "qwen3_5-wrapped", "qwen3_5_moe",
-    "qwen3_5_moe-wrapped", "lfm2_moe", "bamba",
+    "qwen3_5_moe-wrapped", "lfm2_moe", "bamba", "granitemoehybrid-dense",
 )  # fmt: skip
 
 
@@ -39,6 +39,13 @@ def test_a_family_computes_as_transformers_and_peft(
     assert measured.is_alone_equal
     assert measured.is_restored
     assert measured.is_greedy_equal
+
+
+def test_experts_of_a_square_weight_are_merged_with_inputs_before_outputs(tmp_path: Path) -> None:
+    """The shape does not show the order, nor does that of gpt-oss-20b."""
+    folder = build_tiny("gpt_oss", tmp_path / "model", hidden=40)
+
+    assert measure(folder, tmp_path / "adapter").merged < TOLERANCE
 
 
 def test_every_supported_type_has_a_family() -> None:
