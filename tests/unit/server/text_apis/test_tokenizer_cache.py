@@ -28,7 +28,7 @@ from cotrain_server.text_apis.tokenizer_cache import (
 )
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
-from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
+from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
 
 
 async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) -> None:
