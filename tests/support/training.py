@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import load_plain
+
+#: Fixtures of `tests/unit/workers/conftest.py`.
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 
 def modules_of(network: Any, spec: AdapterSpec) -> list[str]:

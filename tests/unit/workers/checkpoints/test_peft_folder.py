@@ -33,15 +33,11 @@ from cotrain_workers.checkpoints.peft_folder import (
     remove_folder,
     write_folder,
 )
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.draws import variant
 from tests.support.full_table import no_descriptor
-from tests.support.training import MIX, Tenant, random_datum
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder, NewEngine, Tenant, random_datum
 
 BASE = "qwen/tiny"
 TARGETS = (

@@ -4,7 +4,7 @@ fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Pass, PassOutput
 from tests.support.draws import variant
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, Tenant, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, Tenant, same_bits
 
 pytestmark = pytest.mark.numerics
 

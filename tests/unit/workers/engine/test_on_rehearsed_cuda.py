@@ -41,9 +41,7 @@ from tests.support.decoding import finish, graph_report, request
 from tests.support.kl import kl_datums, random_weights, started
 from tests.support.rehearsed_cuda import Rehearsal, rehearsed_cuda
 from tests.support.rehearsed_tensor import DEVICE, WouldWait
-from tests.support.training import MIX
-
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder
 
 SOME = (MIX[3], MIX[4], MIX[5])  # ranks 5 to 16, the unembedding alone and left out, three columns
 

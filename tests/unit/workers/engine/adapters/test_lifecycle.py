@@ -30,9 +30,8 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from tests.support.draws import variant
-from tests.support.training import MIX, PeftOracle, Tenant, same_bits
+from tests.support.training import MIX, NewEngine, PeftOracle, Tenant, same_bits
 
-NewEngine = Callable[..., Engine]
 TENANT = MIX[0]
 
 

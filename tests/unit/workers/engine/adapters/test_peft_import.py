@@ -38,10 +38,8 @@ from cotrain_workers.engine.ops import (
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.draws import variant
+from tests.support.training import ModelFolder, NewEngine
 from tests.support.uploads import config, q_proj, safetensors
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
 
 TOKENS = np.random.default_rng(0).integers(0, 128, 24)
 MAX_RANK = 16

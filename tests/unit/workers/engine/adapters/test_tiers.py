@@ -15,9 +15,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, OptimStep, Pass, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, same_bits
 
 SPEC = AdapterSpec(1, seed=0, train_mlp=False, train_unembed=False)
 STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)

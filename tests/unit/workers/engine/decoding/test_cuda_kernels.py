@@ -32,9 +32,8 @@ from cotrain_workers.engine.spec import Target
 from tests.support.decoding import finish, graph_report, request, trained_weights
 from tests.support.draws import variant
 from tests.support.plain_pages import plain_pages
-from tests.support.training import MIX
+from tests.support.training import MIX, NewEngine
 
-NewEngine = Callable[..., Engine]
 Outputs = Mapping[str, SampleOutput | Failure]
 
 RUNS = [tenant.run for tenant in MIX]

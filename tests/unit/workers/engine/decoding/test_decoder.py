@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,7 @@ from tests.support.decoding import (
 )
 from tests.support.draws import variant
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, PeftOracle, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder, NewEngine, PeftOracle, same_bits
 
 #: Tokens per sample, sampled at least three times per test. Enough to begin a page of 16 after a
 #: prompt of 37 or 70 tokens.

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import (
     VOCAB,
@@ -21,8 +18,7 @@ from tests.support.decoding import (
 )
 from tests.support.draws import variant
 from tests.support.mixtures import SOME, random_weights
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine
 
 SPECS = {
     "all-8": AdapterSpec(8, 1),

@@ -4,7 +4,7 @@ unchanged results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -30,8 +30,7 @@ from tests.support.decoding import (
     whole,
 )
 from tests.support.draws import variant
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine
 
 
 def overlapping(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from cotrain_workers.engine.decoding.requests import NewTokens, SampledSequence, SampleOutput
-from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import (
     assert_same,
     decoder_of,
@@ -18,9 +16,7 @@ from tests.support.decoding import (
     trained_weights,
     whole,
 )
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import NewEngine
 
 
 def test_a_cached_prefix_changes_no_bit(new_engine: NewEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,7 @@ from tests.support.decoding import (
     trained_weights,
     trainer_logprobs,
 )
-from tests.support.training import MIX
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine
 
 VOCAB, CONTEXT = 128, 512
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37)

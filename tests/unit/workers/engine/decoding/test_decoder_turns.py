@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.slot_pool import slot_layout
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.decoding import (
@@ -26,10 +22,7 @@ from tests.support.decoding import (
     request,
     trained_weights,
 )
-from tests.support.training import MIX
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, NewEngine
 
 
 def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import self_check as lora_self_test
 from cotrain_workers.engine.lora.grouped import (
     GroupedLora,
@@ -37,10 +36,7 @@ from tests.support.engine_checks import (
     warmed_up,
 )
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, random_datum, relative_error
-
-ModelFolder = Callable[..., Path]
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, relative_error
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 9, 40, 8, 30, 70)

@@ -21,9 +21,8 @@ from tests.support.decoding import decoder_of, finish, request, trained_weights,
 from tests.support.draws import variant
 from tests.support.shared_base import load_plain
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, relative_error, same_bits
+from tests.support.training import MIX, ModelFolder, relative_error, same_bits
 
-ModelFolder = Callable[..., Path]
 Dequantized = Callable[[Quantization], Path]
 
 KINDS: tuple[Quantization, ...] = ("int8", "fp8", "nf4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +13,7 @@ from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant
 from tests.support.engine_checks import gradient_passes
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, same_bits
 
 
 @pytest.mark.parametrize(

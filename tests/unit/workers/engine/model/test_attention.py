@@ -24,10 +24,7 @@ from cotrain_workers.engine.routing import AttentionRule, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import batch_runner
 from tests.support.shared_base import load_plain
-from tests.support.training import random_datum
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder, NewEngine, random_datum
 
 CPU = torch.device("cpu")
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from cotrain_workers.engine.model.base_model import (
 )
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from tests.support.tiny_models import FAMILIES, build_tiny
-
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "nemotron", "gemma3-wrapped"])

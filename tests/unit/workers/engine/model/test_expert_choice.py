@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,7 @@ from tests.support.decoding import decoder_of, finish, output, request
 from tests.support.draws import variant
 from tests.support.mixtures import SOME, random_weights
 from tests.support.tiny_models import MIXTURES
-from tests.support.training import Tenant, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder, NewEngine, Tenant, random_datum, same_bits
 
 
 def logprobs(engine: Engine, *datums: Datum) -> list[np.ndarray]:

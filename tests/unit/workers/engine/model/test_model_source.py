@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from cotrain_workers.engine.model.base_model import (
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from cotrain_workers.group.sharded_base import read_rows, weight_files
 from tests.support.fake_hub import FakeHub
-
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder
 
 WEIGHTS = "model.safetensors"
 

@@ -27,9 +27,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import memory_model
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.draws import variant
-from tests.support.training import MIX, random_datum, relative_error, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
 
 def passes(cycle: int) -> list[Op]:

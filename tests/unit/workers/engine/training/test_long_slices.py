@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,8 @@ from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInput
 from cotrain_workers.engine.training.memory_model import Budget
 from tests.support import tiny_models
 from tests.support.draws import variant
-from tests.support.training import MIX, random_datum, relative_error, same_bits
+from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
-NewEngine = Callable[..., Engine]
 LIMIT = 16
 LAYERS = 2
 SPEC = AdapterSpec(4, seed=3)

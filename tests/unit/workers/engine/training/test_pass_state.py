@@ -37,9 +37,8 @@ from tests.support.open_passes import (
     assert_same_outputs,
     one_cycle,
 )
-from tests.support.training import MIX, same_bits
+from tests.support.training import MIX, NewEngine, same_bits
 
-NewEngine = Callable[..., Engine]
 OpId = tuple[str, int]
 
 pytestmark = pytest.mark.numerics

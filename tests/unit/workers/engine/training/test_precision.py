@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -11,9 +8,7 @@ from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.ops import PassOutput
 from tests.support.draws import variant
 from tests.support.engine_checks import bf16_gradient_cosine, warmed_up
-from tests.support.training import MIX
-
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder
 
 
 @pytest.mark.parametrize(

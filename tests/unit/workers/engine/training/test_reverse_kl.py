@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,10 +27,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.reverse_kl import KlHead, KlInput, Referred
 from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, same_bits
 
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
 

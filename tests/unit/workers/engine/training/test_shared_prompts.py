@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,7 @@ from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.micro_batches import OpSlice, cut
 from cotrain_workers.engine.training.shared_prompts import LEAST_SHARED, shared_prompts, spans_of
-from tests.support.training import MIX, random_datum, relative_error, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
 #: Of windows, of sinks, of caps on scores, of latent attention, of layers that differ in shape, and of experts.
 FAMILIES = ("qwen3", "qwen3-window", "gemma2", "gpt_oss", "deepseek_v3", "gemma4")

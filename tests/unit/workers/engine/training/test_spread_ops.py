@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -23,9 +23,8 @@ from tests.support.open_passes import (
     assert_same_outputs,
     one_cycle,
 )
-from tests.support.training import same_bits
+from tests.support.training import NewEngine, same_bits
 
-NewEngine = Callable[..., Engine]
 OpId = tuple[str, int]
 
 #: Ways to spread ops, of which one is repeated with AVX2 only: only the kernels differ there, not the ways.
