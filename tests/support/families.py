@@ -42,7 +42,7 @@ ALIKE = (
     "qwen3-window", "gemma3-wrapped", "gemma4", "gemma4-unified", "gemma4-unified-wrapped", "seed-oss",
     "arcee", "cwm", "hyperclovax", "olmo2", "ministral", "mistral3", "glm4_moe_lite", "solar_open",
     "dots1", "flex_olmo", "hunyuan_v1_moe", "qwen3-vl-moe", "qwen3_5", "qwen3_5-wrapped", "qwen3_5_moe",
-    "qwen3_5_moe-wrapped", "lfm2_moe", "bamba", "granitemoehybrid-dense",
+    "qwen3_5_moe-wrapped", "lfm2_moe", "bamba", "granitemoehybrid-dense", "gemma4-moe-wrapped",
 )  # fmt: skip
 TOLERANCE = 1e-5
 CYCLES = 3
