@@ -23,7 +23,7 @@ from cotrain_workers.recorder.replay import (
 )
 from tests.support.flight import A, B, C, Flight, a_pass, a_step, create, whole_story
 from tests.support.tiny_models import build_tiny
-from tests.unit.workers.conftest import NewEngine
+from tests.support.training import NewEngine
 
 
 @pytest.fixture
