@@ -80,28 +80,24 @@ class LoraConfig(Argument):
         return dropout
 
 
-_NO_DIMUON = (
-    "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
-)
+def _refuse_dimuon(name: Any) -> Any:
+    if name == "dimuon":
+        raise ValueError(
+            "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
+        )
+    return name
 
 
 class OptimizerConfig(WireModel):
     """Optimizer of a run, fixed when the run is created."""
 
-    type: Literal["adamw", "muon"] = "adamw"
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _refuse_dimuon(cls, name: Any) -> Any:
-        if name == "dimuon":
-            raise ValueError(_NO_DIMUON)
-        return name
+    type: Annotated[Literal["adamw", "muon"], BeforeValidator(_refuse_dimuon)] = "adamw"
 
 
 class MuonOptimizerConfig(OptimizerConfig):
     """Muon as the optimizer of a run."""
 
-    type: Literal["adamw", "muon"] = "muon"
+    type: Annotated[Literal["adamw", "muon"], BeforeValidator(_refuse_dimuon)] = "muon"
 
 
 class CreateModelRequest(WireModel):
@@ -284,19 +280,12 @@ class MuonParams(Argument):
     A step has the size of an AdamW step with the same learning rate.
     """
 
-    type: Literal["muon"] = "muon"
+    type: Annotated[Literal["muon"], BeforeValidator(_refuse_dimuon)] = "muon"
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
     """Maximum L2 norm of the gradient of the whole adapter; 0 and inf disable clipping."""
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _refuse_dimuon(cls, name: Any) -> Any:
-        if name == "dimuon":
-            raise ValueError(_NO_DIMUON)
-        return name
 
 
 class OptimStepRequest(SequencedRequest):

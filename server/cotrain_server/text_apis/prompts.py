@@ -32,8 +32,7 @@ SCHEME = "tinker://"
 class Weights:
     """Weights of a model name."""
 
-    path: str
-    """Path of the weights; empty for the base model."""
+    path: str  # Path of the weights; empty for the base model
     checkpoint: CheckpointRecord | None
     pool: PoolRecord
 
@@ -149,14 +148,10 @@ class Chat:
 
     messages: Sequence[Message]
     tools: ToolUse = ToolUse()  # noqa: RUF009  # it is frozen
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model's template."""
-    thinking: Thinking | None = None
-    """Setting of the reasoning; None for the model's own."""
-    continues: bool = False
-    """True to continue the last message."""
-    schema: Any = None
-    """JSON schema of the answer; None for a text."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # Options of the model's template
+    thinking: Thinking | None = None  # Setting of the reasoning; None for the model's own
+    continues: bool = False  # True to continue the last message
+    schema: Any = None  # JSON schema of the answer; None for a text
 
     @property
     def characters(self) -> int:
