@@ -1,6 +1,4 @@
-"""Model of the fake vLLM server: a tiny real model with plain PEFT adapters, one sequence at a
-time.
-"""
+"""Model of the fake vLLM server: a tiny real model with plain PEFT adapters, one sequence at a time."""
 
 from __future__ import annotations
 

@@ -104,11 +104,7 @@ GEMMA4: Mapping[str, Any] = {
     "final_logit_softcapping": 3.0,
     "use_bidirectional_attention": "vision",
 }
-MULTIPLIED = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "attention_multiplier": 0.2,
-}
+MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
 MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
     "gemma4": ("Gemma4TextConfig", GEMMA4),
@@ -249,10 +245,7 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, **SIX_EXPERTS}),
     "flex_olmo": ("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
-    "hunyuan_v1_moe": (
-        "HunYuanMoEV1Config",
-        {"head_dim": 16, "num_experts": 6, "moe_topk": 2},
-    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
     "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
     "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
     "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),

@@ -147,9 +147,7 @@ class PeftOracle:
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
     def backward(self, op: Pass) -> tuple[float, float]:
-        """Add the gradient of a pass, datum by datum. Return its summed loss, and that of absolute
-        terms.
-        """
+        """Add the gradient of a pass, datum by datum. Return its summed loss, and that of absolute terms."""
         total, size = 0.0, 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:

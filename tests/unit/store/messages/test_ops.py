@@ -6,13 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.ids import (
-    RequestId,
-    RunId,
-    TenantId,
-    WorkerId,
-    encode,
-)
+from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)

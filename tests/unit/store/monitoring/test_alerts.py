@@ -1,6 +1,4 @@
-"""Alerts, each of which fires in its case and not in a neighbouring one, checked with Prometheus'
-rule tests.
-"""
+"""Alerts, each of which fires in its case and not in a neighbouring one, checked with Prometheus' rule tests."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Case:
-    """Series by name, with a value every 10 s. The first ones fire at `at`, and the second ones do
-    not.
-    """
+    """Series by name, with a value every 10 s. The first ones fire at `at`, and the second ones do not."""
 
     fires: dict[str, str]
     quiet: dict[str, str]

@@ -1,6 +1,4 @@
-"""Export of spans: its settings, its cost with a slow, full or missing collector, and its absence
-when it is off.
-"""
+"""Export of spans: its settings, its cost with a slow, full or missing collector, and its absence when it is off."""
 
 from __future__ import annotations
 

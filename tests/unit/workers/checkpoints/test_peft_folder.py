@@ -295,9 +295,7 @@ def test_an_adapter_without_checksums_is_refused_with_a_remedy(tmp_path: Path, f
     read(tmp_path, folder.digest)
 
 
-def test_checksums_written_by_the_operator_are_accepted(
-    tmp_path: Path,
-) -> None:
+def test_checksums_written_by_the_operator_are_accepted(tmp_path: Path) -> None:
     folder = tmp_path / written(tmp_path).key
     (folder / "more").write_bytes(b"no file of an adapter")
     sums = subprocess.check_output(["sha256sum", "--binary", CONFIG, TENSORS], cwd=folder)

@@ -1,6 +1,4 @@
-"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in
-fp32.
-"""
+"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in fp32."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
 
 
 def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
-    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its
-    operands.
-    """
+    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its operands."""
     folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
     together, alone = Engine.load(str(folder)), Engine.load(str(folder))
 

@@ -92,8 +92,7 @@ def test_a_cycle_equals_that_of_a_cpu_in_direction_and_waits_twice(
     for each in (engine, plain):
         succeeded(each.run(ops(1)))
 
-    # The results of the passes, and the norms of the gradients. Every copy goes through pinned
-    # memory.
+    # The results of the passes, and the norms of the gradients. Every copy goes through pinned memory.
     assert cuda.waits == ["copy to cpu", "copy to cpu"]
     for tenant in SOME:
         ours, theirs = engine.adapters.state(tenant.run), plain.adapters.state(tenant.run)

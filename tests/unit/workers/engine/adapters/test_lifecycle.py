@@ -172,9 +172,7 @@ def test_saves_and_loads_of_one_cycle_run_in_their_order(new_engine: NewEngine) 
 
 
 def test_runs_that_load_among_others_change_no_bit_of_any_run(new_engine: NewEngine) -> None:
-    """Two runs of the mix load, one starts with a load, and the others train. Each result equals
-    that of the run alone.
-    """
+    """Two runs of the mix load, one starts with a load, and the others train. Each result equals that of the run alone."""
 
     def ops_of(tenant: Tenant, save: SaveOutput, cycle: int) -> list[Op]:
         ops = tenant.ops(cycle)
@@ -258,9 +256,7 @@ def without_optimizer(save: SaveOutput, alpha: float) -> SaveOutput:
 
 
 def test_loaded_weights_of_another_alpha_keep_their_effect(new_engine: NewEngine) -> None:
-    """The B matrix of the run is scaled by the ratio. Equal up to fp32 rounding, since 7.5 / 32 is
-    not a power of two.
-    """
+    """The B matrix of the run is scaled by the ratio. Equal up to fp32 rounding, since 7.5 / 32 is not a power of two."""
     engine, other = new_engine(), new_engine()
     engine.run(TENANT.ops(0))
     theirs = replace(TENANT.spec, alpha=7.5)

@@ -123,9 +123,7 @@ def every_logprob(network: Any) -> np.ndarray:
 
 
 def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
-    """Return the log-probs of every token of the vocabulary at every position: the logits up to a
-    constant.
-    """
+    """Return the log-probs of every token of the vocabulary at every position: the logits up to a constant."""
     columns = np.tile(np.arange(128), (len(TOKENS), 1))
     weights = np.zeros(columns.shape, np.float32)
     datum = Datum(TOKENS, {"target_tokens": columns, "weights": weights})

@@ -128,9 +128,7 @@ def test_graphs_over_a_pool_that_has_grown_are_dropped(new_engine: NewEngine) ->
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_graph_capture_is_limited_to_its_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_graph_capture_is_limited_to_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     class Graph:

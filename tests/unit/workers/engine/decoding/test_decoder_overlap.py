@@ -1,6 +1,4 @@
-"""Decoder that starts a row before it has read the tokens of the previous row, as on a GPU, with
-unchanged results.
-"""
+"""Decoder that starts a row before it has read the tokens of the previous row, as on a GPU, with unchanged results."""
 
 from __future__ import annotations
 
@@ -142,8 +140,7 @@ def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) 
 
     seen: list[Progress] = [decoder.step() for _ in range(4)]
     assert [name for progress in seen for name, _ in progress.finished] == ["second"]
-    # A call reads the row started before. The next call starts the prompt, and returns its first
-    # token.
+    # A call reads the row started before. The next call starts the prompt, and returns its first token.
     counts = [[new.request for new in progress.tokens] for progress in seen]
     assert counts[0] == ["first"]
     assert "second" in counts[1]

@@ -47,12 +47,8 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
         assert_same(ours, expected)
 
 
-def test_other_tenants_change_no_bit_while_pages_are_preempted(
-    new_engine: NewEngine,
-) -> None:
-    """Compare each request alone in a large decoder with all together in a small one, where tenants
-    preempt each other.
-    """
+def test_other_tenants_change_no_bit_while_pages_are_preempted(new_engine: NewEngine) -> None:
+    """Compare each request alone in a large decoder with all together in a small one, where tenants preempt each other."""
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [
@@ -104,9 +100,7 @@ def test_earlier_contents_of_memory_change_no_result(new_engine: NewEngine) -> N
         assert_same(ours, output_before)
 
 
-def test_a_newcomer_next_to_long_sequences_needs_two_more_steps(
-    new_engine: NewEngine,
-) -> None:
+def test_a_newcomer_next_to_long_sequences_needs_two_more_steps(new_engine: NewEngine) -> None:
     """20 requests of 64 samples are 1,280 sequences, with memory for 10 of them."""
     decoder = decoder_of(new_engine(), {}, kv_tokens=16 * 100)
     for at in range(20):
@@ -149,9 +143,7 @@ def test_a_tenant_with_every_slot_of_weights_in_use_yields_one_to_another(
     assert steps <= 8 + 2
 
 
-def test_a_tenant_waits_for_no_slot_of_another_rank_class(
-    new_engine: NewEngine,
-) -> None:
+def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine) -> None:
     """One tenant's requests for adapters of rank 16 always exceed the slots."""
     engine = new_engine()
     mine = trained_weights(engine)["all-8"]
@@ -219,9 +211,7 @@ def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: N
     assert len(loads) <= 2 * len(tenants)  # once for the rank, once for the slot
 
 
-def test_eighty_requests_finish_in_memory_for_sixteen(
-    new_engine: NewEngine,
-) -> None:
+def test_eighty_requests_finish_in_memory_for_sixteen(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     keys = [None, *RUNS]

@@ -120,9 +120,7 @@ def test_the_number_of_products_does_not_depend_on_that_of_adapters(
     assert numbers == [3 * ((1 + 3) + 2 * (2 + 3))] * 2
 
 
-def test_more_segments_than_groups_are_several_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_segments_than_groups_are_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_products(monkeypatch)
     _, segments = same_class(1100)
     found = came_out("grouped", segments, 8 * 1100, torch.float32)

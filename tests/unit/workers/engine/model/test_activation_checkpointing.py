@@ -49,9 +49,7 @@ def test_neighbours_change_no_bit_while_recomputing(new_engine: NewEngine) -> No
 
 
 def kept_bytes(engine: Engine) -> int:
-    """Return the bytes that one micro-batch keeps for its backward, without the base model's
-    weights.
-    """
+    """Return the bytes that one micro-batch keeps for its backward, without the base model's weights."""
     weights = {p.untyped_storage().data_ptr() for p in engine._base.backbone.parameters()}
     by_storage: dict[int, int] = {}
 

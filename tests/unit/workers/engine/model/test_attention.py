@@ -172,15 +172,7 @@ def kernel_of_torch_2_13(
     assert enable_gqa
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     return kernel_of_torch_2_11(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        scale=scale,
-        window_size=window_size,
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
     )
 
 
@@ -225,8 +217,7 @@ def with_wrong_heads(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "heads"),
-    [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)],
+    ("kernel", "heads"), [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)]
 )
 def test_keys_and_values_are_copied_only_for_a_kernel_that_needs_it(
     kernel: Callable[..., torch.Tensor], heads: int, monkeypatch: pytest.MonkeyPatch

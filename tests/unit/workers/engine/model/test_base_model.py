@@ -37,8 +37,7 @@ def test_a_family_has_its_targets(model_folder: ModelFolder, family: str) -> Non
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
 @pytest.mark.parametrize(
-    ("family", "tied"),
-    [*((family, False) for family in FAMILIES), ("qwen3", True)],
+    ("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen3", True)]
 )
 def test_the_targets_are_those_that_peft_chooses(
     model_folder: ModelFolder, family: str, tied: bool

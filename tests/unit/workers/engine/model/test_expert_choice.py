@@ -156,10 +156,7 @@ def test_samples_return_experts_that_training_replays(
         assert sequence.routed_experts is not None
         whole = np.concatenate([asked.prompt, sequence.tokens])
         given = np.concatenate([found.prompt_routed_experts, sequence.routed_experts])
-        inputs = {
-            "target_tokens": whole[1:],
-            "weights": np.ones(len(whole) - 1, np.float32),
-        }
+        inputs = {"target_tokens": whole[1:], "weights": np.ones(len(whole) - 1, np.float32)}
         datum = Datum(whole[:-1], inputs, given)
         ours = np.concatenate([found.prompt_logprobs[1:], sequence.logprobs])
         (theirs,) = logprobs(trainer, datum)

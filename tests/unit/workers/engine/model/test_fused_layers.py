@@ -1,6 +1,4 @@
-"""Insertion of kernels into a base model, with plain functions in place of the kernels, so without
-Triton.
-"""
+"""Insertion of kernels into a base model, with plain functions in place of the kernels, so without Triton."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ def passes(cycle: int) -> list[Op]:
 
 
 def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> Callable[[], None]:
-    """Make the base model run out of memory on rows of more than `most` tokens, until the returned
-    function is called.
-    """
+    """Make the base model run out of memory on rows of more than `most` tokens, until the returned function is called."""
 
     def refuse(module: Any, args: Any, kwargs: Any) -> None:
         if kwargs["input_ids"].shape[1] > most:
@@ -78,9 +76,7 @@ def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine, lor
 
 
 def run_out_in_backward(monkeypatch: pytest.MonkeyPatch, failing_call: int) -> list[int]:
-    """Make one gradient product of the base model's modules run out of memory. Return a call
-    counter.
-    """
+    """Make one gradient product of the base model's modules run out of memory. Return a call counter."""
     calls, add_product = [0], lora.add_product
 
     def once(*args: Any) -> None:
@@ -138,10 +134,7 @@ def test_an_op_keeps_the_slices_of_earlier_micro_batches(
     [([50, 50, 10], 4), ([50, 200], 4)],  # the second micro-batch in halves; a long datum again
 )
 def test_running_out_of_memory_for_the_copy_of_a_gradient_loses_no_slice(
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    lengths: Sequence[int],
-    forwards: int,
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, lengths: Sequence[int], forwards: int
 ) -> None:
     troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
     spec = AdapterSpec(4, seed=0)
@@ -212,9 +205,7 @@ def test_a_size_that_did_not_fit_is_tried_again(
     assert_same_states(troubled, untroubled)
 
 
-def test_an_op_too_large_for_memory_is_split_between_its_datums(
-    new_engine: NewEngine,
-) -> None:
+def test_an_op_too_large_for_memory_is_split_between_its_datums(new_engine: NewEngine) -> None:
     small, large = new_engine(), new_engine()
     limit_rows(small, 128)
     spec = AdapterSpec(4, seed=0)
@@ -315,9 +306,7 @@ def test_the_host_reads_the_results_of_a_wave_once(
     assert len(copies) == 1
 
 
-def test_a_non_finite_pass_leaves_the_others_of_its_run(
-    new_engine: NewEngine,
-) -> None:
+def test_a_non_finite_pass_leaves_the_others_of_its_run(new_engine: NewEngine) -> None:
     together, without = new_engine(), new_engine()
     create, given = one_op("run", [9], AdapterSpec(4, seed=0))
     assert isinstance(given, Pass)
@@ -350,9 +339,7 @@ def test_sparing_memory_changes_no_bit(new_engine: NewEngine) -> None:
     assert_same_states(spares, alone)
 
 
-def test_an_op_with_smaller_slices_reports_inexact_bits(
-    new_engine: NewEngine,
-) -> None:
+def test_an_op_with_smaller_slices_reports_inexact_bits(new_engine: NewEngine) -> None:
     engine, whole = new_engine(), new_engine()
     create, whole_pass = one_op("wide", [60, 50, 70], AdapterSpec(4, seed=0))
     assert isinstance(whole_pass, Pass)

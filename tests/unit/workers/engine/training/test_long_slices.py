@@ -1,6 +1,4 @@
-"""Datum above the token limit of micro-batches: other work runs between its layers, without a
-change of bits.
-"""
+"""Datum above the token limit of micro-batches: other work runs between its layers, without a change of bits."""
 
 from __future__ import annotations
 
@@ -235,9 +233,7 @@ def test_a_datum_suspended_after_every_layer_has_the_same_bits(
     needs_grad: bool,
     adapter_bytes: int | None,
 ) -> None:
-    """Whole cycles of other runs with their steps run in between. Adapters are offloaded and
-    restored.
-    """
+    """Whole cycles of other runs with their steps run in between. Adapters are offloaded and restored."""
     settings: dict[str, Any] = {"recompute": recompute, "adapter_bytes": adapter_bytes}
     stopped = begun(new_engine, **settings)
     op = long_pass("cross_entropy", 50, 4, 33, needs_grad=needs_grad)
@@ -353,9 +349,7 @@ def test_a_datum_runs_to_its_end_if_the_suspended_ones_are_inactive(
     assert ("run-2", 1) in _cycle(engine, [third]).outputs
 
 
-def test_a_dropped_run_frees_its_datum_without_the_garbage_collector(
-    new_engine: NewEngine,
-) -> None:
+def test_a_dropped_run_frees_its_datum_without_the_garbage_collector(new_engine: NewEngine) -> None:
     engine = begun(new_engine)
     _cycle(engine, [long_pass()])
     (kept,) = engine._forward_backward._long

@@ -1,6 +1,4 @@
-"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of
-CUDA memory.
-"""
+"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of CUDA memory."""
 
 from __future__ import annotations
 

@@ -249,9 +249,7 @@ def test_long_reference_contexts_fill_at_most_a_micro_batch(new_engine: NewEngin
     assert rows == [*[64] * 6, 32]  # references two at a time, the run all at once
 
 
-def test_running_out_of_memory_in_a_reference_changes_no_bit(
-    new_engine: NewEngine,
-) -> None:
+def test_running_out_of_memory_in_a_reference_changes_no_bit(new_engine: NewEngine) -> None:
     troubled, untroubled = new_engine(), new_engine()
     calls: list[int] = []
 

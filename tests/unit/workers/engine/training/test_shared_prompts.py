@@ -159,10 +159,7 @@ def test_slices_are_cut_by_their_rows() -> None:
     lengths, shared = [100, 100, 100, 30], [0, 90, 90, 0]
     slices = [*cut(0, lengths, [1] * 4, 120, needs_grad=True, shared=shared)]
     # The third begins a slice, so it has all of its rows.
-    assert [(each.first, each.last, each.tokens) for each in slices] == [
-        (0, 3, 120),
-        (3, 4, 30),
-    ]
+    assert [(each.first, each.last, each.tokens) for each in slices] == [(0, 3, 120), (3, 4, 30)]
     halves = OpSlice(0, 0, 4, 150, needs_grad=True).halves(lengths, shared)
     assert [(each.first, each.last, each.tokens) for each in halves] == [(0, 1, 100), (1, 4, 140)]
     assert spans_of(8, [5, 6, 4], [0, 3, 0]) == [

@@ -29,8 +29,7 @@ OpId = tuple[str, int]
 
 #: Ways to spread ops, of which one is repeated with AVX2 only: only the kernels differ there, not the ways.
 SEEDS = 6
-#: A first slice, one in the middle and a last one. Three slices cover all transitions between
-#: slices.
+#: A first slice, one in the middle and a last one. Three slices cover all transitions between slices.
 THREE = LENGTHS[:3]
 
 
@@ -54,9 +53,7 @@ def test_an_open_pass_that_ends_together_with_the_next_has_the_same_sum(
 
 
 @pytest.mark.numerics
-def test_a_failed_pass_after_an_open_one_leaves_its_gradient(
-    new_engine: NewEngine,
-) -> None:
+def test_a_failed_pass_after_an_open_one_leaves_its_gradient(new_engine: NewEngine) -> None:
     divided, whole = two_begun(new_engine)
     infinite = a_pass(2)
     for datum in infinite.datums:
@@ -79,9 +76,7 @@ def test_a_failed_pass_after_an_open_one_leaves_its_gradient(
 def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(
     new_engine: NewEngine, seed: int
 ) -> None:
-    """Any ops of a run that may share a cycle, with any passes divided at any border, with or
-    without a deadline.
-    """
+    """Any ops of a run that may share a cycle, with any passes divided at any border, with or without a deadline."""
     draw = random.Random(seed)
     spread, one_by_one = (new_engine(**ONE_LAYER) for _ in range(2))
     left: dict[str, list[Op]] = {run: ops_of_a_run(draw, run) for run in ("a", "b")}
