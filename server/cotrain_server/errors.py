@@ -3,8 +3,6 @@
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

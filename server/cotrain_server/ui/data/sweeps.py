@@ -1,7 +1,5 @@
 """Data of the page Compare about settings: loss by learning rate, and parallel coordinates. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
