@@ -38,8 +38,8 @@ def run_group(
 @pytest.mark.parametrize(
     ("size", "family", "tied", "recompute", "names"),
     [
-        variant(2, "qwen3", False, "always", tuple(SCENARIOS)),
-        (3, "gemma2", True, "auto", ("together", "put_back")),
+        (2, "qwen3", False, "always", tuple(SCENARIOS)),
+        variant(3, "gemma2", True, "auto", ("together", "put_back")),
     ],
 )
 def test_a_group_computes_the_same_as_one_process(

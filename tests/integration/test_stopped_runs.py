@@ -127,7 +127,7 @@ async def test_a_replay_with_other_results_stops_its_run_alone(
     assert redis.hget(fleet_keys.counters(POOL), "diverged_runs") == b"1"
 
 
-@pytest.mark.parametrize("is_gone", [variant(False), True])
+@pytest.mark.parametrize("is_gone", [False, variant(True)])
 async def test_a_large_result_is_compared_too_while_it_exists(
     server: Stack,
     empty_redis: EmbeddedRedis,
