@@ -33,9 +33,8 @@ from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
 from cotrain_workers.engine.progress import listen, report
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
-from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.engine import GroupEngine, Trainer
 from cotrain_workers.group.launch import launch
 from cotrain_workers.group.links import Links
 from cotrain_workers.recovery.snapshot_file import SnapshotPolicy

@@ -14,8 +14,8 @@ from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Checkpoints
 from cotrain_workers.recorder.file import (
     CycleFacts,

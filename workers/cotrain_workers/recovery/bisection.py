@@ -19,7 +19,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()
 

@@ -18,8 +18,8 @@ from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.device import memory_limit_bytes
 from cotrain_workers.engine.ops import Failure, Op, Pass, ReverseKl, UpcomingBatch
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import LEAST_TOKENS
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 
 log = structlog.get_logger()

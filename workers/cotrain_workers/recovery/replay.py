@@ -27,7 +27,7 @@ from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot

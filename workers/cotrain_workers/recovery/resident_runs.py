@@ -19,8 +19,10 @@ from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.adapters.bank import StateCopy
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.trainer import StateCopying, Trainer
+from cotrain_workers.group.bank import Arrived
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.replay import Replay, Restored, bases_of, has_other_numerics
 from cotrain_workers.recovery.restore_progress import RestoreProgress
@@ -355,7 +357,7 @@ class ResidentRuns:
 
 
 def _write(
-    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopying
+    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy | Arrived
 ) -> tuple[Snapshot, float]:
     """Write a snapshot once its state has arrived; return it and the writing time in s."""
     began = time.perf_counter()

@@ -16,7 +16,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import WeightsMissing
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 log = structlog.get_logger()

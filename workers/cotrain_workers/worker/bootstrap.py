@@ -36,9 +36,8 @@ from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_l
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
-from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.engine import GroupEngine, Trainer
 from cotrain_workers.group.followers import follow
 from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep

@@ -29,7 +29,7 @@ from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.cycle import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle

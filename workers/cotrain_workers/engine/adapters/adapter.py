@@ -208,7 +208,7 @@ class Adapter:
     def hold_compute(self) -> None:
         """Make later computation wait for pending copies of the arenas."""
         if self.arrival is not None:
-            self.arrival.hold_compute()
+            self.arrival.wait()
             self.arrival = None
 
     def weights_changed(self) -> None:

@@ -16,8 +16,6 @@ from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, aren
 from cotrain_workers.engine.adapters.copy_streams import (
     CopyStream,
     HostArenas,
-    InLine,
-    SideStream,
     carry_in,
     carry_out,
 )
@@ -105,9 +103,7 @@ class AdapterBank:
         self._arena_dtype = arena_dtype(compute_dtype)
         self._adapter_bytes = adapter_bytes
         self._host_bytes = host_bytes
-        self._copy_stream = copy_stream or (
-            SideStream(device) if device.type == "cuda" else InLine()
-        )
+        self._copy_stream = copy_stream or CopyStream(device)
         # Order: the least recently used first.
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()
         self._in_use: frozenset[str] = frozenset()

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import CopyStream, InLine, SideStream
+from cotrain_workers.engine.adapters.copy_streams import CopyStream
 from cotrain_workers.engine.cores import StepCores, keeps_bits
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
@@ -100,7 +100,7 @@ class EngineDecoder:
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned = PinnedWeights(self.slots)  # of the running sequences
-        self._copies: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self._copies = CopyStream(device)
         self.overlaps = device.type == "cuda"  # on a CPU, host and device are the same cores
         chooses_cores = device.type == "cpu" and keeps_bits()
         self.cores: AbstractContextManager[object] = (

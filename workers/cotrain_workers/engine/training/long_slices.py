@@ -16,8 +16,6 @@ from cotrain_workers.engine.adapters.copy_streams import (
     Arrival,
     CopyStream,
     HostArenas,
-    InLine,
-    SideStream,
     carry_in,
     carry_out,
 )
@@ -51,7 +49,7 @@ class HostInputs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self._stream = CopyStream(device)
         self._stored: list[tuple[HostArenas, torch.Size, bool]] = []
         self._fetched: tuple[torch.Tensor, Arrival] | None = None
 
@@ -64,7 +62,7 @@ class HostInputs:
         """Return the newest input and forget it; start to copy the one before."""
         x, arrival = self._fetched or self._fetch()
         self._fetched = self._fetch() if self._stored else None
-        arrival.hold_compute()
+        arrival.wait()
         return x
 
     def _fetch(self) -> tuple[torch.Tensor, Arrival]:
