@@ -8,7 +8,6 @@ those of one backward through the whole model: each gradient of a hidden state h
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -34,18 +33,8 @@ MAX_SUSPENDED = 2
 RECENT_S = 60.0
 
 
-class LayerInputs(Protocol):
-    """Inputs of layers, taken in reverse order."""
-
-    def append(self, x: torch.Tensor, /) -> None:
-        """Keep the input of the next layer."""
-
-    def pop(self) -> torch.Tensor:
-        """Return the newest input and forget it."""
-
-
 class HostInputs:
-    """Inputs of layers in host memory. While a layer runs backward, the input before its own is copied back."""
+    """Inputs of layers in host memory, taken in reverse order. While a layer runs backward, the input before its own is copied back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -88,7 +77,7 @@ class LongSlice:
     may_stop: bool = True  # False inside the head, which holds matrices of the current route
     ran_at: float = field(default_factory=time.monotonic)
     keeps_graphs: bool = field(init=False)
-    inputs: LayerInputs = field(default_factory=list[torch.Tensor])
+    inputs: list[torch.Tensor] | HostInputs = field(default_factory=list[torch.Tensor])
     _outputs: list[torch.Tensor | None] = field(default_factory=list)  # None: to be recomputed
 
     def __post_init__(self) -> None:

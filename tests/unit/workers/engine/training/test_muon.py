@@ -23,7 +23,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.muon import orthogonalized
+from cotrain_workers.engine.training.adamw import orthogonalized
 from tests.support.training import random_datum, same_bits
 
 NewEngine = Callable[..., Engine]
