@@ -12,7 +12,7 @@ from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.group.bank import GroupBank
 from cotrain_workers.group.followers import Followers, run_cycle
-from cotrain_workers.group.links import GroupLost, Links
+from cotrain_workers.group.links import GroupLost
 from cotrain_workers.group.lock_step import GroupLockStep
 
 
@@ -23,10 +23,10 @@ class GroupEngine:
     process (GroupLost). The next group finds the open step and its crash count.
     """
 
-    def __init__(self, own: Engine, links: Links, lock_step: GroupLockStep) -> None:
+    def __init__(self, own: Engine, lock_step: GroupLockStep) -> None:
         self._own = own
         self._lock_step = lock_step
-        self.followers = Followers(links)
+        self.followers = Followers(lock_step.links)
         self.adapters = GroupBank(own, self.followers)
         self.open_passes = GroupOpenPasses(self.adapters)
 
