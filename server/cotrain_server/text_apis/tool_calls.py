@@ -23,8 +23,7 @@ class Markers(NamedTuple):
     """Texts around a block of calls."""
 
     opening: str
-    closing: str
-    """Empty if the block goes on to the end of the message."""
+    closing: str  # Empty if the block goes on to the end of the message
 
 
 class ToolForm(Enum):
@@ -57,8 +56,7 @@ class Call:
     id: str
     name: str
     arguments: dict[str, Any]
-    index: int = 0
-    """Number of calls before it in its message."""
+    index: int = 0  # Number of calls before it in its message
 
 
 class _Unreadable(ValueError):
