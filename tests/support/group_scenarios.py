@@ -17,7 +17,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from tests.support.training import MIX, Tenant, random_datum
 
 CYCLES = 2

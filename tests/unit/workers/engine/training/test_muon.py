@@ -22,7 +22,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.muon import orthogonalized
+from cotrain_workers.engine.training.adamw import orthogonalized
 from tests.support.training import NewEngine, random_datum, same_bits
 
 MUON = AdapterSpec(4, 3, optimizer="muon")

@@ -24,7 +24,7 @@ from cotrain_workers.engine.ops import (
     ReverseKlOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.reverse_kl import KlHead, KlInput, Referred
+from cotrain_workers.engine.training.reverse_kl import KlHead, Referred
 from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
 from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, same_bits
@@ -273,12 +273,14 @@ def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
     rows, vocab, chunk_rows = 512, 2048, 32
     weight, hidden = torch.randn(vocab, 8), torch.randn(rows, 8)
     referred = Referred(torch.randn(rows, 8), None)
-    given = KlInput(hidden, None, referred, torch.ones(rows), 1.0, torch.empty_like(hidden))
+    tokens = np.zeros(rows, np.int64)
+    datums = [KlDatum(tokens, tokens, np.ones(rows, np.float32))]
 
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        KlHead(weight, None, chunk_rows).run(given)
+        head = KlHead(weight, None, chunk_rows)
+        head.compare(datums, 1.0, None, referred, hidden, torch.empty_like(hidden))
 
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert largest <= 2 * chunk_rows * vocab * 4 < rows * vocab * 4

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS, victims_for_weights
-from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
 from tests.support.decoding import request
 
 Fits = Callable[[Collection[str]], bool]
