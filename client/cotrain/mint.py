@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.training import TrainingClient
 from cotrain.requests.futures import Submitted
-from cotrain.wire.runs import (
-    InterpolateResponse,
-    ReverseKlDatum,
-    ReverseKlItem,
-    ReverseKlResponse,
-)
+from cotrain.wire.runs import InterpolateResponse, ReverseKlDatum, ReverseKlItem, ReverseKlResponse
 
 # The SDK's own names.
 ReverseKLDatum = ReverseKlDatum

@@ -30,13 +30,7 @@ from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
-from cotrain_store.monitoring.tracing import (
-    named,
-    nanoseconds,
-    trace_id,
-    traceparent_of,
-    tracer,
-)
+from cotrain_store.monitoring.tracing import named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
@@ -203,9 +197,8 @@ class PoolClock:
             return await self._plan_free(now)
 
     async def _plan_free(self, now: float) -> float:
-        self._free = (
-            None  # unknown during a tick, so that runs becoming ready during it wake it again
-        )
+        # Unknown during a tick, so that runs becoming ready during it wake it again.
+        self._free = None
         view = await self._read()
         if await self._release(view.slots, now):
             view = await self._read()

@@ -70,11 +70,7 @@ class Trained:
             "targets": self.engine.targets,
         }
         return VllmDecoder(
-            url,
-            api_key="",
-            base_model=BASE,
-            vocab_size=VOCAB,
-            **{**defaults, **settings},
+            url, api_key="", base_model=BASE, vocab_size=VOCAB, **{**defaults, **settings}
         )
 
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:

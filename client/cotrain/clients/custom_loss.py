@@ -149,20 +149,15 @@ class CustomLoss:
             loss.sum().backward()
         self._metrics = {name: _number(value) for name, value in metrics.items()}
         self._metrics["loss:sum"] = _number(loss.sum())
-        return [
-            _linear_datum(datum, self._slope_of(row))
-            for datum, row in zip(self._data, rows, strict=True)
-        ]
+        # The loss may not depend on every datum.
+        slopes = [self._torch.zeros_like(r) if r.grad is None else r.grad for r in rows]
+        return [_linear_datum(*each) for each in zip(self._data, slopes, strict=True)]
 
     def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """Merge the custom metrics into the backward's output, whose own loss becomes `surrogate_loss:sum`."""
         metrics = dict(backward.metrics)
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
         return backward.model_copy(update={"metrics": metrics | self._metrics})
-
-    def _slope_of(self, row: Any) -> Any:
-        # The loss may not depend on every datum.
-        return self._torch.zeros_like(row) if row.grad is None else row.grad
 
 
 def _both(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:

@@ -266,10 +266,7 @@ class RestClient:
         return self._start(copy(self._transport, wanted))
 
     def external_weights_upload_start(
-        self,
-        base_model: str,
-        lora_config: LoraConfig,
-        destination_project_id: str | None = None,
+        self, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
     ) -> Future[ExternalWeightsUploadStartResponse]:
         """Start an upload of an adapter; returns a URL for each file, which expires in an hour.
 

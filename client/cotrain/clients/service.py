@@ -339,11 +339,7 @@ class ServiceClient:
     export_checkpoint_async.__name__ = "export_checkpoint_async"
 
     def copy_weights(
-        self,
-        path: str,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> Future[str]:
         """Copy a checkpoint to this session and return the new path. The copy's run cannot be trained.
 

@@ -253,10 +253,7 @@ class TrainingClient(Ready, RunRecords):
     save_weights_external_async = submitted(save_weights_external)
 
     def save_weights_for_sampler(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> Future[SaveWeightsForSamplerResponse]:
         """Save the weights at this position in the run's order, for sampling; returns their path.
 

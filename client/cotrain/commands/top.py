@@ -211,9 +211,8 @@ def _watch(http: httpx.Client, every_s: float) -> None:
             try:
                 live.update(Harmless(view(_ask(http))))
             except (httpx.TransportError, InternalServerError) as error:
-                live.update(
-                    harmless(f"{http.base_url} does not answer: {error}")
-                )  # it may be restarting
+                # It may be restarting.
+                live.update(harmless(f"{http.base_url} does not answer: {error}"))
 
 
 def _ask(http: httpx.Client) -> ServerStatus:

@@ -9,15 +9,7 @@ import typer
 
 from cotrain.clients.export import Dtype, Form
 from cotrain.clients.service import ServiceClient
-from cotrain.commands.terminal import (
-    AsJson,
-    PathOf,
-    bar,
-    opened,
-    print_json,
-    print_result,
-    stages,
-)
+from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json, print_result, stages
 from cotrain.export.adapter import CONFIG
 
 

@@ -1,7 +1,5 @@
 """README.md of an export: a model card for the hub, with the result of the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 
@@ -21,12 +19,7 @@ build_hf_model(base_model="BASE", adapter_path="FOLDER", output_path="merged")""
 
 
 def card(
-    kind: str,
-    path: str,
-    base: BaseFolder,
-    base_model: str,
-    adapter: Adapter,
-    notes: Sequence[str],
+    kind: str, path: str, base: BaseFolder, base_model: str, adapter: Adapter, notes: Sequence[str]
 ) -> str:
     """Return the text of the card. `kind` is merged, adapter, tinker or gguf; `notes` are sentences."""
     library = {"merged": "transformers", "adapter": "peft", "gguf": "gguf", "tinker": "peft"}[kind]

@@ -125,8 +125,7 @@ def cannot_read(chunk: BaseModel) -> str:
 
 
 ModelInputChunk = Annotated[
-    EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk,
-    Field(discriminator="type"),
+    EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk, Field(discriminator="type")
 ]
 
 

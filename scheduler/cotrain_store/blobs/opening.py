@@ -93,9 +93,8 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
         name = connection.get(fleet_keys.name())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
-    if (
-        blobs.folder and not blobs.folder.exists()
-    ):  # parents of an existing folder may be unreadable for this user
+    # Parents of an existing folder may be unreadable for this user.
+    if blobs.folder and not blobs.folder.exists():
         make_folder(blobs.folder)
     try:
         owner = _owner(blobs, name)

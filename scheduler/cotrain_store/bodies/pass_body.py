@@ -41,8 +41,7 @@ class DatumArrays:
     inputs: Mapping[str, np.ndarray]
     routed_experts: np.ndarray | None = None
     """Experts of each token, integers [n, layers, k]; None: the router chooses."""
-    images: Sequence[BodyImage] = ()
-    """Images in order; the tokens within them are 0."""
+    images: Sequence[BodyImage] = ()  # Images in order; the tokens within them are 0
 
 
 @dataclass(frozen=True)

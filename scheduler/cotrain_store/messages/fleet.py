@@ -36,8 +36,7 @@ class WorkerHeartbeat:
     safe_tokens: int = 0
     """Token limit of one pass of the base model by memory; lower than configured after memory ran out."""
     halvings: int = 0  # number of times that memory ran out and halved `safe_tokens`
-    lora: str = ""
-    """Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg."""
+    lora: str = ""  # Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg
     lora_fallback: str = ""
     """Reason why `lora` is not the fastest implementation for a GPU; empty if it is."""
     host: str = ""
@@ -82,14 +81,10 @@ class WorkerHeartbeat:
 class WorkerExit:
     """Last exit of a worker's process that its supervisor did not request."""
 
-    at: float
-    """In s since 1970."""
-    count: int
-    """Number of exits since its supervisor started."""
-    reason: str
-    """Exit status, or the sentence of a process that refused to start."""
-    since: float = 0.0
-    """Time of the first exit after it last ran well, in s since 1970."""
+    at: float  # In s since 1970
+    count: int  # Number of exits since its supervisor started
+    reason: str  # Exit status, or the sentence of a process that refused to start
+    since: float = 0.0  # Time of the first exit after it last ran well, in s since 1970
 
     @property
     def text(self) -> str:

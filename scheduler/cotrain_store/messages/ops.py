@@ -194,8 +194,7 @@ def weights_record(row: Sequence[bytes]) -> WeightsRecord:
 class PoolView:
     """State of a pool at one moment, with the changes of its queue since a given change number."""
 
-    number: int
-    """Number for the next read. It is lower than the requested number if Redis has lost data."""
+    number: int  # Number for the next read. It is lower than the requested number if Redis has lost data.
     queues: Sequence[RunQueue]  # requested and changed queues; empty if the run has no runnable op
     is_complete: bool  # False if there are further changes after `number`
     ready: int  # total number of runnable runs

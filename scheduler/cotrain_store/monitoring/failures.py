@@ -3,8 +3,6 @@
 Scripts count failures when they store a result. An API process counts refusals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -35,12 +33,9 @@ class TenantFailures:
 
     failed: int
     refused: int
-    at: float
-    """Time of the newest one, in s since the epoch."""
-    message: str
-    """Its error message."""
-    request: str
-    """Id of a failed request; empty for a refused one."""
+    at: float  # Time of the newest one, in s since the epoch
+    message: str  # Its error message
+    request: str  # Id of a failed request; empty for a refused one
 
     @property
     def count(self) -> int:

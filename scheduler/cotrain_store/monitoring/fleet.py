@@ -47,10 +47,8 @@ class WorkerStatus:
     id: WorkerId
     heartbeat: WorkerHeartbeat | None  # None without a live process
     open_steps: int
-    drain_asked_at: float | None
-    """Time when the operator requested its drain, in s since 1970."""
-    is_known: bool
-    """False if it is not in the pool's list of workers and only has a drain request."""
+    drain_asked_at: float | None  # Time when the operator requested its drain, in s since 1970
+    is_known: bool  # False if it is not in the pool's list of workers and only has a drain request
     last_exit: WorkerExit | None = None
     """Last crash or refused start; None if there was none, or without a supervisor."""
 

@@ -144,9 +144,8 @@ class Futures(ChannelSubscriber):
         pool = await self._pool_of_own(tenant, request)
         value = await self._awaited(request, timeout_s)
         if value is None and self._released:
-            return (
-                Pending()
-            )  # no look-up: thousands leave at once, and the next process checks anyway
+            # No look-up: thousands leave at once, and the next process checks anyway.
+            return Pending()
         if value is None:
             return await self._pending(tenant, pool, request)
         self._note_sent(tenant, request, pool, key_id)

@@ -104,9 +104,8 @@ class SampleClaims:
         }  # fmt: skip
         rows = self._claim(script_keys, args)
         claimed = [self._claimed(row) for row in rows]
-        self._claim_token = secrets.token_hex(
-            8
-        )  # only now, so that requests that could not be read are returned again
+        # Only now, so that requests that could not be read are returned again.
+        self._claim_token = secrets.token_hex(8)
         return claimed
 
     def risk(self, request: RequestId) -> None:

@@ -149,10 +149,8 @@ class Tenants:
 
     async def key(self, api_key: str) -> KeyRecord:
         """Return the record of a key. Raises InvalidKey or ExpiredKey."""
-        key_id, digest = (
-            issued_key_id(api_key),
-            digest_of_key(api_key),
-        )  # raises for a malformed key
+        key_id = issued_key_id(api_key)  # raises for a malformed key
+        digest = digest_of_key(api_key)
         if digest in self._chosen:
             await self._note_use(self._chosen[digest])
             return self._chosen[digest]

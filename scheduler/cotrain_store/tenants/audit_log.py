@@ -82,10 +82,7 @@ class Audit:
         return self._noted(tenant.id, event, details, tenant.key_id, tenant.name)
 
     def act_of_operator(
-        self,
-        tenant: TenantId | None,
-        event: AuditEvent,
-        details: Mapping[str, str | float | None],
+        self, tenant: TenantId | None, event: AuditEvent, details: Mapping[str, str | float | None]
     ) -> AbstractAsyncContextManager[Act]:
         """Record the operator's act within the block, with the tenant that it concerns, if any."""
         return self._noted(tenant, event, details, OPERATOR, OPERATOR)
@@ -105,9 +102,8 @@ class Audit:
         try:
             yield act
         except StoreError as refused:
-            act.is_done = isinstance(
-                refused, StoreUnavailable
-            )  # an unavailable store may have done the act
+            # An unavailable store may have done the act.
+            act.is_done = isinstance(refused, StoreUnavailable)
             raise
         finally:
             if not act.is_done:

@@ -113,11 +113,7 @@ class Catalog:
         return await self._checkpoint_records(f"{own.id}/{name.decode()}" for name in names)
 
     async def checkpoints(
-        self,
-        tenant: TenantId,
-        offset: int,
-        limit: int,
-        keep: Callable[[str], bool] | None = None,
+        self, tenant: TenantId, offset: int, limit: int, keep: Callable[[str], bool] | None = None
     ) -> Page[CheckpointRecord]:
         """Return a page of a tenant's checkpoints, filtered by `keep` on `<run>/<kind>/<name>`."""
         await self._checkpoints.strike_expired(tenant)

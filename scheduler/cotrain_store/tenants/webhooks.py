@@ -19,6 +19,7 @@ from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
+_COUNTS = ("delivered", "retried", "given_up", "dropped")
 SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
 
 
@@ -50,9 +51,8 @@ class Webhooks:
         else:
             row["drift_above"] = repr(drift_above)
         await self._redis.hset(name, mapping=row)
-        await self._redis.hsetnx(
-            name, "id", secrets.token_hex(8)
-        )  # last, because events are recorded once it exists
+        # Last, because events are recorded once it exists.
+        await self._redis.hsetnx(name, "id", secrets.token_hex(8))
         return secret
 
     async def find(self, tenant: TenantId) -> Webhook:
@@ -67,14 +67,12 @@ class Webhooks:
             drift_above=float(text["drift_above"]) if "drift_above" in text else None,
             created_at=datetime.fromtimestamp(float(text["created_at"]), UTC),
             waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
-            delivered=int(text.get("delivered", 0)),
-            retried=int(text.get("retried", 0)),
-            given_up=int(text.get("given_up", 0)),
-            dropped=int(text.get("dropped", 0)),
-            last_event=text.get("last_event") or None,
-            last_outcome=text.get("last_outcome") or None,
-            last_answer=text.get("last_answer") or None,
             last_at=datetime.fromtimestamp(float(last_at), UTC) if last_at else None,
+            **{name: int(text.get(name, 0)) for name in _COUNTS},
+            **{
+                name: text.get(name) or None
+                for name in ("last_event", "last_outcome", "last_answer")
+            },
         )
 
     async def remove(self, tenant: TenantId) -> None:

@@ -40,7 +40,9 @@ def read_header(content: bytes) -> dict[str, TensorEntry]:
     if not 2 <= length <= MAX_HEADER_BYTES or start > len(content):
         raise Invalid("adapter_model.safetensors is not a safetensors file, or is cut short.")
     header = read_object("The header of adapter_model.safetensors", content[_LENGTH_BYTES:start])
-    _check_metadata(header.pop(_METADATA, {}))
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Invalid("The metadata of adapter_model.safetensors is not a map of texts.")
     entries = {name: _entry(named(name), fields) for name, fields in header.items()}
     _check_cover(entries, len(content) - start)
     return entries
@@ -79,11 +81,6 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
         type(each) is int and 0 <= each < 2**48 for each in value
     )
-
-
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Invalid("The metadata of adapter_model.safetensors is not a map of texts.")
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:

@@ -160,14 +160,11 @@ def _with_tenants(
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
     """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds since 1970."""
+    before, after = ("id", "tenant", "name", "prefix"), ("created_at", "not_after")
     return {
-        "id": record.id,
-        "tenant": record.tenant,
-        "name": record.name,
-        "prefix": record.prefix,
+        **{name: getattr(record, name) for name in before},
         "source": _source(record),
-        "created_at": record.created_at,
-        "not_after": record.not_after,
+        **{name: getattr(record, name) for name in after},
     }
 
 

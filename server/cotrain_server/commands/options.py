@@ -4,7 +4,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -32,30 +32,16 @@ def _opened(redis_url: str | None) -> str | None:
         refuse(str(mistake))
 
 
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Use this Redis; by default one is started.",
-    ),
-]
+def _redis(text: str, **more: Any) -> Any:
+    return typer.Option(envvar="COTRAIN_REDIS_URL", callback=_opened, help=text, **more)
+
+
+RedisUrl = Annotated[str | None, _redis("Use this Redis; by default one is started.")]
 ServersRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="The server's Redis; by default the one in its folder.",
-    ),
+    str | None, _redis("The server's Redis; by default the one in its folder.")
 ]
 JoinedRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Needed: the Redis that the server uses.",
-        show_default=False,
-    ),
+    str | None, _redis("Needed: the Redis that the server uses.", show_default=False)
 ]
 JoinedDataDir = Annotated[
     Path | None,
@@ -133,29 +119,22 @@ def chosen_gpus(
     asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
 ) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
-    if asked is None:
-        if workers > 1 and device != "cpu" and visible_gpus():
-            refuse(
-                f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
-                "--device cpu uses none."
-            )
-        if device != "cpu":
-            _enough_gpus(base_models, group_size)
-        return ()
-    if device == "cpu" or workers > 1:
+    if asked is None and workers > 1 and device != "cpu" and visible_gpus():
+        refuse(
+            f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
+            "--device cpu uses none."
+        )
+    if asked is not None and (device == "cpu" or workers > 1):
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
         refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        return chosen(asked, base_models, visible_gpus(), group_size)
+        if asked is not None:
+            return chosen(asked, base_models, visible_gpus(), group_size)
+        if device != "cpu":
+            enough(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
-
-
-def _enough_gpus(base_models: int, group_size: int) -> None:
-    try:
-        enough(base_models, visible_gpus(), group_size)
-    except UnfitGpus as unfit:
-        refuse(str(unfit))
+    return ()
 
 
 def checked_port(port: int) -> int:

@@ -10,11 +10,7 @@ from typing import Annotated, get_args
 
 from fastapi import Header, HTTPException, Request
 
-from cotrain.wire.checkpoints import (
-    CheckpointTtlRequest,
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-)
+from cotrain.wire.checkpoints import CheckpointTtlRequest, CopyWeightsRequest, CopyWeightsResponse
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import (

@@ -29,7 +29,7 @@ from cotrain_server.requests.sample_validation import check_sample, check_sample
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
+from cotrain_store.messages.ids import TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
 
 router = tenant_router("sampling")
@@ -80,7 +80,7 @@ async def _source(
     """Return the base model and the weights. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
         return checkpoint.base_model, checkpoint.weights
     if request.base_model is not None:
         return request.base_model, None
@@ -111,12 +111,6 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     await services.parser.run(tenant.id, weight, check_sample, body, pool)
     longest = pool.max_sequence_tokens
     request_id = await services.sample_intake.submit(sampler, sample.seq, body, longest)
-    return UntypedAPIFuture(
-        request_id=request_id,
-        sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),
-    )
-
-
-def _sequence_ids(request: RequestId, num_samples: int) -> list[str]:
-    """Return a name for each sequence. SDK 0.38 requires exactly one per sequence."""
-    return [f"{request}:{number}" for number in range(num_samples)]
+    # SDK 0.38 requires exactly one id per sequence.
+    names = [f"{request_id}:{number}" for number in range(sample.body.num_samples)]
+    return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=names)

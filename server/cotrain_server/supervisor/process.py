@@ -55,8 +55,7 @@ class Program:
     pass_fds: tuple[int, ...] = ()
     good_life_s: float = 20.0
     """A process that ran at least this long started well, so its next start is not delayed."""
-    worker: tuple[str, str] | None = None
-    """Base model and id of a worker; None for other programs."""
+    worker: tuple[str, str] | None = None  # Base model and id of a worker; None for other programs
     reason_of: Callable[[Sequence[str]], Reason | None] | None = None
     """Finds the reason of an exit in the last lines of the log. None: the format of our own processes, for status 2."""
 

@@ -1,7 +1,5 @@
 """Request and error models of Anthropic's API, and the refusal of unsupported fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -27,9 +25,7 @@ HARMLESS = frozenset({
     "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     "user_profile_id", "workspace_id",
 })  # fmt: skip
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "container": (),
-}
+NEUTRAL: dict[str, tuple[object, ...]] = {"container": ()}
 _FORMAT = "output_config.format"
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -124,11 +120,6 @@ class MessageRequest(CountRequest):
             top_p=top_p_of(self.top_p),
             seed=None,
             stop=tuple(self.stop_sequences or ()) or None,
-            prompt_logprobs=False,
-            topk_prompt_logprobs=0,
-            topk_sample_logprobs=0,
-            prompt_logprobs_last_n=None,
-            target_prompt_logprobs=None,
             stream=bool(self.stream),
         )
 

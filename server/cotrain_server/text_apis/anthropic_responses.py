@@ -1,7 +1,5 @@
 """Conversion of samples to Anthropic's response format, complete or streamed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -38,8 +36,7 @@ class MessageReply:
     target: Target
     body: SampleBody
     stop: tuple[str, ...]
-    begins: bool
-    """True if the text begins the message; False if it continues the prompt's."""
+    begins: bool  # True if the text begins the message; False if it continues the prompt's
     format: MessageFormat
 
     def visible(self) -> VisibleText:

@@ -41,11 +41,9 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 class Thinking(NamedTuple):
     """Setting of a model's reasoning."""
 
-    field: str
-    """Name of the request's field, for errors."""
+    field: str  # Name of the request's field, for errors
     is_on: bool
-    effort: str | None = None
-    """Level, for templates that have levels."""
+    effort: str | None = None  # Level, for templates that have levels
 
 
 class ChatTemplate:
@@ -209,11 +207,7 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -1,7 +1,5 @@
 """Parts of a message of a model: reasoning, text and tool calls, from streamed text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -39,15 +37,11 @@ Segment = Text | Reasoning | Call
 class MessageFormat:
     """Format of the messages of a model. The default is plain text."""
 
-    form: ToolForm | None = None
-    """Form of tool calls; None to leave them in the text."""
+    form: ToolForm | None = None  # Form of tool calls; None to leave them in the text
     tools: Tools = field(default_factory=dict)
-    is_single: bool = False
-    """True to drop all calls after the first one."""
-    has_thinking: bool = False
-    """True if a message may begin with reasoning."""
-    begins_thinking: bool = False
-    """True if the prompt already ends with the start of the reasoning."""
+    is_single: bool = False  # True to drop all calls after the first one
+    has_thinking: bool = False  # True if a message may begin with reasoning
+    begins_thinking: bool = False  # True if the prompt already ends with the start of the reasoning
 
     @property
     def is_plain(self) -> bool:

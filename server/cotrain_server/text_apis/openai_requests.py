@@ -180,8 +180,6 @@ class GenerationRequest(Fields):
             prompt_logprobs=score_prompt,
             topk_prompt_logprobs=likeliest if score_prompt else 0,
             topk_sample_logprobs=likeliest,
-            prompt_logprobs_last_n=None,
-            target_prompt_logprobs=None,
             # The most likely tokens of each position arrive only with the result.
             stream=bool(self.stream) and not likeliest,
         )
@@ -198,8 +196,7 @@ class CompletionRequest(GenerationRequest):
     """Number of alternatives to return per token; 0 for the log-probs alone."""
     add_special_tokens: bool | None = None
     """Extension of OpenAI's API: False if the text already has the control tokens of its start."""
-    echo: bool | None = None
-    """True if the answer begins with the prompt."""
+    echo: bool | None = None  # True if the answer begins with the prompt
 
     @property
     def prompts(self) -> list[str | Tokens]:

@@ -32,8 +32,7 @@ SCHEME = "tinker://"
 class Weights:
     """Weights of a model name."""
 
-    path: str
-    """Path of the weights; empty for the base model."""
+    path: str  # Path of the weights; empty for the base model
     checkpoint: CheckpointRecord | None
     pool: PoolRecord
 
@@ -81,7 +80,7 @@ async def find_weights(services: Services, tenant: TenantId, model: str) -> Weig
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
     if checkpoint:
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
     if checkpoint and base_model not in ("", checkpoint.base_model):
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)
@@ -149,14 +148,10 @@ class Chat:
 
     messages: Sequence[Message]
     tools: ToolUse = ToolUse()  # noqa: RUF009  # it is frozen
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model's template."""
-    thinking: Thinking | None = None
-    """Setting of the reasoning; None for the model's own."""
-    continues: bool = False
-    """True to continue the last message."""
-    schema: Any = None
-    """JSON schema of the answer; None for a text."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # Options of the model's template
+    thinking: Thinking | None = None  # Setting of the reasoning; None for the model's own
+    continues: bool = False  # True to continue the last message
+    schema: Any = None  # JSON schema of the answer; None for a text
 
     @property
     def characters(self) -> int:

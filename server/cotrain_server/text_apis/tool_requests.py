@@ -1,7 +1,5 @@
 """Tools of a request: definitions, choice, and the calls and results in a history, for a template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,10 +20,8 @@ class ToolUse:
     functions: tuple[Mapping[str, Any], ...] = ()
     """Definitions in OpenAI's format, as templates read them."""
     choice: Literal["auto", "required"] = "auto"
-    name: str | None = None
-    """The only function to call, if the choice is one."""
-    is_single: bool = False
-    """True for at most one call in a message."""
+    name: str | None = None  # The only function to call, if the choice is one
+    is_single: bool = False  # True for at most one call in a message
 
     @property
     def schemas(self) -> Tools:

@@ -40,7 +40,7 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
     rows = (
         (
             *(key.id, f"{key.prefix}…", key.name, key.role),
-            *(_date(at) for at in (key.created_at, key.not_after, key.last_used_at)),
+            *(at and minute(at) for at in (key.created_at, key.not_after, key.last_used_at)),
         )
         for key in found
     )
@@ -78,10 +78,6 @@ def revoke(
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
     text = f"Key {key_id} of {tenant} is revoked."
     print_result({"id": key_id, "revoked": True}, text, as_json=as_json)
-
-
-def _date(at: float | None) -> str | None:
-    return None if at is None else minute(at)
 
 
 runs_app = typer.Typer(help="Pause, resume, move or end a run of a tenant.", no_args_is_help=True)

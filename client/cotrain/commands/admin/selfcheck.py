@@ -58,7 +58,8 @@ def selfcheck(
         for pool, name in asked
     ]
     columns = ("pool", "worker", "result", *KINDS, "limit", "took")
-    print_result(rows, table(columns, map(_row, rows)), *_problems(rows), as_json=as_json)
+    problems = [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]
+    print_result(rows, table(columns, map(_row, rows)), *problems, as_json=as_json)
     if any(row["ok"] is False for row in rows):
         raise typer.Exit(FAILED)
     if not rows or any(row["ok"] is None for row in rows):
@@ -93,7 +94,3 @@ def _row(row: dict[str, Any]) -> Sequence[object]:
     result = "passed" if row["ok"] else "FAILED"
     numbers = (f"{row[kind]:.1e}" for kind in (*KINDS, "tolerance"))
     return row["pool"], row["worker"], result, *numbers, f"{row['took_s']:.2f} s"
-
-
-def _problems(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]

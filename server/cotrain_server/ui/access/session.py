@@ -160,7 +160,8 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
     if visitor is None:
         raise NotLoggedIn
     fields = await read_form(request)
-    if not is_csrf_token(visitor.csrf, _shown_token(request, fields)):
+    token = request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")
+    if not is_csrf_token(visitor.csrf, token):
         raise Refused(Reason.MISSING_FORM_TOKEN)
     return visitor, fields
 
@@ -180,7 +181,3 @@ async def read_form(request: Request) -> dict[str, str]:
             raise BodyTooLarge
     text = body.decode("utf-8", "replace")
     return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=200))
-
-
-def _shown_token(request: Request, fields: dict[str, str]) -> str:
-    return request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")

@@ -1,7 +1,7 @@
 """Chart data: the last hour of a pool per second, and the history of runs per step. Pure."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
@@ -122,14 +122,12 @@ def curves_of(
         series = [
             {
                 "label": shown.get(run) or short_id(run) if len(steps) > 1 else heading,
-                "values": _on_axis(axis, points, _VALUES[name](points)),
+                "values": _on_axis(axis, points, _values(name, points)),
             }
             for run, points in steps.items()
         ]
         if any(value is not None for each in series for value in each["values"]):
-            charts.append(
-                {"name": name, "heading": heading, "unit": unit, "x": axis, "series": series}
-            )
+            charts.append(chart(name, heading, unit, axis, series))
     return charts
 
 
@@ -140,13 +138,7 @@ def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
         return None
     axis = sorted(seen)
     series = [{"label": "evaluation", "values": [seen[step] for step in axis]}]
-    return {
-        "name": "evaluation",
-        "heading": "Loss of evaluations",
-        "unit": "nats per token",
-        "x": axis,
-        "series": series,
-    }
+    return chart("evaluation", "Loss of evaluations", "nats per token", axis, series)
 
 
 def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str, Any]]:
@@ -156,10 +148,15 @@ def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str
         by_step = {point.step: point.value for point in points}
         axis = sorted(by_step)
         series = [{"label": name, "values": [by_step[step] for step in axis]}]
-        charts.append(
-            {"name": f"metric-{number}", "heading": name, "unit": "", "x": axis, "series": series}
-        )
+        charts.append(chart(f"metric-{number}", name, "", axis, series))
     return charts
+
+
+def chart(
+    name: str, heading: str, unit: str, x: Sequence[float], series: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a chart for the pages' script."""
+    return {"name": name, "heading": heading, "unit": unit, "x": x, "series": series}
 
 
 def _on_axis(
@@ -179,12 +176,7 @@ def _speeds(points: Sequence[HistoryPoint]) -> list[float | None]:
     return speeds
 
 
-_VALUES: Mapping[str, Callable[[Sequence[HistoryPoint]], list[float | None]]] = {
-    "loss": lambda points: [mean_loss(point) for point in points],
-    "grad_norm": lambda points: [point.grad_norm for point in points],
-    "learning_rate": lambda points: [point.learning_rate for point in points],
-    "rollout_gap": lambda points: [point.rollout_gap for point in points],
-    "effective_sample_size": lambda points: [point.effective_sample_size for point in points],
-    "clip_fraction": lambda points: [point.clip_fraction for point in points],
-    "tokens_per_s": _speeds,
-}
+def _values(name: str, points: Sequence[HistoryPoint]) -> list[float | None]:
+    if name == "tokens_per_s":
+        return _speeds(points)
+    return [mean_loss(each) if name == "loss" else getattr(each, name) for each in points]

@@ -115,10 +115,6 @@ def runs_of(record: Mapping[str, Any], eyes: Eyes) -> list[dict[str, Any]]:
     ]
 
 
-def _key(tenant: str, eyes: Eyes) -> str:
-    return tenant if eyes.sees(tenant) else ""
-
-
 def _id(tenant: str, eyes: Eyes) -> str:
     return tenant if eyes.sees(tenant) else ""
 
@@ -128,7 +124,7 @@ def _totals(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, int]:
     totals: dict[str, int] = {}
     for record in records:
         for run in record["runs"]:
-            key = _key(run["tenant"], eyes)
+            key = _id(run["tenant"], eyes)
             totals[key] = totals.get(key, 0) + run["tokens"]
     return totals
 
@@ -170,7 +166,7 @@ def _stack(
     """Return shares of a bar's height by tokens. Ops without tokens, such as a save, count as one."""
     share: dict[str, float] = {}
     for run in record["runs"]:
-        key = _key(run["tenant"], eyes)
+        key = _id(run["tenant"], eyes)
         share[key] = share.get(key, 0) + max(1, run["tokens"])
     by_colour: dict[str, float] = {}
     for key, amount in share.items():

@@ -62,12 +62,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
         "tenants": tenants,
         "base_models": [pool.base_model for pool in pools],
         "checkpoints": [
-            {
-                "path": found.path,
-                "name": found.name,
-                "run": found.run,
-                "base_model": found.base_model,
-            }
+            {name: getattr(found, name) for name in ("path", "name", "run", "base_model")}
             for found in page.items
         ],
     }

@@ -1,6 +1,4 @@
-"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of
-CUDA memory.
-"""
+"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of CUDA memory."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -24,8 +21,7 @@ from cotrain_workers.engine.training.memory_probe import (
     measure_tower,
     size_micro_batches,
 )
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine
 
 
 def waves(base: BaseModel) -> partial[ForwardBackward]:
@@ -89,10 +85,10 @@ def test_the_tower_is_measured_with_the_largest_image_that_fits(
 
     monkeypatch.setattr(base.vision, "_run", measured)
 
-    found = measure_tower(base, lambda run: 7 if run() else None)
+    peak_bytes, token_bytes = measure_tower(base, lambda run: 7 if run() else None)
 
-    assert sizes == [tokens]
-    assert found == (7, 2 * 64 * 4)  # of the embedding and of one layer, 64 values in fp32
+    assert (sizes, peak_bytes) == ([tokens], 7)
+    assert token_bytes == 2 * 64 * 4  # of the embedding and of one layer, 64 values in fp32
     assert measure_tower(new_engine()._base, lambda _: 7) == (0, 0.0)
 
 
