@@ -276,13 +276,13 @@ def test_waiting_weights_are_checked_only_once(monkeypatch: pytest.MonkeyPatch) 
     slots = slots_of({key: host(8, seed) for seed, key in enumerate("ab")}, capacity=1)
     slots.pin("a")
     looks: list[int] = []
-    plain = torch.isfinite
+    plain = adapter_slots.is_all_finite
 
     def noted(values: torch.Tensor) -> torch.Tensor:
         looks.append(len(values))
         return plain(values)
 
-    monkeypatch.setattr(torch, "isfinite", noted)
+    monkeypatch.setattr(adapter_slots, "is_all_finite", noted)
     assert [slots.pin("b") for _ in range(3)] == [None] * 3
     slots.unpin("a")
     assert slots.pin("b") is not None
