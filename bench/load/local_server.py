@@ -96,6 +96,10 @@ class LocalServer:
         host, port = self.listener.getsockname()
         return host, port
 
+    def cpu_s(self) -> dict[str, float]:
+        """Return the processor time used so far by each process in s; `client` is this one."""
+        return {"client": cpu_s(), **{name: one.cpu_s for name, one in self.running.items()}}
+
     def start_redis(self) -> None:
         """Start or restart Redis with the flags of `cotrain serve`."""
         with (self.folder / "redis.log").open("ab") as log:

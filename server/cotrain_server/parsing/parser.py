@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.parsing.child import ChildProcess
+from cotrain_server.parsing.turns import Turns
 from cotrain_store.messages.ids import TenantId
 
 
@@ -62,6 +63,7 @@ class Parser:
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
+        self.turns = Turns()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
         self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
         self._children = [ChildProcess() for _ in range(AT_ONCE)]
