@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from bench.load.null_worker import publish_pool
 from bench.support.processes import PATIENCE_S, cpu_s, start_redis
 from cotrain_store.disk.spool import Spool, new_writer
@@ -44,8 +46,9 @@ class Running:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time used so far in s."""
-        return cpu_s(self.process.pid)
+        """Processor time used so far in s, with that of its child processes."""
+        children = psutil.Process(self.process.pid).children()
+        return cpu_s(self.process.pid) + sum(cpu_s(child.pid) for child in children)
 
     def kill(self) -> None:
         self.process.kill()
