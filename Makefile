@@ -56,6 +56,7 @@ test: $(INSTALLED) ## Run every test that needs no GPU and no container engine (
 
 test-variants: $(INSTALLED) ## Run the rows of tables of tests that `make test` leaves out
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" tests/cookbook/fetch.sh
 	$(BIN)/python -m pytest -n 5 --dist loadscope --no-loadscope-reorder -m variants $(ARGS)
 
 coverage: $(VENV)/.coverage-installed ## Run the unit tests, and fail if they run a smaller share of the lines than before

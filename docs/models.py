@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
-MEASURED = ("training", "sampling", "export", "reverse_kl")
+MEASURED = ("training", "sampling", "export", "merged", "reverse_kl")
 ROW = re.compile(
     r"^(?P<described>\| .* \| `(?P<family>[\w.-]+)` \| `\w+` \| [^|]* \|) (?P<cells>.*) \|\n",
     re.MULTILINE,
 )
 HEADER = (
-    "| Family | Tiny model | `model_type` | Modules that carry LoRA | Training | Sampling | Export | Reverse KL |\n"
-    "|---|---|---|---|--:|--:|--:|--:|\n"
+    "| Family | Tiny model | `model_type` | Modules that carry LoRA | Training | Sampling | Export | Merged | Reverse KL |\n"
+    "|---|---|---|---|--:|--:|--:|--:|--:|\n"
 )
 
 

@@ -95,7 +95,8 @@ def _row(name: str, described_in: Path) -> str:
 
 def _what_it_knows(file: Path) -> str:
     first, _, _ = docstring(file).partition("\n\n")
-    return " ".join(first.split()).replace("|", "\\|")
+    sentence, _, _ = " ".join(first.split()).partition(". ")
+    return f"{sentence.removesuffix('.')}.".replace("|", "\\|")
 
 
 def _module(folder: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import os
 import shutil
 import sys
@@ -120,9 +121,19 @@ def pytest_collection() -> Generator[None, object, object]:
     try:
         return (yield)
     finally:
+        let_loggers_propagate()
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def let_loggers_propagate() -> None:
+    """Make the loggers of libraries propagate. To each of the others, of which torch has fifty,
+    pytest attaches its handlers six times per test. That takes as long as a short test.
+    """
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

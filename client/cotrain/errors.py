@@ -10,38 +10,13 @@ and requests that failed after they were accepted.
 from typing import Any, Literal
 
 __all__ = [
-    "APIConnectionError",
-    "APIError",
-    "APIResponseValidationError",
-    "APIStatusError",
-    "APITimeoutError",
-    "AuthenticationError",
-    "BadRequestError",
-    "BillingError",
-    "BiosAPIError",
-    "CheckpointNotFound",
-    "ClientClosed",
-    "ConflictError",
-    "CotrainError",
-    "ExportFailed",
-    "ForeignAnswer",
-    "InternalServerError",
-    "LibraryMissing",
-    "MalformedMessage",
-    "MintAPIError",
-    "NotFoundError",
-    "PermissionDeniedError",
-    "RateLimitError",
-    "RequestFailed",
-    "RequestFailedError",
-    "SettingsMissing",
-    "TinkerError",
-    "TokenizerMissing",
-    "TorchMissing",
-    "UnprocessableEntityError",
-    "UnsupportedInput",
-    "VersionMismatch",
-]
+    "APIConnectionError", "APIError", "APIResponseValidationError", "APIStatusError", "APITimeoutError",
+    "AuthenticationError", "BadRequestError", "BillingError", "BiosAPIError", "CheckpointNotFound",
+    "ClientClosed", "ConflictError", "CotrainError", "ExportFailed", "ForeignAnswer", "InternalServerError",
+    "LibraryMissing", "MalformedMessage", "MintAPIError", "NotFoundError", "PermissionDeniedError",
+    "RateLimitError", "RequestFailed", "RequestFailedError", "SettingsMissing", "TinkerError", "TokenizerMissing",
+    "TorchMissing", "UnprocessableEntityError", "UnsupportedInput", "VersionMismatch",
+]  # fmt: skip
 
 Category = Literal["user", "server", "unknown"]
 """Cause of a failure: the request, the server, or unknown."""

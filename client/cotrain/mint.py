@@ -1,7 +1,7 @@
 """Functions of the `mint` SDK with its names: `from cotrain import mint as mintx`.
 
 Both are also methods of cotrain's clients, which return futures. Here, as in that SDK, the client is the
-first argument, and the plain call waits for its result. See `docs/get-started/moving-from-mint.md` for the definitions.
+first argument, and the plain call waits for its result. See `docs/guide/reverse-kl.md` for the definitions.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,7 @@ from collections.abc import Sequence
 from cotrain.clients.service import ServiceClient
 from cotrain.clients.training import TrainingClient
 from cotrain.requests.futures import Submitted
-from cotrain.wire.runs import (
-    InterpolateResponse,
-    ReverseKlDatum,
-    ReverseKlItem,
-    ReverseKlResponse,
-)
+from cotrain.wire.runs import InterpolateResponse, ReverseKlDatum, ReverseKlItem, ReverseKlResponse
 
 # The SDK's own names.
 ReverseKLDatum = ReverseKlDatum
@@ -23,15 +18,10 @@ ForwardBackwardReverseKLResponse = ReverseKlResponse
 InterpolateCheckpointsResponse = InterpolateResponse
 
 __all__ = [
-    "ForwardBackwardReverseKLResponse",
-    "InterpolateCheckpointsResponse",
-    "ReverseKLDatum",
-    "ReverseKLItemOutput",
-    "forward_backward_reverse_kl",
-    "forward_backward_reverse_kl_async",
-    "interpolate_checkpoints",
+    "ForwardBackwardReverseKLResponse", "InterpolateCheckpointsResponse", "ReverseKLDatum", "ReverseKLItemOutput",
+    "forward_backward_reverse_kl", "forward_backward_reverse_kl_async", "interpolate_checkpoints",
     "interpolate_checkpoints_async",
-]
+]  # fmt: skip
 
 
 def forward_backward_reverse_kl(

@@ -51,6 +51,5 @@ def _checked_key(api_key: object) -> str:
         key = api_key.strip()  # from a file or a variable it often ends with a newline
         if key.isascii() and key.isprintable():
             return key
-    raise SettingsMissing(
-        "the API key must be text of visible ASCII characters"
-    )  # the message does not contain the key
+    # The message does not contain the key.
+    raise SettingsMissing("the API key must be text of visible ASCII characters")

@@ -59,9 +59,8 @@ def main() -> None:
     except UnsafeRedis as unsafe:
         refuse("redis_refused", str(unsafe))
     except StoreUnavailable as unavailable:
-        log.error(
-            "redis_unavailable", reason=str(unavailable)
-        )  # the supervisor restarts this process
+        # The supervisor restarts this process.
+        log.error("redis_unavailable", reason=str(unavailable))
         sys.exit(1)
 
 

@@ -4,13 +4,12 @@ Order. The ops of a run execute in seq order. A cycle takes the longest prefix t
 
     (create | import | rewind)? (forward | forward_backward | reverse_kl)* optim_step? (save | load)*
 
-so that a complete training step runs in one cycle, weights do not change between the forwards of a
-cycle, and a save stores the weights after the step. A barrier delays only its own run.
+so that a complete training step runs in one cycle, weights do not change between the forwards of a cycle, and a save
+stores the weights after the step. A barrier delays only its own run.
 
-Fairness. Tenants share the token budget of a cycle by weighted fair queueing (Demers, Keshav and Shenker,
-SIGCOMM 1989); runs of one tenant are served round robin. The tenant whose next part would finish first
-under an ideal fair share is served next. A pass of at least two quanta is split into quanta, and the
-remainder continues in the next cycle.
+Fairness. Tenants share the token budget of a cycle by weighted fair queueing (Demers, Keshav and Shenker, SIGCOMM
+1989); runs of one tenant are served round robin. The tenant whose next part would finish first under an ideal fair
+share is served next. A pass of at least two quanta is split into quanta, and the remainder continues in the next cycle.
 
 Guarantees:
 
@@ -288,8 +287,7 @@ def _up_to_date(
 def take_single_run(backlogs: Iterable[Backlog], budget_tokens: int) -> int:
     """Plan ops worth the budget, and all of the pass that exceeds it; return the tokens.
 
-    The pass may take longer than expected while few measurements exist. Then the worker stops it after a
-    clock period.
+    The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
     """
     spent = 0
     for backlog in backlogs:

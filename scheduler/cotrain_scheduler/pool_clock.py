@@ -30,13 +30,7 @@ from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
-from cotrain_store.monitoring.tracing import (
-    named,
-    nanoseconds,
-    trace_id,
-    traceparent_of,
-    tracer,
-)
+from cotrain_store.monitoring.tracing import named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 
@@ -177,11 +171,7 @@ class PoolClock:
         return bool(self._free) and wake.worker not in self._slots
 
     async def look(self) -> float:
-        """Tick at the host's time; return the maximum sleep in seconds.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Tick at the host's time; return the maximum sleep in seconds. Raises Fenced: a newer scheduler leads."""
         structlog.contextvars.bind_contextvars(pool=self.pool)  # only in this pool's task
         jumped_s = self._time.read()
         now = self._time.now
@@ -191,11 +181,7 @@ class PoolClock:
         return await self.tick(now) - now
 
     async def tick(self, now: float) -> float:
-        """Plan all cycles that may start now; return the latest time of the next tick.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Plan all cycles that may start now; return the latest time of the next tick. Raises Fenced: a newer scheduler leads."""
         if self._settings.clock_mode is ClockMode.EAGER:
             return await self._tick(now)
         number = self._period_number(now)
@@ -211,9 +197,8 @@ class PoolClock:
             return await self._plan_free(now)
 
     async def _plan_free(self, now: float) -> float:
-        self._free = (
-            None  # unknown during a tick, so that runs becoming ready during it wake it again
-        )
+        # Unknown during a tick, so that runs becoming ready during it wake it again.
+        self._free = None
         view = await self._read()
         if await self._release(view.slots, now):
             view = await self._read()

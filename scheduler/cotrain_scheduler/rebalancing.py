@@ -125,10 +125,8 @@ class Rebalancing:
         queue: PoolQueue,
         now: float,
     ) -> frozenset[RunId]:
-        """Return the runs that are being moved, including new moves; nothing is planned for them.
-
-        Raises:
-            Fenced: a newer scheduler leads.
+        """Return the runs that are being moved, including new moves; nothing is planned for them. Raises Fenced: a
+        newer scheduler leads.
         """
         if len(workers) < 2:  # no move is possible
             self._since.clear()

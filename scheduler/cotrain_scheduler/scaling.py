@@ -35,8 +35,7 @@ GROWTH_OVER_S = 30.0
 BUSY_SHARE = 0.8
 #: An idle worker computes less than this part of a minute.
 AT_REST = 0.01
-#: The number of workers increases to the minimum need of this period; the first worker starts at
-#: once.
+#: The number of workers increases to the minimum need of this period; the first worker starts at once.
 UP_AFTER_S = 30.0
 #: The number of workers decreases to the maximum need of this period.
 DOWN_AFTER_S = 300.0
@@ -103,9 +102,7 @@ class Growth:
         self._seen: deque[tuple[float, int]] = deque()
 
     def per_second(self, tokens: int, now: float) -> float:
-        """Record the current backlog; return its growth over GROWTH_OVER_S, or since the first
-        record, in tokens/s.
-        """
+        """Record the current backlog; return its growth over GROWTH_OVER_S, or since the first record, in tokens/s."""
         if self._seen and now <= self._seen[-1][0]:
             self._seen.clear()
         self._seen.append((now, tokens))
@@ -127,8 +124,7 @@ def next_scaling(
     bounds: Bounds,
     waiting_tokens: Mapping[WorkerId, int] = NOTHING,
 ) -> Scaling:
-    """Return the next decision, from the current need. It is damped, so that an autoscaler does not
-    oscillate.
+    """Return the next decision, from the current need. It is damped, so that an autoscaler does not oscillate.
 
     If the clock was set back, the periods start again.
     """
@@ -182,10 +178,8 @@ class PoolScaling:
         self._decided = None
 
     async def look(self, waiting_tokens: Mapping[WorkerId, int], pauses: Pauses) -> None:
-        """Decide the number of workers, and write the decision if it changed or its record is old.
-
-        Raises:
-            Fenced: a newer scheduler leads.
+        """Decide the number of workers, and write the decision if it changed or its record is old. Raises Fenced: a
+        newer scheduler leads.
         """
         now = time.time()
         status = await self._dispatch.status(self._pool)

@@ -40,6 +40,7 @@ FAILPOINTS: Mapping[str, str] = MappingProxyType(
         "move.after": "A run belongs to another worker, and its old owner has not read the reply.",
         "worker.entered": "A worker took its slot: its predecessor is fenced off.",
         "worker.replayed": "A run was restored from its log.",
+        "worker.rewound": "A run in memory is back at an earlier step, and its log is not.",
         "worker.before_rollback": "A run's checkpoint is copied as its state, and its log still has later ops.",
         "worker.after_rollback": "A run is rolled back to a checkpoint, and its worker has not read the reply.",
         "worker.before_run": "A step was read and not begun.",

@@ -1,7 +1,6 @@
 """Exit of a process that cannot start, and that a restart would not help.
 
-Every process does the same: a log line with a `reason`, which is a sentence for the operator, and
-its own exit status.
+Every process does the same: a log line with a `reason`, which is a sentence for the operator, and its own exit status.
 """
 
 import json
@@ -40,9 +39,7 @@ def read_settings(kind: type[Settings]) -> Settings:
 
 
 def _reason(error: ValidationError) -> str:
-    """Return the first invalid setting and the errors of all its alternatives, for example of
-    `auto` or a number.
-    """
+    """Return the first invalid setting and the errors of all its alternatives, for example of `auto` or a number."""
     wrong = error.errors()
     field = wrong[0]["loc"][:1]
     name = f"{PREFIX}{field[0]}: ".upper() if field else ""

@@ -47,9 +47,7 @@ SHUTDOWN_S = 8
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn server that answers open polls on a shutdown signal, because uvicorn would wait for
-    them.
-    """
+    """uvicorn server that answers open polls on a shutdown signal, because uvicorn would wait for them."""
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
@@ -72,9 +70,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def main() -> None:
-    """Run the API process. Exit status 2: settings or store refused. 3: store or address
-    unavailable.
-    """
+    """Run the API process. Exit status 2: settings or store refused. 3: store or address unavailable."""
     start_logs("api")
     sys.setswitchinterval(SWITCH_S)
     arguments = _arguments()

@@ -1,7 +1,6 @@
 """Admin key for `/metrics` and the whole of `/status`, from the settings or the data folder.
 
-An address proves nothing: behind a proxy on this host that adds no header, every client appears to
-come from loopback.
+An address proves nothing: behind a proxy on this host that adds no header, every client appears to come from loopback.
 """
 
 import os
@@ -17,8 +16,7 @@ FILE = "admin-key"
 
 
 def admin_key(settings: ServerSettings) -> str:
-    """Return the key in the settings, otherwise that of the data folder, which is created if
-    missing.
+    """Return the key in the settings, otherwise that of the data folder, which is created if missing.
 
     Raises:
         OSError: the file cannot be read or created.
@@ -36,9 +34,7 @@ def admin_key(settings: ServerSettings) -> str:
 
 
 def _make(path: Path) -> None:
-    """Write a key that only the owner of the folder can read. Another process may do the same
-    concurrently.
-    """
+    """Write a key that only the owner of the folder can read. Another process may do the same concurrently."""
     temporary = path.with_suffix(f".{secrets.token_hex(8)}")
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_urlsafe(32)}\n")

@@ -117,8 +117,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
         # FastAPI's pages for the OpenAPI load their scripts from another host. /openapi.json stays.
         docs_url=None,
         redoc_url=None,
-        # FastAPI's spans and logs contain paths, queries and exception messages, which may quote a
-        # tenant.
+        # FastAPI's spans and logs contain paths, queries and exception messages, which may quote a tenant.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     metrics.BUILD_INFO.labels(__version__).set(1)

@@ -1,5 +1,4 @@
-"""Limit of numpy's threads. Import it before numpy, whose libraries otherwise start a thread per
-core.
+"""Limit of numpy's threads. Import it before numpy, whose libraries otherwise start a thread per core.
 
 An API process multiplies no matrices. A variable that is already set keeps its value.
 """

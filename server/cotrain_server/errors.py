@@ -70,12 +70,9 @@ class NotLoggedIn(TypedRefusal):
 class ErrorBody(BaseModel):
     """Body of every refusal."""
 
-    detail: str
-    """Message for the sender of the request."""
-    code: str
-    """Machine-readable code of the error."""
-    request_id: str
-    """Reference for questions to the operator."""
+    detail: str  # Message for the sender of the request
+    code: str  # Machine-readable code of the error
+    request_id: str  # Reference for questions to the operator
 
 
 #: Error responses of every endpoint, for the OpenAPI page.

@@ -47,8 +47,7 @@ from cotrain_store.weights.checkpoints import Checkpoints
 
 log = structlog.get_logger()
 
-#: Maximum wait of a poll in seconds. An SDK's socket times out after 45 s, proxies often after 60
-#: s.
+#: Maximum wait of a poll in seconds. An SDK's socket times out after 45 s, proxies often after 60 s.
 LONG_POLL_S = 25.0
 
 
@@ -101,17 +100,13 @@ class Services:
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine as a background task, for callers that are being cancelled and cannot
-        await.
-        """
+        """Run a coroutine as a background task, for callers that are being cancelled and cannot await."""
         task = asyncio.create_task(work)
         self._background.add(task)  # the event loop holds only a weak reference
         task.add_done_callback(self._background.discard)
 
     def drain(self) -> None:
-        """Report draining in `/readyz`, and answer every open poll now, so that its client asks the
-        next process.
-        """
+        """Report draining in `/readyz`, and answer every open poll now, so that its client asks the next process."""
         self.draining = True
         self.futures.release_all()
         self.completions.release_all()

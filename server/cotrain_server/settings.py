@@ -1,6 +1,4 @@
-"""Settings of the API process: those of the store, and those of HTTP. All are `COTRAIN_*`
-variables.
-"""
+"""Settings of the API process: those of the store, and those of HTTP. All are `COTRAIN_*` variables."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ class Quotas(BaseModel):
     unread_bytes: AtLeastOne = 2_000_000_000
     """Bytes of unfetched results. Above it, new requests are refused."""
     record_bytes: AtLeastOne = 200_000_000
-    """Bytes of sessions and runs with their metadata, including ended ones: Redis keeps them in
-    memory.
-    """
+    """Bytes of sessions and runs with their metadata, including ended ones: Redis keeps them in memory."""
     history_points: AtLeastOne = HISTORY_POINTS
     """Points of the histories of all runs, about 80 bytes each in Redis. Above it, the least
     recently extended histories are deleted. Applied from the next run on.
@@ -69,17 +65,14 @@ class Quotas(BaseModel):
     """Sessions with a live client."""
     samplers: AtLeastOne = 10_000
     sampler_bytes: AtLeastOne = 100_000_000_000
-    """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are
-    replaced by new ones.
+    """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are replaced by new ones.
     """
     polls: AtLeastOne = 2_000
     """Open polls in one API process."""
     samples: AtLeastOne = 2_000
     """Sample requests that are waiting or running. Above it, clients slow down."""
     sample_tokens: AtLeastOne = 16_000_000
-    """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it,
-    clients slow down.
-    """
+    """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it, clients slow down."""
     checkpoints: AtLeastOne = 10_000
     checkpoint_bytes: AtLeastOne = 100_000_000_000
     """Stored checkpoints and their bytes. Above it, saves fail."""
@@ -108,10 +101,8 @@ class Quotas(BaseModel):
 
 
 def read_quotas(given: object) -> object:
-    """Parse `ops=1000,tokens=16000000`. Omitted quotas keep their defaults.
-
-    Raises:
-        ValueError: an unknown quota or a number below 1; the message names it.
+    """Parse `ops=1000,tokens=16000000`. Omitted quotas keep their defaults. Raises ValueError: an unknown quota or a
+    number below 1; the message names it.
     """
     if not isinstance(given, str):
         return given
@@ -141,9 +132,7 @@ class ServerSettings(StoreSettings):
     api_keys_file: Path | None = None
     """File with more keys in the same format."""
     admin_key: SecretStr | None = None
-    """Grants access to `/metrics` and the whole of `/status`. Default: `admin-key` in the data
-    folder.
-    """
+    """Grants access to `/metrics` and the whole of `/status`. Default: `admin-key` in the data folder."""
     trusted_proxies: Words = ()
     """Addresses or networks with trusted `X-Forwarded-For` and `X-Forwarded-Proto` headers."""
     public_url: Annotated[str | None, Field(pattern=r"^https?://[^\s?#]+$")] = None

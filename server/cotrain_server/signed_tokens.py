@@ -33,8 +33,7 @@ _CLAIMS = ["sub", "jti", "name", "iat", "exp"]
 class Link:
     """Permission to download one file until a given time, for any client that has the link."""
 
-    tenant: TenantId
-    """Tenant of the link. Its read access to the checkpoint is checked again."""
+    tenant: TenantId  # Tenant of the link. Its read access to the checkpoint is checked again.
     path: str
     weights: WeightsRef
     """Weights that the path named at signing. The link never yields other weights."""
@@ -47,8 +46,7 @@ class StartedUpload:
     """An upload of an adapter's files that a tenant started."""
 
     tenant: TenantId
-    session: str
-    """Id of the session that its import opens."""
+    session: str  # Id of the session that its import opens
     base_model: str
     rank: int
     train_attn: bool
@@ -135,10 +133,8 @@ class Signer:
         return jwt.encode(claims, self._token_keys[0], algorithm=_ALGORITHM)
 
     def read_token(self, text: str) -> Token:
-        """Return the token that `make_token` wrote.
-
-        Raises:
-            InvalidToken: invalid, or expired (then `expired` is true, and the signature was valid).
+        """Return the token that `make_token` wrote. Raises InvalidToken: invalid, or expired (then `expired` is true,
+        and the signature was valid).
         """
         claims = self._claims(text)
         return Token(TenantId(claims["sub"]), claims["jti"], claims["name"])

@@ -101,6 +101,7 @@ def test_a_downloaded_checkpoint_can_be_uploaded_bit_for_bit(
         httpx.put(url, content=(tmp_path / file).read_bytes()).raise_for_status()
     linked = rest.external_weights_upload_finish(started.upload_id).result().tinker_path
     assert rest.external_weights_upload_finish(started.upload_id).result().tinker_path == linked
+    assert linked.endswith("/external_weights/uploaded")
     assert train(service.create_training_client_from_state(linked)) == end
 
     with pytest.raises(BadRequestError, match=r"base_model|not served"):

@@ -23,6 +23,7 @@ from cotrain import (
 )
 from cotrain.types import ForwardBackwardOutput
 from tests.conformance.running import KEYS, LOSES_ANSWERS_OF, Server
+from tests.support.draws import variant
 from tests.support.lossy_proxy import LossyProxy
 from tests.support.waiting import PATIENCE_S
 
@@ -84,8 +85,11 @@ def test_1030_datums_come_back_whole(service: ServiceClient, server: Server) -> 
     ("bad", "targets", "weights", "named"),
     [
         (1499, [1, VOCAB], [1.0, 1.0], "Target token id 512 at datum 1499, position 1"),
-        (1300, [1, 2], [1.0, math.nan], r"data\[1300\].loss_fn_inputs.weights\[1\] is not finite"),
-        (0, [1, 2], [3e38, 3e38], "Loss is not finite"),
+        variant(
+            *(1300, [1, 2], [1.0, math.nan]),
+            r"data\[1300\].loss_fn_inputs.weights\[1\] is not finite",
+        ),
+        variant(0, [1, 2], [3e38, 3e38], "Loss is not finite"),
         (1499, [1, 2], [3e38, 3e38], "Loss is not finite"),
     ],
 )

@@ -14,6 +14,7 @@ from cotrain.transport.retries import RetryPolicy
 from cotrain.types import ModelInput, SamplingParams
 from tests.conformance.running import KEYS, Server
 from tests.conformance.test_cotrain_client import datum, logprobs
+from tests.support.draws import variant
 from tests.support.swapping_proxy import FOREIGN, PAGE, Swapped, SwappingProxy
 
 DATA = [datum(6, 1)]
@@ -60,7 +61,9 @@ def expected(server: Server) -> list[list[float]]:
         return whole_life(service, server.base_model)
 
 
-@pytest.mark.parametrize("kind", ["login after the server", "redirect", "maintenance", "cut"])
+@pytest.mark.parametrize(
+    "kind", ["login after the server", variant("redirect"), variant("maintenance"), "cut"]
+)
 def test_one_foreign_answer_to_everything_changes_no_bit(
     proxy: SwappingProxy, server: Server, expected: list[list[float]], kind: str
 ) -> None:

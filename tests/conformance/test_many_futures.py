@@ -13,10 +13,10 @@ from tests.conformance.running import KEYS, Server
 
 #: Far more than the 16 waiting requests that this server accepts from a tenant. A thousand futures
 #: are in tests/unit/client/test_many_requests.py.
-MANY = 75
+MANY = 45
 STEP_EVERY = 15
 """Futures per group: 14 passes and a step. The plain loop waits for each group."""
-THREADS = 8
+THREADS = 4
 OF_EACH = 6
 WITHIN_S = 240.0
 """Time limit that detects a deadlock; it does not measure speed."""

@@ -11,6 +11,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.conformance.running import KEYS, Server
+from tests.warm.popen import Popen
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 CHECKS = {
@@ -33,6 +34,11 @@ for _ in range(2):
             time.sleep(0.01)
 assert texts[0] == "cotrain: waiting 0 s for step 0", texts
 """
+
+
+def forked(command: list[str], **how: Any) -> Popen:
+    """Start a kernel without the options of the interpreter, so that it is forked."""
+    return Popen([part for part in command if not part.startswith("-X")], **how)
 
 
 def cell(source: str) -> dict[str, Any]:
@@ -58,8 +64,9 @@ def test_every_notebook_runs_and_shows_one_line_for_each_wait_and_result(
     monkeypatch.setenv("COTRAIN_BASE_URL", server.address)
     monkeypatch.setenv("COTRAIN_API_KEY", KEYS[0])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("jupyter_client.launcher.Popen", forked)
     cells = [cell(WAITS), cell(WAITS)]
-    for name, check in CHECKS.items():  # in one kernel, because its imports take seconds
+    for name, check in CHECKS.items():  # in one kernel, because its start takes long
         own = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
         sources = ["".join(each["source"]) for each in own if each["cell_type"] == "code"]
         cells += [*map(cell, sources), cell(f"{check}\nservice.close()\n%reset -f")]

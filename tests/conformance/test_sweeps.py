@@ -47,7 +47,7 @@ RUN_BYTES = 128
 
 def batch(number: int, length: int = 24) -> list[Datum]:
     rng = random.Random(number)
-    rows = [rng.choices(range(512), k=length + 1) for _ in range(16)]
+    rows = [rng.choices(range(512), k=length + 1) for _ in range(6)]
     return [
         Datum(
             model_input=ModelInput.from_ints(row[:-1]),

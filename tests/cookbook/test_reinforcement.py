@@ -17,6 +17,7 @@ ROUNDING = 1e-5
 """Nats per token, in float32: samples are scored as the trainer scores them."""
 
 
+@pytest.mark.variants
 def test_rl_loop_learns_from_its_own_samples(bench: Bench) -> None:
     options = {"batch_size": 8, "group_size": 8, "max_tokens": 8, "max_steps": 5, "lora_rank": 8}
     ran = bench.run("rl_loop", "rl_loop", **SMALL, **LOSS, **options)

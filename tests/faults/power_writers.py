@@ -1,7 +1,8 @@
 """Write one of each kind of file that a server keeps, and print the durable ones.
 
-`python -m tests.faults.power_writers FOLDER` prints `{path: SHA-256}` of the files. A write that
-fails, for example at a failpoint, is repeated, as after a crash of the writer.
+`python -m tests.faults.power_writers FOLDER OTHER FAULTS` writes into FOLDER, and then with FAULTS
+into OTHER. It prints `{path: SHA-256}` of the files of each. A write that fails at a failpoint is
+repeated, as after a crash of the writer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import pyrage
 import torch
 
+from cotrain_store import failpoints
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
@@ -56,7 +58,8 @@ def until_written(write: Callable[[], None]) -> None:
     return write()
 
 
-def main(folder: Path) -> None:
+def write_all(folder: Path) -> dict[str, str]:
+    """Write all files. Return their digests."""
     spool = Spool(folder / "spool", "w", segment_bytes=100)  # one segment per body
     files = CheckpointFiles(Folder(folder), "tiny")
     for write in (
@@ -66,7 +69,7 @@ def main(folder: Path) -> None:
     ):
         until_written(write)
     spool.close()
-    print(json.dumps(digests(folder)))
+    return digests(folder)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -80,4 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    calm, disturbed, faults = sys.argv[1:]
+    promised = [write_all(Path(calm))]
+    failpoints._FAULTS = failpoints.Faults.asked_for({"COTRAIN_FAILPOINTS": faults})
+    print(json.dumps([*promised, write_all(Path(disturbed))]))

@@ -43,11 +43,12 @@ UNSAMPLED_PACKS = {
     "optimizer": ("optimizer.before_rename", "optimizer.renamed", "external.half_written"),
     "export": ("worker.after_commit", "external.before_rename", "external.renamed"),
 }
-#: Failpoints of other trials and tests: large passes, bisection, worker ids, rollbacks, groups.
+#: Failpoints of other trials and tests: large passes, bisection, worker ids, rollbacks, rewinds, groups.
 ELSEWHERE = (
     "worker.before_risk", "worker.after_risk", "reassign.before", "reassign.after",
     "move.before", "move.after",
     "worker.before_rollback", "worker.after_rollback", "worker.before_large_pass", "group.before_pass",
+    "worker.rewound",
 )  # fmt: skip
 #: Two crashes in a row over one step are chance; more count as the fault of the step.
 APART = ("worker.before_run", "worker.after_run", "worker.before_commit")

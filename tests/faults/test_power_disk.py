@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import pytest
 
@@ -55,12 +56,12 @@ def disk(library: Path, tmp_path: Path) -> Disk:
     return Disk(tmp_path, library)
 
 
-def run(disk: Disk, program: str, *arguments: object, **environment: str) -> str:
+def run(disk: Disk, program: str, *arguments: object) -> str:
     """Run a program on the disk. Return its output."""
     paths = os.pathsep.join([*SOURCES, str(ROOT)])
     ran = subprocess.run(
         [sys.executable, *program.split(), *map(str, arguments)], check=True, text=True,
-        stdout=subprocess.PIPE, env={**os.environ, **disk.environment, **environment, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE, env={**os.environ, **disk.environment, "PYTHONPATH": paths},
     )  # fmt: skip
     return ran.stdout
 
@@ -137,40 +138,50 @@ open("spool/other", "w")
     assert left >= {"other", "0", "5", "10"}
 
 
+class Written(NamedTuple):
+    """A disk after all writers have run."""
+
+    disk: Disk
+    folder: Path
+    promised: dict[str, str]
+    """Durable files of the folder."""
+    found: Path
+    """Folder of writers that had to repeat each write."""
+    promised_found: dict[str, str]
+
+
 @pytest.fixture(scope="module")
-def written(library: Path) -> Iterator[tuple[Disk, Path, dict[str, str]]]:
-    """A disk after all writers have run, and its durable files."""
+def written(library: Path) -> Iterator[Written]:
+    """Run all writers, and run them again in another folder where each crashes once."""
+    faults = ",".join(f"{name}.renamed=error" for name in JUST_RENAMED)
     with TemporaryDirectory(prefix="cotrain-") as name:
         disk = Disk(Path(name), library)
-        (disk.root / "d").mkdir()
-        promised = run(disk, "-m tests.faults.power_writers", disk.root / "d")
-        yield disk, disk.root / "d", json.loads(promised)
+        folder, found = disk.root / "d", disk.root / "found"
+        folder.mkdir()
+        found.mkdir()
+        promised = json.loads(run(disk, "-m tests.faults.power_writers", folder, found, faults))
+        yield Written(disk, folder, promised[0], found, promised[1])
 
 
 def test_data_that_our_writers_confirm_survives_a_power_cut(
-    written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
+    written: Written, tmp_path: Path
 ) -> None:
-    disk, folder, promised = written
+    disk, folder, promised, *_ = written
     disk.leave(folder, tmp_path / "left")
     assert digests(tmp_path / "left") == promised
     assert len(promised) == 12
 
 
 @pytest.mark.parametrize("what", SYNCS)
-def test_a_power_cut_reveals_a_missing_sync(
-    what: str, written: tuple[Disk, Path, dict[str, str]], tmp_path: Path
-) -> None:
-    disk, folder, promised = written
+def test_a_power_cut_reveals_a_missing_sync(what: str, written: Written, tmp_path: Path) -> None:
+    disk, folder, promised, *_ = written
     disk.leave(folder, tmp_path / "left", unsynced=SYNCS[what])
     assert digests(tmp_path / "left") != promised
 
 
 def test_a_file_renamed_by_a_crashed_writer_is_synced_when_it_is_found(
-    disk: Disk, tmp_path: Path
+    written: Written, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "d"
-    folder.mkdir()
-    faults = ",".join(f"{name}.renamed=error" for name in JUST_RENAMED)
-    promised = run(disk, "-m tests.faults.power_writers", folder, COTRAIN_FAILPOINTS=faults)
-    disk.cut(folder)
-    assert digests(folder) == json.loads(promised)
+    written.disk.leave(written.found, tmp_path / "left")
+    assert digests(tmp_path / "left") == written.promised_found
+    assert len(written.promised_found) == len(written.promised)

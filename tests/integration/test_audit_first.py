@@ -33,9 +33,9 @@ ACTS: list[tuple[Mapping[str, str], str, str, Any]] = [
     (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}),
     (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/drain", {}),
     (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w1/undrain", {}),
-    (OWN, "DELETE", CHECKPOINT, None),
     (OWN, "POST", CHECKPOINT + "/publish", None),
     (OWN, "PUT", CHECKPOINT + "/ttl", {"ttl_seconds": 3600}),
+    (OWN, "DELETE", CHECKPOINT, None),
     (OWN, "PATCH", RUN, {"note": "n"}),
     (OWN, "PUT", "/api/v1/sessions/{session}/project", {"project_id": "p"}),
     (OWN, "PUT", "/api/v1/webhook", {"url": "https://a.example/"}),
@@ -74,25 +74,24 @@ async def sent(api: Api, names: Mapping[str, str], act: tuple[Any, ...]) -> http
     return await api.http.request(method, path.format(**names), json=body, headers=headers)
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: f"{act[1]}-{act[2]}-{act[3]}")
 async def test_an_action_whose_audit_line_cannot_be_written_is_not_done(
-    site: tuple[Api, dict[str, str]], act: tuple[Any, ...], empty_redis: EmbeddedRedis,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    site: tuple[Api, dict[str, str]], empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     api, names = site
-    before = everything(empty_redis.url)
 
     async def refuses(*_: object) -> list[bytes]:
         raise StoreUnavailable
 
-    with monkeypatch.context() as broken:
-        broken.setattr(Audit, "_write", refuses)
-        assert (await sent(api, names, act)).status_code == 503
-    assert everything(empty_redis.url) == before
-    known = len(await api.services.audit.page(None, None, 100))
-    assert (await sent(api, names, act)).is_success
-    assert everything(empty_redis.url) != before
-    assert len(await api.services.audit.page(None, None, 100)) > known
+    for act in ACTS:
+        before = everything(empty_redis.url)
+        with monkeypatch.context() as broken:
+            broken.setattr(Audit, "_write", refuses)
+            assert (await sent(api, names, act)).status_code == 503, act
+        assert everything(empty_redis.url) == before, act
+        known = len(await api.services.audit.page(None, None, 100))
+        assert (await sent(api, names, act)).is_success, act
+        assert everything(empty_redis.url) != before, act
+        assert len(await api.services.audit.page(None, None, 100)) > known, act
 
 
 @pytest.mark.parametrize(

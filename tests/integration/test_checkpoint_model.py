@@ -264,5 +264,5 @@ def test_checkpoints_behave_like_their_model(redis_server: EmbeddedRedis) -> Non
     CheckpointMachine.server = redis_server
     run_state_machine_as_test(
         CheckpointMachine,
-        settings=settings(max_examples=examples(60), stateful_step_count=40, deadline=None),
+        settings=settings(max_examples=examples(30), stateful_step_count=40, deadline=None),
     )

@@ -28,6 +28,7 @@ from tests.support.checkpoints import (
     submit_state,
 )
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import base_sampler, ended, submit_sample
@@ -73,14 +74,14 @@ async def go_back_and_on(
 
 
 FAILPOINTS = [
-    Failpoint("bodies", 1),
+    variant(Failpoint("bodies", 1)),
     Failpoint("commit", 1),
-    Failpoint("commit", 1, after=True),
-    Failpoint("commit", 2),
+    variant(Failpoint("commit", 1, after=True)),
+    variant(Failpoint("commit", 2)),
     Failpoint("commit", 2, after=True),
-    Failpoint("register_snapshot", 1, after=True),
+    variant(Failpoint("register_snapshot", 1, after=True)),
     Failpoint("stored", 1, of_weights=True),
-    Failpoint("stored", 1, after=True, of_weights=True),
+    variant(Failpoint("stored", 1, after=True, of_weights=True)),
 ]
 
 

@@ -25,6 +25,7 @@ from cotrain_store.oplog.joint_intake import JointOp
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, worker
@@ -60,7 +61,7 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
 @pytest.mark.parametrize(
     "failpoint",
     [
-        Failpoint("commit", 1),
+        variant(Failpoint("commit", 1)),
         Failpoint("commit", 1, after=True),
         Failpoint("stored", 1, of_weights=True),
     ],

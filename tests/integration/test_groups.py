@@ -13,6 +13,7 @@ import torch
 
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.group.sharded_base import own_bytes
+from tests.support.draws import variant
 from tests.support.group_program import MICRO_BATCH
 from tests.support.group_scenarios import SCENARIOS
 from tests.support.tiny_models import build_tiny
@@ -38,7 +39,7 @@ def run_group(
     ("size", "family", "tied", "recompute", "names"),
     [
         (2, "qwen3", False, "always", tuple(SCENARIOS)),
-        (3, "gemma2", True, "auto", ("together", "put_back")),
+        variant(3, "gemma2", True, "auto", ("together", "put_back")),
     ],
 )
 def test_a_group_computes_the_same_as_one_process(

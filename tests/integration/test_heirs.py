@@ -15,6 +15,7 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import ended, submit_sample, submit_save
@@ -41,11 +42,11 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
 @pytest.mark.parametrize(
     "failpoint",
     [
-        Failpoint("bodies"),
+        variant(Failpoint("bodies")),
         Failpoint("commit", 1),
         Failpoint("commit", 1, after=True),
-        Failpoint("commit", 2),
-        Failpoint("stored", of_weights=True),
+        variant(Failpoint("commit", 2)),
+        variant(Failpoint("stored", of_weights=True)),
     ],
     ids=str,
 )

@@ -39,10 +39,10 @@ async def test_small_json_of_ten_million_lists_is_rejected_with_its_limit(api: A
     assert answer.status_code == 413
 
 
-async def test_a_pass_of_four_million_empty_datums_takes_its_seq_and_fails(api: Api) -> None:
+async def test_a_pass_of_too_many_empty_datums_takes_its_seq_and_fails(api: Api) -> None:
     run = await api.new_run()
     head = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=1).SerializeToString()
-    body = zstandard.compress(head + b"\x1a\x00" * 4_000_000)
+    body = zstandard.compress(head + b"\x1a\x00" * 400_000)
     answer = await api.post("forward_backward", content=body, headers=PROTOBUF | ZSTD)
     assert answer.status_code == 200, answer.text
     # It keeps its seq, so the next request is accepted as the next one.

@@ -190,18 +190,19 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
 async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
     own_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (collector, status):
-        monkeypatch.setattr(module, "FLEET_TIMEOUT_S", 0.2)
     async with running_api(own_redis.url) as api:
         own_redis.stand_still()
         try:
-            metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text.splitlines()
-            assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
-                "cotrain_redis_up 0.0"
-            ]
-            answer = await api.http.get("/status", headers=OPERATOR)
+            with monkeypatch.context() as brief:
+                for module in (collector, status):
+                    brief.setattr(module, "FLEET_TIMEOUT_S", 0.2)
+                metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text.splitlines()
+                answer = await api.http.get("/status", headers=OPERATOR)
         finally:
             own_redis.go_on()
+        assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
+            "cotrain_redis_up 0.0"
+        ]
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
         assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][
             0

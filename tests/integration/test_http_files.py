@@ -219,7 +219,7 @@ async def test_an_encrypted_checkpoint_serves_only_encrypted_files(
     future = (await api.post("load_weights", {**read_in_run, "path": path})).json()
     await worker.run_log()
     failed = (await api.post("retrieve_future", future)).json()
-    assert failed["error"].startswith("external_weights are for download only")
+    assert failed["error"].startswith("Encrypted external_weights are for")
 
 
 @pytest.mark.parametrize("kind", SAVES)

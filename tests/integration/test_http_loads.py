@@ -9,6 +9,7 @@ import pytest
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import WeightsRecord
 from tests.support.checkpoint_requests import (
+    LOCKED,
     change,
     info,
     load,
@@ -49,7 +50,7 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
     run, small = await api.new_run(), await api.new_run(rank=2)
     path = (await save(api, worker, run, 1))["path"]
     bare = (await save(api, worker, run, 2, "sampler_weights"))["path"]
-    export = (await save(api, worker, run, 3, "external_weights"))["path"]
+    export = (await save(api, worker, run, 3, "external_weights", **LOCKED))["path"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"path": path[:-1] + "b"}, "Checkpoint not found."),
         (
@@ -58,7 +59,7 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
         ),
         ({"path": None}, "path: Input should be a valid string."),
         ({"path": path}, "The checkpoint has rank 4, train_attn=True"),
-        ({"path": export}, "external_weights are for download only"),
+        ({"path": export}, "Encrypted external_weights are for download only"),
         ({"path": path, "weights_access_token": "tml-no"}, "weights_access_token is not a valid"),
         ({"path": path, "weights_access_token": "eyJ.a.b"}, "weights_access_token is not a valid"),
     ]
@@ -71,18 +72,26 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
     assert "path" in await result(api, worker, await load(api, run, 5, bare))
 
 
-async def test_an_export_is_not_sampled_from(api: Api, worker: StandIn) -> None:
+async def test_an_encrypted_export_is_not_sampled_from(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, "external_weights"))["path"]
     sampler = {"session_id": run.partition(":")[0], "sampling_session_seq_id": 0}
+    assert (
+        "sampling_session_id"
+        in (await api.post("create_sampling_session", {**sampler, "model_path": path})).json()
+    )
+    path = (await save(api, worker, run, 2, "external_weights", **LOCKED))["path"]
+    sampler["sampling_session_seq_id"] = 1
     refused = await api.post("create_sampling_session", {**sampler, "model_path": path})
     assert refused.status_code == 400
-    assert refused.json()["detail"].startswith("external_weights are for download only")
+    assert refused.json()["detail"].startswith("Encrypted external_weights are for download only")
     asked = {"model": path, "prompt": "a", "max_tokens": 1}
     headers = {"X-API-Key": ALICE}
     refused = await api.http.post("/oai/api/v1/completions", json=asked, headers=headers)
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("external_weights are for download only")
+    assert refused.json()["error"]["message"].startswith(
+        "Encrypted external_weights are for download only"
+    )
 
 
 async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(

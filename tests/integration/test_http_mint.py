@@ -13,6 +13,7 @@ from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.saves import LoadRequest
+from tests.support.checkpoint_requests import LOCKED
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 from tests.support.kl_bodies import kl_body
 from tests.support.redis_server import EmbeddedRedis
@@ -160,9 +161,9 @@ async def test_an_invalid_reference_takes_its_seq_and_fails(
     assert message in failure["error"]
 
 
-async def test_an_exported_checkpoint_cannot_be_a_reference(api: Api, worker: StandIn) -> None:
+async def test_an_encrypted_checkpoint_cannot_be_a_reference(api: Api, worker: StandIn) -> None:
     teacher, run = await api.new_run(), await api.new_run()
-    path = await saved(api, worker, teacher, "_external")
+    path = await saved(api, worker, teacher, "_external", **LOCKED)
     answer = await pull(api, run, reference_model_path=path)
     await worker.run_log()
 

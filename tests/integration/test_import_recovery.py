@@ -21,6 +21,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.checkpoints import run_from
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, worker
 from tests.support.uploads import safetensors
@@ -51,11 +52,11 @@ async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
 @pytest.mark.parametrize(
     "failpoint",
     [
-        Failpoint("bodies", 1),
-        Failpoint("commit", 1),
+        variant(Failpoint("bodies", 1)),
+        variant(Failpoint("commit", 1)),
         Failpoint("commit", 1, after=True),
         Failpoint("stored", 1, of_weights=True),
-        Failpoint("stored", 1, after=True, of_weights=True),
+        variant(Failpoint("stored", 1, after=True, of_weights=True)),
     ],
     ids=str,
 )

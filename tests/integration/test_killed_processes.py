@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.oplog.reader import read_history
@@ -22,10 +26,12 @@ from tests.support.program import (
     restored_digest,
     results,
     submit,
+    train_undisturbed,
     undisturbed,
 )
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import stack, worker
+from tests.support.tiny_models import build_tiny
 
 POISON = {
     "error": "Request repeatedly crashed the worker; it was not applied.",
@@ -33,16 +39,20 @@ POISON = {
 }
 
 
-async def test_killed_processes_change_no_number(
-    tmp_path: Path, engine: Engine, tiny_model: Path
-) -> None:
+async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
+    """The model is a hybrid with experts, and both optimizers train."""
+    torch.set_num_threads(1)
+    model = build_tiny("qwen3_next", tmp_path / "tiny", vocab=512)
+    engine, loras = Engine.load(str(model)), (LORA, replace(LORA, optimizer="muon"))
     with EmbeddedRedis() as redis_server:
-        url = redis_server.url
-        async with stack(url, tmp_path / "alone") as alone:
-            expected, digest = await undisturbed(alone, url, tmp_path / "alone", engine)
+        url, folder = redis_server.url, tmp_path / "alone"
+        async with stack(url, folder) as alone:
+            expected = [
+                await train_undisturbed(alone, url, folder, engine, lora=lora) for lora in loras
+            ]
         redis_server.flush()
 
-        settings = settings_of(url, tmp_path, tiny_model)
+        settings = settings_of(url, tmp_path, model)
         shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
         connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
         with (
@@ -51,27 +61,31 @@ async def test_killed_processes_change_no_number(
         ):
             async with Futures(connection, spool) as futures:
                 server = stack_of(connection, spool, futures)
-                run = await server.create("a", "a", LORA)
-                answers = []
+                runs = [await server.create(lora.optimizer, lora.optimizer, lora) for lora in loras]
+                answers: list[list[Any]] = [[] for _ in runs]
                 for first, last, victims in (
                     (1, 5, [trainer]),
                     (6, 9, [scheduler]),
                     (10, len(PROGRAM), [trainer, scheduler]),
                 ):
-                    requests = await submit(server, run, first, last)
-                    answers += await results(server, run, requests[:1])
+                    requests = [await submit(server, run, first, last) for run in runs]
+                    for run, own, asked in zip(runs, answers, requests, strict=True):
+                        own += await results(server, run, asked[:1])
                     for process in victims:
                         await asyncio.to_thread(process.kill)
                     for process in victims:
                         process.start()
-                    answers += await results(server, run, requests[1:])
-            assert answers == expected
-            assert numbers_of(await read_history(connection, run.id)) == computed(answers)
+                    for run, own, asked in zip(runs, answers, requests, strict=True):
+                        own += await results(server, run, asked[1:])
+            assert answers == [undisturbed for undisturbed, _ in expected]
+            for run, own in zip(runs, answers, strict=True):
+                assert numbers_of(await read_history(connection, run.id)) == computed(own)
             await asyncio.to_thread(trainer.stop)
             await asyncio.to_thread(scheduler.stop)
         spool.close()
         await connection.aclose()
-        assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, run.id) == digest
+        for run, (_, digest) in zip(runs, expected, strict=True):
+            assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, run.id) == digest
 
 
 async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left_out(

@@ -92,7 +92,11 @@ FAILPOINTS = [
 
 @pytest.mark.parametrize(
     ("failpoint", "targets"),
-    [*((each, SMALL) for each in FAILPOINTS), variant(FAILPOINTS[2], LARGE)],
+    [
+        *((each, SMALL) for each in FAILPOINTS[1:3]),
+        *(variant(each, SMALL) for each in (FAILPOINTS[0], FAILPOINTS[3])),
+        variant(FAILPOINTS[2], LARGE),
+    ],
 )
 async def test_a_worker_that_dies_leaves_no_trace_in_a_distillation(
     server: Stack,
@@ -166,7 +170,7 @@ async def interpolate(
     return run, await server.intake.submit(run, 1, OpKind.SAVE, save, 0, "save")
 
 
-@pytest.mark.parametrize("failpoint", [None, *FAILPOINTS[:2]], ids=str)
+@pytest.mark.parametrize("failpoint", [None, variant(FAILPOINTS[0]), FAILPOINTS[1]], ids=str)
 async def test_an_interpolation_is_the_exact_mix_and_ends_its_run(
     server: Stack,
     empty_redis: EmbeddedRedis,

@@ -16,6 +16,7 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.moves import Moves
 from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
@@ -86,10 +87,10 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
 @pytest.mark.parametrize(
     "failpoint",
     [
-        Failpoint("moves.hand_over"),
+        variant(Failpoint("moves.hand_over")),
         Failpoint("moves.hand_over", after=True),
         Failpoint("register_snapshot"),
-        Failpoint("register_snapshot", after=True),
+        variant(Failpoint("register_snapshot", after=True)),
     ],
     ids=str,
 )

@@ -35,6 +35,8 @@ PROMETHEUS = shutil.which("prometheus")
 PATIENCE_S = 300.0
 KEYS = {"ann": "tml-ann_of-the-first-lab", "bob": "tml-bob_of-the-second-lab"}
 RANGE = "20s"
+#: Pause of a tenant between two rounds. Without it, the server computes all the time that the test waits.
+PAUSE_S = 2.0
 
 pytestmark = pytest.mark.skipif(
     PROMETHEUS is None,
@@ -172,6 +174,7 @@ def work(address: str, key: str, over: threading.Event) -> None:
             ]
             for sample in samples:
                 sample.result(PATIENCE_S)
+            over.wait(PAUSE_S)
 
 
 def test_every_expression_of_the_boards_and_of_the_alerts_has_a_value(watched: Watched) -> None:

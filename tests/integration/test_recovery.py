@@ -18,6 +18,7 @@ from cotrain_workers.recovery.snapshot_file import Snapshot, write_snapshot
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import (
     LORA,
     PROGRAM,
@@ -34,15 +35,15 @@ from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
 
 FAILPOINTS = [
-    Failpoint("open_steps", 2),
-    Failpoint("bodies", 1),
+    variant(Failpoint("open_steps", 2)),
+    variant(Failpoint("bodies", 1)),
     Failpoint("bodies", 3),
     Failpoint("commit", 1),
-    Failpoint("commit", 1, after=True),
-    Failpoint("commit", 3),
+    variant(Failpoint("commit", 1, after=True)),
+    variant(Failpoint("commit", 3)),
     Failpoint("commit", 3, after=True),
-    Failpoint("register_snapshot", 1),
-    Failpoint("register_snapshot", 1, after=True),
+    variant(Failpoint("register_snapshot", 1)),
+    variant(Failpoint("register_snapshot", 1, after=True)),
     Failpoint("register_snapshot", 2),
 ]
 
@@ -132,8 +133,16 @@ async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written
     assert redis.hget(run_keys.log(POOL, run.id), "snap") == b"5"
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "another run's"])
-@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize(
+    ("damage", "copies"),
+    [
+        ("cut", 2),
+        ("flipped", 1),
+        ("gone", 1),
+        ("another run's", 2),
+        *map(variant, ("cut", "flipped", "gone", "another run's"), (1, 2, 2, 1)),
+    ],
+)
 async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothing_else(
     server: Stack,
     empty_redis: EmbeddedRedis,

@@ -17,6 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import run_lifecycle
 from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime
 from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.program import (
     LORA,
     computed,
@@ -50,9 +51,9 @@ async def back_and_on(server: Stack, run: RunRecord) -> tuple[list[RequestId], l
     [
         (None, 5),  # a recovery copy after the step to which it returns
         (Failpoint("logs.logged_ops", 2, after=True), 1_000),  # in the replay of the rewind
-        (Failpoint("commit", 4), 1_000),
+        variant(Failpoint("commit", 4), 1_000),
         (Failpoint("commit", 4, after=True), 5),
-        (Failpoint("register_snapshot", 2), 5),
+        variant(Failpoint("register_snapshot", 2), 5),
     ],
     ids=str,
 )

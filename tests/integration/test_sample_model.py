@@ -317,5 +317,7 @@ def test_sampling_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     SampleMachine.server = redis_server
     run_state_machine_as_test(
         SampleMachine,
-        settings=settings(max_examples=examples(40), stateful_step_count=40, deadline=None),
+        settings=settings(
+            max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None
+        ),
     )

@@ -94,9 +94,9 @@ async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
     monkeypatch.setattr(EngineDecoder, "step", step)
     sampler = await base_sampler(server)
     with worker(empty_redis.url, tmp_path, engine):
-        alone = await sample(server, sampler, 1, LONG)
+        alone = await sample(server, sampler, 1, LONG, max_tokens=60)
         gone = await submit_sample(server, sampler, 2, LONG, max_tokens=2_000 - 39)
-        stays = await submit_sample(server, sampler, 3, LONG)
+        stays = await submit_sample(server, sampler, 3, LONG, max_tokens=60)
         assert await asyncio.to_thread(are_running.wait, PATIENCE_S)
         await server.samples.cancel(sampler.tenant, gone)
         assert await ended(server, sampler, gone) == CANCELLED
@@ -130,7 +130,10 @@ async def test_sampling_leaves_training_as_it_is(
     with worker(empty_redis.url, tmp_path, engine, sampling_share=share):
         requests = await submit(server, alone, 1, 12)
         await server.result(alone, requests[-1])
-        busy = [await submit_sample(server, sampler, seq, LONG, seed=seq) for seq in range(8)]
+        busy = [
+            await submit_sample(server, sampler, seq, LONG, seed=seq, max_tokens=100)
+            for seq in range(8)
+        ]
         requests = await submit(server, beside, 1, 12)
         await server.result(beside, requests[-1])
         for request in busy:

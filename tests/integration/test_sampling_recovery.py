@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import seed_of
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
+from tests.support.draws import variant
 from tests.support.program import LORA, submit
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
@@ -70,12 +72,12 @@ async def samples_of(server: Stack, run: RunRecord) -> tuple[bytes, bytes]:
 _UNDISTURBED: WeakKeyDictionary[Engine, tuple[bytes, bytes]] = WeakKeyDictionary()
 
 FAILPOINTS = [
-    Failpoint("commit", 1),
-    Failpoint("commit", 1, after=True),
+    variant(Failpoint("commit", 1)),
+    variant(Failpoint("commit", 1, after=True)),
     Failpoint("commit", 2, after=True),
     Failpoint("stored", of_weights=True),
-    Failpoint("stored", after=True, of_weights=True),
-    Failpoint("stored", 2, of_weights=True),
+    variant(Failpoint("stored", after=True, of_weights=True)),
+    variant(Failpoint("stored", 2, of_weights=True)),
     Failpoint("register_snapshot", 1, after=True),
 ]
 
@@ -183,15 +185,16 @@ async def test_a_request_killed_in_the_middle_gives_the_same_tokens_after(
 ) -> None:
     url = empty_redis.url
     sampler = await base_sampler(server)
+    body = replace(LONG, max_tokens=60)
     with worker(url, tmp_path, engine):
-        expected = await sample(server, sampler, 1, LONG)
-    seeded = await submit_sample(server, sampler, 2, LONG)
-    unseeded = await submit_sample(server, sampler, 3, LONG, seed=None)
-    async with dying_worker(url, tmp_path, engine, Failpoint("open_steps", 60)) as loop:
+        expected = await sample(server, sampler, 1, body)
+    seeded = await submit_sample(server, sampler, 2, body)
+    unseeded = await submit_sample(server, sampler, 3, body, seed=None)
+    async with dying_worker(url, tmp_path, engine, Failpoint("open_steps", 20)) as loop:
         await until(lambda: loop._sampler.running == 2)
     with worker(url, tmp_path, engine):
         assert await sampled(server, sampler, seeded) == expected
-        again = await sample(server, sampler, 4, LONG, seed=seed_of(unseeded))
+        again = await sample(server, sampler, 4, body, seed=seed_of(unseeded))
         assert await sampled(server, sampler, unseeded) == again
 
 

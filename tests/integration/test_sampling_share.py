@@ -17,7 +17,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress, SampleRequest
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from cotrain_workers.engine.training.batch_runner import BatchRunner
 from tests.support.bodies import sequences
 from tests.support.draws import variant
 from tests.support.redis_server import EmbeddedRedis
@@ -56,12 +56,12 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     """Make every micro-batch and every decode step take a fixed time on a simulated clock."""
     clock = Processor()
     micro_batch, decode_step, run = (
-        ForwardBackward._run_micro_batch,
+        BatchRunner.run,
         EngineDecoder.step,
         Engine.cycle,
     )
 
-    def trained(self: ForwardBackward, *args: Any) -> Any:
+    def trained(self: BatchRunner, *args: Any) -> Any:
         ran = micro_batch(self, *args)
         clock.train()
         return ran
@@ -75,7 +75,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
         clock.in_step = False
         return output
 
-    monkeypatch.setattr(ForwardBackward, "_run_micro_batch", trained)
+    monkeypatch.setattr(BatchRunner, "run", trained)
     monkeypatch.setattr(EngineDecoder, "step", decoded)
     monkeypatch.setattr(Engine, "cycle", ran)
     fake = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
@@ -93,7 +93,7 @@ def small_steps(tiny_model: Path) -> Engine:
 
 
 @pytest.mark.parametrize("share", [0.25, variant(0.75)])
-async def test_a_hundred_requests_finish_and_training_keeps_its_share(
+async def test_many_requests_finish_and_training_keeps_its_share(
     server: Stack,
     empty_redis: EmbeddedRedis,
     tmp_path: Path,
@@ -112,7 +112,7 @@ async def test_a_hundred_requests_finish_and_training_keeps_its_share(
         changes = {"prompt": tuple(range(1, 20)), "max_tokens": 40}
         requests = [
             (sampler, await submit_sample(server, sampler, seq, LONG, seed=seq, **changes))
-            for seq in range(13)
+            for seq in range(9)
             for sampler in samplers
         ]
         run = await server.create("a", "a", LoraSpec(rank=2, seed=0))

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from cotrain.commands.sample import TextRequest, stream
 from cotrain_server.ui.access.session import CSRF_HEADER
+from tests.support.draws import variant
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import EOS, Script, Talking, talking_api
@@ -113,7 +114,9 @@ def test_the_rest_of_a_message_goes_on_with_a_space(
     assert messaged(messages_client, begun) == [" a time"] * 2
 
 
-@pytest.mark.parametrize("text", [HANGUL, "€😀" * 14, f"one {HANGUL} two {HANGUL}\n👩‍👩‍👧!"])
+@pytest.mark.parametrize(
+    "text", [variant(HANGUL), variant("€😀" * 14), f"one {HANGUL} two {HANGUL}\n👩‍👩‍👧!"]
+)
 def test_characters_of_several_tokens_are_streamed_whole(
     served: Talking,
     client: openai.OpenAI,

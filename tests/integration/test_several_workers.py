@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from tests.support.draws import variant
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
@@ -171,7 +172,7 @@ def test_four_workers_compute_the_same_as_one_despite_moves_and_a_kill(
     assert (tenants.numbers, saved_in(tmp_path)) == alone
 
 
-@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("end", [variant(signal.SIGTERM), signal.SIGKILL])
 def test_remote_workers_join_and_their_runs_continue_when_they_leave(
     tmp_path: Path, base_model: str, alone: tuple[Numbers, set[str]], end: signal.Signals
 ) -> None:

@@ -533,5 +533,7 @@ def test_the_log_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     LogMachine.server = redis_server
     run_state_machine_as_test(
         LogMachine,
-        settings=settings(max_examples=examples(40), stateful_step_count=40, deadline=None),
+        settings=settings(
+            max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None
+        ),
     )

@@ -226,12 +226,12 @@ async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(
     (record,) = await stored(samples, tmp_path, {"name": "a"})
     old = [f"old:{number}" for number in range(2_000)]
     row = samples.log.redis.hgetall(weights_keys.weights(record.ref))
-    for ref in old:
-        samples.log.redis.sadd(weights_keys.pool_weights(POOL), ref)
-        text = row[b"record"].replace(record.ref.encode(), ref.encode(), 1)
-        samples.log.redis.hset(
-            weights_keys.weights(WeightsRef(ref)), mapping={**row, "record": text}
-        )
+    with samples.log.redis.pipeline(transaction=False) as batch:
+        batch.sadd(weights_keys.pool_weights(POOL), *old)
+        for ref in old:
+            text = row[b"record"].replace(record.ref.encode(), ref.encode(), 1)
+            batch.hset(weights_keys.weights(WeightsRef(ref)), mapping={**row, "record": text})
+        batch.execute()
     found: set[WeightsRef] = set()
     for looks in range(1, 100):  # noqa: B007
         some = unused(samples)

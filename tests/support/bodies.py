@@ -37,9 +37,9 @@ def pass_body(
     return request.SerializeToString(deterministic=True)
 
 
-def optim_body(lr: float) -> bytes:
+def optim_body(lr: float, optimizer: str = "adamw") -> bytes:
     """Write an optimizer step."""
-    params = {"learning_rate": lr, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
+    params = {"type": optimizer, "learning_rate": lr, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
               "weight_decay": 0.0, "grad_clip_norm": 0.0}  # fmt: skip
     return json.dumps(params).encode()
 

@@ -24,6 +24,12 @@ async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = A
     return (await api.post("retrieve_future", answer.json(), key)).json()
 
 
+#: Field of an export that is encrypted, for a key that was discarded.
+LOCKED = {
+    "age_encryption_recipients": ["age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"]
+}
+
+
 async def save(
     api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any
 ) -> Any:

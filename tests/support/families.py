@@ -13,6 +13,9 @@ import torch
 from peft import PeftModel
 from transformers import GenerationConfig
 
+from cotrain.export.adapter import read_adapter
+from cotrain.export.base import find_base
+from cotrain.export.merged import write_merged
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
 from cotrain_workers.engine.decoding.requests import SampleOutput
@@ -48,6 +51,7 @@ class Measured:
     training: float  # after CYCLES steps, to PEFT and torch's AdamW, one sequence at a time
     sampling: float  # of prompts and samples, to our trainer
     export: float  # of a written folder in plain PEFT, to our trainer
+    merged: float  # of merged weights in plain transformers, to our trainer
     reverse_kl: float  # of a token's divergence from the base model, to PEFT
     is_alone_equal: (
         bool  # each run among others has the bits of the run alone with recomputed layers
@@ -58,7 +62,7 @@ class Measured:
     @property
     def largest(self) -> float:
         """The largest difference."""
-        return max(self.training, self.sampling, self.export, self.reverse_kl)
+        return max(self.training, self.sampling, self.export, self.merged, self.reverse_kl)
 
 
 def measure(model: Path, scratch: Path) -> Measured:
@@ -95,10 +99,12 @@ def measure(model: Path, scratch: Path) -> Measured:
     oracle.load(layout, states[0].weights)
     sampling, is_greedy_equal = _sampled(oracle.model, together)
     others = [each.adapters.state(OTHER.run) for each in (together, alone)]
+    export, merged = _exported(model, together, scratch)
     return Measured(
         training=training,
         sampling=sampling,
-        export=_exported(model, together, scratch),
+        export=export,
+        merged=merged,
         reverse_kl=_reverse_kl(oracle.model, together),
         is_alone_equal=same_bits(*states[:2]) and same_bits(*others),
         is_restored=same_bits(states[0], states[2]),
@@ -191,14 +197,18 @@ def _generated(plain: Any, prompt: np.ndarray) -> Sequence[int]:
     return found
 
 
-def _exported(model: Path, engine: Engine, scratch: Path) -> float:
+def _exported(model: Path, engine: Engine, scratch: Path) -> tuple[float, float]:
+    """Return the largest differences of an adapter folder in PEFT, and of merged weights, to our trainer."""
     weights, layout_of = _saved(engine, MINE.run), engine.adapters.layout_of
     folder = write_folder(Folder(scratch), weights, layout_of(weights.spec), "a/base")
     assert torch.equal(read_folder(Folder(scratch), folder.digest, layout_of).flat, weights.flat)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
         plain = PeftModel.from_pretrained(load_plain(model, torch.float32), scratch / folder.key)
-    return _apart(plain, engine)
+    (merged := scratch / "merged").mkdir()
+    adapter = read_adapter(scratch / folder.key)
+    write_merged(find_base(str(model)), adapter, merged, None, lambda done, total: None)
+    return _apart(plain, engine), _apart(load_plain(merged, torch.float32), engine)
 
 
 @torch.no_grad()

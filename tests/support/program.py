@@ -75,11 +75,11 @@ async def undisturbed(
 
 
 async def train_undisturbed(
-    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
-) -> tuple[list[Any], str]:
-    """Run the program in the run "undisturbed". Return its results and the digest of its state."""
+    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM), lora: LoraSpec = LORA
+) -> tuple[list[Any], str]:  # fmt: skip
+    """Run the program in a run "undisturbed". Return its results and the digest of its state."""
     with worker(url, folder, engine):
-        run = await server.create("undisturbed", "undisturbed", LORA)
+        run = await server.create("undisturbed", f"undisturbed-{lora.optimizer}", lora)
         answers = await results(server, run, await submit(server, run, 1, last))
     return answers, engine.adapters.state(run.id).digest()
 

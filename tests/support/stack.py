@@ -81,7 +81,7 @@ class Stack:
 
     async def optim_step(self, run: RunRecord, seq: int, lr: float = 1e-2) -> RequestId:
         return await self.intake.submit(
-            run, seq, OpKind.OPTIM_STEP, optim_body(lr), 0, digest=f"{seq}"
+            run, seq, OpKind.OPTIM_STEP, optim_body(lr, run.lora.optimizer), 0, digest=f"{seq}"
         )
 
     async def result(self, run: RunRecord, request: RequestId, timeout_s: float = 300) -> Result:

@@ -203,6 +203,13 @@ LATENT: Mapping[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
 }
+GEMMA4_MIXTURE: Mapping[str, Any] = {
+    **GEMMA4,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 24,
+}
 #: Mixtures of experts. The number of experts differs from every rank in use, so that no axis can be mistaken.
 MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
@@ -261,6 +268,8 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
     "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
     "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
+    "gemma4-moe": ("Gemma4TextConfig", GEMMA4_MIXTURE),
+    "gemma4-moe-wrapped": ("Gemma4Config", GEMMA4_MIXTURE),
     "qwen3-vl-moe": (
         "Qwen3VLMoeConfig",
         {
@@ -320,6 +329,17 @@ HYBRIDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             **MULTIPLIED,
             **SIX_EXPERTS,
             "layer_types": HYBRID["layer_types"],
+            "shared_intermediate_size": 40,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "granitemoehybrid-dense": (  # without states, and without experts
+        "GraniteMoeHybridConfig",
+        {
+            **MULTIPLIED,
+            "num_local_experts": 0,
+            "layer_types": ["full_attention", "full_attention"],
+            "position_embedding_type": "rope",
             "shared_intermediate_size": 40,
             "logits_scaling": 2.0,
         },

@@ -34,7 +34,7 @@ READ_LATER = {
     "CUDA_VISIBLE_DEVICES", "TORCHINDUCTOR_CACHE_DIR",
     *(f"{library}_NUM_THREADS" for library in ("OMP", "OPENBLAS", "MKL", "RAYON")),
 }  # fmt: skip
-READ_LATER_PREFIXES = ("COTRAIN_", "OTEL_", "PYTEST_", "TINKER_", "MINT_")
+READ_LATER_PREFIXES = ("COTRAIN_", "JPY_", "OTEL_", "PYTEST_", "TINKER_", "MINT_")
 READ_LATER_SUFFIX = "_API_KEY"
 #: The process of the test run, in the environment of those that pytest-xdist has in it.
 RUN = "PYTEST_RUN"

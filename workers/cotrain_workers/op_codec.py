@@ -204,7 +204,7 @@ def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Revers
         why = f": {missing.reason}" if missing.reason else "."
         return Failure(f"The weights of the reference cannot be read on the server{why}", "server")
     datums = [
-        KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights)
+        KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights, datum.routed_experts)
         for datum in request.datums
     ]
     return ReverseKl(op.run, op.seq, datums, reference, request.temperature)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.rest_calls import archive_url, checkpoint_url
 from cotrain.clients.run_factory import Made, Runs
 from cotrain.errors import MalformedMessage
 from cotrain.requests.connection import BackgroundLoop
@@ -129,7 +129,7 @@ class Checkpoints:
         self, path: str, file: Path, progress: Progress | None = None
     ) -> None:
         """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
-        link = await RestCalls(self._transport).archive_url(checkpoint_url(path))
+        link = await archive_url(self._transport, checkpoint_url(path))
         await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
         await self._transport.fetch(link.url, file, progress)
 

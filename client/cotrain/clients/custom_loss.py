@@ -1,21 +1,23 @@
 """Custom losses, written in torch over the log-probs that the server computes.
 
-A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server runs a forward. This client computes the loss of its log-probs and differentiates it. The
-server then runs a backward of cross-entropy, `-sum(weight * logprob)`, with the negated derivative as
-weights. By the chain rule, its gradient is that of the custom loss. Only this module needs torch.
+A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server
+runs a forward. This client computes the loss of its log-probs and differentiates it. The server then runs a backward of
+cross-entropy, `-sum(weight * logprob)`, with the negated derivative as weights. By the chain rule, its gradient is that
+of the custom loss. Only this module needs torch.
 """
 
 import builtins
 import inspect
 import math
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Self, SupportsFloat
+from typing import Any, SupportsFloat
 
 from pydantic import ValidationError
 
+from cotrain.clients.unsupported_arguments import Ready
 from cotrain.errors import TorchMissing, UnsupportedInput
 from cotrain.wire.custom_loss import (
     LOGPROBS,
@@ -46,20 +48,12 @@ _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
-class LossHandle:
+class LossHandle(Ready):
     """A loss that the server runs; `forward_backward_custom` accepts it in place of a function."""
 
     name: str
     inputs: tuple[CustomLossInput, ...]
     loss_id: str
-
-    def result(self, timeout: float | None = None) -> Self:
-        """Return this handle. Programs for the hosted SDK call `result` or await it."""
-        return self
-
-    def __await__(self) -> Generator[None, None, Self]:
-        yield from ()
-        return self
 
 
 def trace(fn: PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]) -> TracedLoss:
@@ -155,20 +149,15 @@ class CustomLoss:
             loss.sum().backward()
         self._metrics = {name: _number(value) for name, value in metrics.items()}
         self._metrics["loss:sum"] = _number(loss.sum())
-        return [
-            _linear_datum(datum, self._slope_of(row))
-            for datum, row in zip(self._data, rows, strict=True)
-        ]
+        # The loss may not depend on every datum.
+        slopes = [self._torch.zeros_like(r) if r.grad is None else r.grad for r in rows]
+        return [_linear_datum(*each) for each in zip(self._data, slopes, strict=True)]
 
     def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """Merge the custom metrics into the backward's output, whose own loss becomes `surrogate_loss:sum`."""
         metrics = dict(backward.metrics)
         metrics["surrogate_loss:sum"] = metrics.pop("loss:sum")
         return backward.model_copy(update={"metrics": metrics | self._metrics})
-
-    def _slope_of(self, row: Any) -> Any:
-        # The loss may not depend on every datum.
-        return self._torch.zeros_like(row) if row.grad is None else row.grad
 
 
 def _both(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:

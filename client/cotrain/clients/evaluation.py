@@ -15,12 +15,7 @@ from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.wire.datums import Datum, datums_of
-from cotrain.wire.rest import (
-    LogMetricsRequest,
-    LogMetricsResponse,
-    RewindRequest,
-    RewindResponse,
-)
+from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 

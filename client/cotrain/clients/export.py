@@ -12,24 +12,13 @@ from typing import Literal, Protocol, get_args
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
 from cotrain.errors import ExportFailed
+from cotrain.export import scores
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
 from cotrain.export.base import BaseFolder, find_base
 from cotrain.export.card import card
 from cotrain.export.gguf_adapter import FILE, refusal_of, write_gguf
 from cotrain.export.libraries import library
 from cotrain.export.merged import unties, write_merged
-from cotrain.export.scores import (
-    SAMPLED_TOKENS,
-    Proof,
-    Scores,
-    check_limit,
-    compared,
-    distances,
-    limit_of,
-    prompts,
-    score_merged,
-    score_peft,
-)
 from cotrain.export.vllm_server import score_on_vllm
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.datums import ModelInput
@@ -89,9 +78,9 @@ class Exported:
     kind: Kind
     notes: list[str]
     """Decisions and results, as sentences; also in the folder's README.md."""
-    proof: Proof | None
+    proof: scores.Proof | None
     """Comparison with the server's log-probs; None if it was turned off."""
-    checked: Proof | None
+    checked: scores.Proof | None
     """Comparison of the vLLM server's log-probs; None without `check`."""
 
 
@@ -156,7 +145,7 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
     rest = service.create_rest_client()
     base_model = rest.get_weights_info_by_tinker_path(wanted.path).result().base_model
     base = find_base(wanted.base or base_model)
-    limit = wanted.limit if wanted.limit is not None else limit_of(base, wanted.dtype)
+    limit = wanted.limit if wanted.limit is not None else scores.limit_of(base, wanted.dtype)
     comparison = None
     output = wanted.output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -206,12 +195,12 @@ class _Comparison:
         progress: ExportProgress,
     ) -> None:
         sampler = service.create_sampling_client(model_path=path)
-        begun = prompts(base.vocab_size)
+        begun = scores.prompts(base.vocab_size)
         asked = [
             sampler.sample(
                 ModelInput.from_ints(prompt),
                 1,
-                SamplingParams(max_tokens=SAMPLED_TOKENS, seed=number, stop=[]),
+                SamplingParams(max_tokens=scores.SAMPLED_TOKENS, seed=number, stop=[]),
             )
             for number, prompt in enumerate(begun)
         ]
@@ -228,24 +217,24 @@ class _Comparison:
             [[float(each) for each in future.result()[1:] if each is not None] for future in row]
             for row in scored
         )
-        self._expected: Scores = expected
+        self._expected: scores.Scores = expected
         self._base = base
         self._limit = limit
         self._progress = progress
 
     def prove(
         self, plan: _Plan, adapter: Adapter, downloaded: Path, made: Path, notes: list[str]
-    ) -> Proof:
+    ) -> scores.Proof:
         """Compare the folder's model with the server's. Raises ExportFailed above the limit.
 
         A model without the unembedding's LoRA is compared with PEFT, and the whole adapter with the server.
         """
         if plan.adapter is not adapter:
             whole = self._compare(self._by_peft(downloaded))
-            check_limit(whole, "the downloaded adapter")
+            scores.check_limit(whole, "the downloaded adapter")
             write_adapter(plan.adapter, downloaded)
             left = self._by_peft(downloaded)
-            effect = max(distances(left, self._expected))
+            effect = max(scores.distances(left, self._expected))
             notes.append(
                 f"Without it, log-probs differ from the server's by up to {effect:.2g} nats."
             )
@@ -255,25 +244,25 @@ class _Comparison:
         else:
             found = self._by_peft(made if plan.kind == "adapter" else downloaded)
         proof = self._compare(found)
-        check_limit(proof, "the export")
+        scores.check_limit(proof, "the export")
         return proof
 
-    def check(self, url: str, folder: Path) -> Proof:
+    def check(self, url: str, folder: Path) -> scores.Proof:
         """Compare the log-probs of a vLLM server. Raises ExportFailed above the limit; the folder stays."""
-        limit = max(self._limit, limit_of(self._base, "bfloat16"))
+        limit = max(self._limit, scores.limit_of(self._base, "bfloat16"))
         found = score_on_vllm(url, folder, self._texts)
-        proof = compared(found, self._expected, self._unadapted, limit)
-        check_limit(proof, f"the model at {url}")
+        proof = scores.compared(found, self._expected, self._unadapted, limit)
+        scores.check_limit(proof, f"the model at {url}")
         return proof
 
-    def _compare(self, found: Scores) -> Proof:
-        return compared(found, self._expected, self._unadapted, self._limit)
+    def _compare(self, found: scores.Scores) -> scores.Proof:
+        return scores.compared(found, self._expected, self._unadapted, self._limit)
 
-    def _by_peft(self, folder: Path) -> Scores:
-        return score_peft(self._base, folder, self._texts, self._report)
+    def _by_peft(self, folder: Path) -> scores.Scores:
+        return scores.score_peft(self._base, folder, self._texts, self._report)
 
-    def _by_merged(self, folder: Path) -> Scores:
-        return score_merged(folder, self._texts, self._report)
+    def _by_merged(self, folder: Path) -> scores.Scores:
+        return scores.score_merged(folder, self._texts, self._report)
 
     def _report(self, done: int, total: int) -> None:
         self._progress("compare", done, total)
@@ -290,12 +279,7 @@ def _check(wanted: Wanted) -> bool:
         raise ExportFailed(f"dtype is one of {', '.join(get_args(Dtype))}, not {wanted.dtype!r}")
     if wanted.dtype is not None and wanted.form not in ("merged", "vllm"):
         raise ExportFailed("dtype is of merged weights; an adapter's are float32")
-    kind = ParsedCheckpointTinkerPath.from_tinker_path(wanted.path).checkpoint_type
-    if kind not in ("training", "sampler"):
-        raise ExportFailed(
-            f"{wanted.path} cannot be sampled from, so not compared: export the run's weights or "
-            "sampler_weights"
-        )
+    ParsedCheckpointTinkerPath.from_tinker_path(wanted.path)
     if wanted.check and wanted.form == "gguf":
         raise ExportFailed("--check loads a model on a vLLM server, which reads no GGUF adapter")
     readme = wanted.output / "README.md"

@@ -4,12 +4,24 @@ from collections.abc import Coroutine, Sequence
 from datetime import date, datetime
 from typing import Any, Literal, TypeVar
 
+from pydantic import BaseModel
 from typing_extensions import override
 
-from cotrain.clients.rest_calls import Nothing, RestCalls, checkpoint_url, url_of
+from cotrain.clients.rest_calls import (
+    Nothing,
+    archive_url,
+    checkpoint_url,
+    copy,
+    get,
+    trace_url,
+    training_run_ids,
+    url_of,
+    whoami,
+)
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
+from cotrain.transport.http import acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointTtlRequest,
@@ -82,7 +94,7 @@ class RestClient:
         connection = connection or shared_connection(client_settings(base_url, api_key))
         self._connection = connection
         self._loop = connection.loop
-        self._calls = RestCalls(connection.transport)
+        self._transport = connection.transport
 
     @override
     def __repr__(self) -> str:
@@ -96,7 +108,7 @@ class RestClient:
 
     def whoami(self) -> Future[WhoamiResponse]:
         """Return the owner of the API key."""
-        return self._start(self._calls.whoami())
+        return self._start(whoami(self._transport))
 
     # ---- Runs ------------------------------------------------------------------------------------
 
@@ -124,7 +136,7 @@ class RestClient:
 
     def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
         """Return the ids of one page of runs."""
-        return self._start(self._calls.training_run_ids(limit, offset))
+        return self._start(training_run_ids(self._transport, limit, offset))
 
     def get_training_run(
         self, training_run_id: str, access_scope: AccessScope = "owned"
@@ -139,14 +151,14 @@ class RestClient:
         """Update the note or the tags of a run, by which lists and searches find it; None keeps a field."""
         changes = UpdateTrainingRunRequest(note=note, tags=None if tags is None else list(tags))
         path = url_of("training_runs", training_run_id)
-        return self._start(self._calls.patch(path, changes, TrainingRun))
+        return self._start(self._transport.patch(path, changes, reader(TrainingRun)))
 
     def end_training_run(self, training_run_id: str) -> Future[None]:
         """End a run from any client. Waiting requests fail, and it cannot continue."""
 
         async def end() -> None:
             request = UnloadModelRequest(model_id=training_run_id)
-            await self._calls.post("unload_model", request, UntypedAPIFuture)
+            await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
 
         return self._start(end())
 
@@ -184,7 +196,7 @@ class RestClient:
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
         """Return the base model and LoRA settings that a run needs to load a checkpoint."""
         wanted = WeightsInfoRequest(tinker_path=tinker_path)
-        return self._start(self._calls.post("weights_info", wanted, WeightsInfoResponse))
+        return self._post("weights_info", wanted, WeightsInfoResponse)
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
         """Return a link to each file of a checkpoint; the links need no key and expire after minutes."""
@@ -196,13 +208,13 @@ class RestClient:
     ) -> Future[CheckpointArchiveUrlResponse]:
         """Return a link to a tar of a checkpoint's files; `checkpoint_id` is `<kind>/<name>`."""
         path = checkpoint_url(f"tinker://{training_run_id}/{checkpoint_id}")
-        return self._start(self._calls.archive_url(path))
+        return self._start(archive_url(self._transport, path))
 
     def get_checkpoint_archive_url_from_tinker_path(
         self, tinker_path: str
     ) -> Future[CheckpointArchiveUrlResponse]:
         """Return a link to a tar of a checkpoint's files."""
-        return self._start(self._calls.archive_url(checkpoint_url(tinker_path)))
+        return self._start(archive_url(self._transport, checkpoint_url(tinker_path)))
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Future[None]:
         """Delete a checkpoint; runs loaded from it keep their weights. `checkpoint_id` is `<kind>/<name>`."""
@@ -211,22 +223,26 @@ class RestClient:
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Delete a checkpoint; runs loaded from it keep their weights."""
-        return self._start(self._calls.delete(checkpoint_url(tinker_path)))
+        return self._start(self._transport.delete(checkpoint_url(tinker_path)))
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Publish a checkpoint: every tenant of the server may read it."""
-        return self._start(self._calls.post_empty(f"{checkpoint_url(tinker_path)}/publish"))
+        return self._start(
+            self._transport.post(f"{checkpoint_url(tinker_path)}/publish", Nothing(), acknowledged)
+        )
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
-        return self._start(self._calls.delete(f"{checkpoint_url(tinker_path)}/publish"))
+        return self._start(self._transport.delete(f"{checkpoint_url(tinker_path)}/publish"))
 
     def set_checkpoint_ttl_from_tinker_path(
         self, tinker_path: str, ttl_seconds: int | None
     ) -> Future[None]:
         """Set the expiry of a checkpoint, in seconds from now; None removes it."""
         path = f"{checkpoint_url(tinker_path)}/ttl"
-        return self._start(self._calls.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds)))
+        return self._start(
+            self._transport.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds), acknowledged)
+        )
 
     def copy_weights(
         self,
@@ -247,13 +263,10 @@ class RestClient:
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
         )
-        return self._start(self._calls.copy(wanted))
+        return self._start(copy(self._transport, wanted))
 
     def external_weights_upload_start(
-        self,
-        base_model: str,
-        lora_config: LoraConfig,
-        destination_project_id: str | None = None,
+        self, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
     ) -> Future[ExternalWeightsUploadStartResponse]:
         """Start an upload of an adapter; returns a URL for each file, which expires in an hour.
 
@@ -266,7 +279,7 @@ class RestClient:
             destination_project_id=destination_project_id,
         )
         path = "external_weights_upload_start"
-        return self._start(self._calls.post(path, wanted, ExternalWeightsUploadStartResponse))
+        return self._post(path, wanted, ExternalWeightsUploadStartResponse)
 
     def external_weights_upload_finish(
         self, upload_id: str
@@ -277,7 +290,7 @@ class RestClient:
         """
         wanted = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
         path = "external_weights_upload_finish"
-        return self._start(self._calls.post(path, wanted, ExternalWeightsUploadFinishResponse))
+        return self._post(path, wanted, ExternalWeightsUploadFinishResponse)
 
     # ---- Sessions and samplers -------------------------------------------------------------------
 
@@ -297,27 +310,27 @@ class RestClient:
 
     def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
         """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
-        return self._start(self._calls.post("sessions/search", request, SessionSearchResponse))
+        return self._post("sessions/search", request, SessionSearchResponse)
 
     def search_checkpoints(
         self, request: CheckpointSearchRequest
     ) -> Future[CheckpointSearchResponse]:
         """Search your checkpoints; pass `next_cursor` of a result as `cursor` to get its next page."""
-        return self._start(
-            self._calls.post("checkpoints/search", request, CheckpointSearchResponse)
-        )
+        return self._post("checkpoints/search", request, CheckpointSearchResponse)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session to a project. A project is only a name and needs no creation."""
         path = url_of("sessions", session_id, "project")
-        return self._start(self._calls.put(path, AssignProjectRequest(project_id=project_id)))
+        return self._start(
+            self._transport.put(path, AssignProjectRequest(project_id=project_id), acknowledged)
+        )
 
     def export_session_trace(self, session_id: str) -> Future[str]:
         """Return a link to a session's timeline, for Perfetto or chrome://tracing.
 
         The future raises RequestFailed if the server has no cycles of the session any longer.
         """
-        return self._start(self._calls.trace_url(session_id))
+        return self._start(trace_url(self._transport, session_id))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
         """Return the base model and weights of a sampler."""
@@ -360,7 +373,7 @@ class RestClient:
         A pass with a mean rollout gap above `drift_above` nats causes an event `run.drift`.
         """
         request = SetWebhookRequest(url=url, drift_above=drift_above)
-        return self._start(self._calls.put_for("webhook", request, NewWebhook))
+        return self._start(self._transport.put("webhook", request, reader(NewWebhook)))
 
     def get_webhook(self) -> Future[Webhook]:
         """Return the webhook's URL and the state of its deliveries."""
@@ -368,11 +381,11 @@ class RestClient:
 
     def test_webhook(self) -> Future[WebhookTest]:
         """Send an event of type `test`."""
-        return self._start(self._calls.post("webhook/test", Nothing(), WebhookTest))
+        return self._post("webhook/test", Nothing(), WebhookTest)
 
     def remove_webhook(self) -> Future[None]:
         """Remove the webhook; no further events are sent."""
-        return self._start(self._calls.delete("webhook"))
+        return self._start(self._transport.delete("webhook"))
 
     # ---- Aliases with the names of the asynchronous API -------------------------------------------
 
@@ -416,7 +429,10 @@ class RestClient:
     remove_webhook_async = remove_webhook
 
     def _get(self, path: str, model: Any, **query: Any) -> Future[Any]:
-        return self._start(self._calls.get(path, model, **query))
+        return self._start(get(self._transport, path, model, **query))
+
+    def _post(self, path: str, message: BaseModel, model: Any) -> Future[Any]:
+        return self._start(self._transport.post(path, message, reader(model)))
 
     def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
         answer = self._loop.start(asked)

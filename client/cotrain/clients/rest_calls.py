@@ -3,7 +3,6 @@
 import json
 import uuid
 from base64 import urlsafe_b64decode
-from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ import httpx
 from pydantic import BaseModel
 
 from cotrain.errors import MalformedMessage, RequestFailed
-from cotrain.transport.http import Transport, acknowledged, reader
+from cotrain.transport.http import Transport, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CopyWeightsRequest,
@@ -22,10 +21,7 @@ from cotrain.wire.checkpoints import (
     WhoamiResponse,
 )
 from cotrain.wire.model import WireModel
-from cotrain.wire.rest import (
-    TraceExportResponse,
-    TrainingRunsResponse,
-)
+from cotrain.wire.rest import TraceExportResponse, TrainingRunsResponse
 from cotrain.wire.sessions import AuthTokenResponse
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -41,84 +37,57 @@ class Nothing(WireModel):
     """Empty request body."""
 
 
-class RestCalls:
-    """Calls outside the order of any run. They run on the client's own loop and raise APIError."""
+async def get(
+    transport: Transport,
+    path: str,
+    model: type[Model],
+    **query: str | int | date | list[str] | None,
+) -> Model:
+    """GET a resource. Query parameters that are None are left out. Raises APIError."""
+    asked = {name: _text(value) for name, value in query.items() if value is not None}
+    return await transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
 
-    async def get(
-        self, path: str, model: type[Model], **query: str | int | date | list[str] | None
-    ) -> Model:
-        """GET a resource. Query parameters that are None are left out."""
-        asked = {name: _text(value) for name, value in query.items() if value is not None}
-        return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
+async def training_run_ids(transport: Transport, limit: int, offset: int) -> list[str]:
+    """Return the ids of one page of runs."""
+    page = await get(transport, "training_runs", TrainingRunsResponse, limit=limit, offset=offset)
+    return [run.training_run_id for run in page.training_runs]
 
-    async def post(
-        self,
-        path: str,
-        message: BaseModel,
-        model: type[Model],
-        headers: Mapping[str, str] | None = None,
-    ) -> Model:
-        """POST a message and parse the response."""
-        return await self._transport.post(path, message, reader(model), headers)
 
-    async def post_empty(self, path: str) -> None:
-        """POST an empty body."""
-        await self._transport.post(path, Nothing(), acknowledged)
+async def copy(transport: Transport, wanted: CopyWeightsRequest) -> str:
+    """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
+    once = {"X-Idempotency-Key": str(uuid.uuid4())}
+    made = await transport.post("copy_weights", wanted, reader(CopyWeightsResponse), once)
+    return made.tinker_path
 
-    async def put(self, path: str, message: BaseModel) -> None:
-        """PUT a message; the response has no content."""
-        await self._transport.put(path, message, acknowledged)
 
-    async def put_for(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PUT a message and parse the response."""
-        return await self._transport.put(path, message, reader(model))
+async def archive_url(transport: Transport, checkpoint: str) -> CheckpointArchiveUrlResponse:
+    """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
+    return await transport.get(f"{checkpoint}/archive", _archive_link)
 
-    async def patch(self, path: str, message: BaseModel, model: type[Model]) -> Model:
-        """PATCH a resource and parse its new state."""
-        return await self._transport.patch(path, message, reader(model))
 
-    async def delete(self, path: str) -> None:
-        """DELETE a resource."""
-        await self._transport.delete(path)
+async def trace_url(transport: Transport, session_id: str) -> str:
+    """Poll until a session's timeline is drawn, and return its URL.
 
-    async def training_run_ids(self, limit: int, offset: int) -> list[str]:
-        """Return the ids of one page of runs."""
-        page = await self.get("training_runs", TrainingRunsResponse, limit=limit, offset=offset)
-        return [run.training_run_id for run in page.training_runs]
+    Raises RequestFailed if the session has no timeline.
+    """
+    path = url_of("sessions", session_id, "trace_export")
+    while (answer := await get(transport, path, TraceExportResponse)).status == "pending":
+        await transport.sleep(TRACE_POLL_S)
+    if answer.url is None:
+        raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
+    return answer.url
 
-    async def copy(self, wanted: CopyWeightsRequest) -> str:
-        """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
-        once = {"X-Idempotency-Key": str(uuid.uuid4())}
-        return (await self.post("copy_weights", wanted, CopyWeightsResponse, once)).tinker_path
 
-    async def archive_url(self, checkpoint: str) -> CheckpointArchiveUrlResponse:
-        """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
-        return await self._transport.get(f"{checkpoint}/archive", _archive_link)
-
-    async def trace_url(self, session_id: str) -> str:
-        """Poll until a session's timeline is drawn, and return its URL.
-
-        Raises RequestFailed if the session has no timeline.
-        """
-        path = url_of("sessions", session_id, "trace_export")
-        while (answer := await self.get(path, TraceExportResponse)).status == "pending":
-            await self._transport.sleep(TRACE_POLL_S)
-        if answer.url is None:
-            raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
-        return answer.url
-
-    async def whoami(self) -> WhoamiResponse:
-        """Return the owner of the API key, from a token that the server issues for it."""
-        token = await self.post("auth/token", Nothing(), AuthTokenResponse)
-        claims = _claims(token.jwt)
-        return WhoamiResponse(
-            user_urn=claims["sub"],
-            org_urn=f"tml:organization:{claims['org_id']}",
-            email=claims.get("email") or None,
-        )
+async def whoami(transport: Transport) -> WhoamiResponse:
+    """Return the owner of the API key, from a token that the server issues for it."""
+    token = await transport.post("auth/token", Nothing(), reader(AuthTokenResponse))
+    claims = _claims(token.jwt)
+    return WhoamiResponse(
+        user_urn=claims["sub"],
+        org_urn=f"tml:organization:{claims['org_id']}",
+        email=claims.get("email") or None,
+    )
 
 
 def url_of(*parts: str) -> str:

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.errors import APIError, NotFoundError, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future
+from cotrain.transport.http import Transport, reader
 from cotrain.wire.checkpoints import SaveWeightsResponse
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
 
@@ -72,20 +73,20 @@ def superfluous(checkpoints: Iterable[Checkpoint], rules: Sequence[Rule]) -> lis
     ]
 
 
-async def prune(calls: RestCalls, run: str, rules: Sequence[Rule]) -> list[str]:
+async def prune(transport: Transport, run: str, rules: Sequence[Rule]) -> list[str]:
     """Delete the superfluous checkpoints of a run; return their paths. Raises APIError."""
     path = f"training_runs/{run}/checkpoints"
-    found = (await calls.get(path, CheckpointsListResponse)).checkpoints
-    return await delete_all(calls, [each.tinker_path for each in superfluous(found, rules)])
+    found = (await transport.get(path, reader(CheckpointsListResponse))).checkpoints
+    return await delete_all(transport, [each.tinker_path for each in superfluous(found, rules)])
 
 
-async def delete_all(calls: RestCalls, paths: Sequence[str]) -> list[str]:
+async def delete_all(transport: Transport, paths: Sequence[str]) -> list[str]:
     """Delete checkpoints, one after the other; return the paths of those that existed. Raises APIError."""
     urls = {path: checkpoint_url(path) for path in paths}  # a malformed path deletes nothing
     deleted = []
     for path, url in urls.items():
         try:
-            await calls.delete(url)
+            await transport.delete(url)
         except NotFoundError:
             continue  # another process deleted it, or it has expired
         deleted.append(path)
@@ -94,7 +95,7 @@ async def delete_all(calls: RestCalls, paths: Sequence[str]) -> list[str]:
 
 def then_prune(
     loop: BackgroundLoop,
-    calls: RestCalls,
+    transport: Transport,
     run: str,
     saved: Future[SaveWeightsResponse],
     rules: Sequence[Rule],
@@ -104,7 +105,7 @@ def then_prune(
     async def finish() -> SaveWeightsResponse:
         answer = await saved
         try:
-            await prune(calls, run, rules)
+            await prune(transport, run, rules)
         except APIError as error:  # the checkpoint is saved, and the next save repeats this
             log.warning("older checkpoints of %s were not deleted: %s", run, error)
         return answer

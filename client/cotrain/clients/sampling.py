@@ -8,7 +8,7 @@ import itertools
 import logging
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 from urllib.parse import quote
 
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from cotrain.clients.session import Session
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import absent, hosted
+from cotrain.clients.unsupported_arguments import Ready, absent, hosted
 from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
@@ -70,7 +70,7 @@ ATTEMPTS = 5
 """Maximum number of requests for one sample whose result expires on the server before it is read."""
 
 
-class SamplingClient:
+class SamplingClient(Ready):
     """Client of one sampler: saved weights, or a base model, as they were when it was created.
 
     It works from any thread or event loop. It can be pickled to sample from other processes; the pickle
@@ -104,14 +104,6 @@ class SamplingClient:
     def __repr__(self) -> str:
         at = f"{self._base_model} at {self._connection!r}"
         return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
-
-    def result(self, timeout: float | None = None) -> Self:
-        """Return this client. Programs for the hosted SDK call `result` or await the client."""
-        return self
-
-    def __await__(self) -> Generator[None, None, Self]:
-        yield from ()
-        return self
 
     @hosted("prompt_alt_tokens_k")
     def sample(

@@ -16,7 +16,7 @@ from cotrain.clients import export
 from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import RestCalls, checkpoint_url
+from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.clients.retention import delete_all
 from cotrain.clients.run_factory import Labels, Runs, Start
 from cotrain.clients.sampling import Samplers, SamplingClient
@@ -97,10 +97,10 @@ class ServiceClient:
     ) -> TrainingClient:
         """Create a run: a new adapter on a base model. Its output matrix is zero, so it changes nothing yet.
 
-        `optimizer` is AdamW, or `types.MuonOptimizerConfig()`. The adapter's output is scaled by `alpha / rank`. The only accepted dropout is 0. Lists, searches and the
-        dashboard find the run by its note (at most 2,000 characters) and tags (at most 16, each at most 64
-        characters). Waits until the server has created the run. Raises RequestFailed, APIError, or
-        ValidationError for another dropout or a note or tag that is too long.
+        `optimizer` is AdamW, or `types.MuonOptimizerConfig()`. The adapter's output is scaled by `alpha / rank`. The
+        only accepted dropout is 0. Lists, searches and the dashboard find the run by its note (at most 2,000
+        characters) and tags (at most 16, each at most 64 characters). Waits until the server has created the run.
+        Raises RequestFailed, APIError, or ValidationError for another dropout or a note or tag that is too long.
         """
         lora = LoraConfig(
             rank=rank,
@@ -237,11 +237,10 @@ class ServiceClient:
     ) -> str:
         """Upload a LoRA adapter trained elsewhere; returns the path of the new checkpoint.
 
-        `source` is a PEFT adapter: a folder with `adapter_config.json` and
-        `adapter_model.safetensors`, or a tar of it (plain or gzip). Waits until it is stored. Raises
-        BadRequestError if its files cannot be read, and RequestFailed if they do not fit the base
-        model; both messages name the remedy. The client's thread calls `progress` with the bytes sent and the
-        total.
+        `source` is a PEFT adapter: a folder with `adapter_config.json` and `adapter_model.safetensors`, or a tar of it
+        (plain or gzip). Waits until it is stored. Raises BadRequestError if its files cannot be read, and RequestFailed
+        if they do not fit the base model; both messages name the remedy. The client's thread calls `progress` with the
+        bytes sent and the total.
         """
         adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
         return await self._checkpoints.upload(adapter, progress)
@@ -262,7 +261,7 @@ class ServiceClient:
 
     async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
         """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
-        return await delete_all(RestCalls(self._transport), paths)
+        return await delete_all(self._transport, paths)
 
     delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
@@ -271,9 +270,8 @@ class ServiceClient:
     ) -> list[str]:
         """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
-        Returns the file names. The next call resumes an interrupted download. The client's thread calls
-        `progress` with the bytes downloaded and the total of all files, or 0 if the server does not send
-        a size.
+        Returns the file names. The next call resumes an interrupted download. The client's thread calls `progress` with
+        the bytes downloaded and the total of all files, or 0 if the server does not send a size.
         """
         return await self._checkpoints.download(path, Path(folder), progress)
 
@@ -341,11 +339,7 @@ class ServiceClient:
     export_checkpoint_async.__name__ = "export_checkpoint_async"
 
     def copy_weights(
-        self,
-        path: str,
-        *,
-        ttl_seconds: int | None = None,
-        weights_access_token: str | None = None,
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> Future[str]:
         """Copy a checkpoint to this session and return the new path. The copy's run cannot be trained.
 
@@ -365,7 +359,7 @@ class ServiceClient:
         """Create sampler weights whose change of the base model is exactly `sum coefficient * change`.
 
         `output_path` is the plain name of the new weights; the result contains their path. See
-        docs/get-started/moving-from-mint.md.
+        docs/guide/reverse-kl.md.
         """
         wanted = InterpolateRequest(
             source_paths=list(source_paths),
@@ -379,8 +373,7 @@ class ServiceClient:
     def close(self, status: Outcome = "success", detail: str | None = None) -> Future[None]:
         """Finish the session and end the client's thread. Results not fetched yet are lost.
 
-        Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the
-        session.
+        Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the session.
         """
         self._loop.close(lambda: self._farewell(status, detail))
         closed: concurrent.futures.Future[None] = concurrent.futures.Future()

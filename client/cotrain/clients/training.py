@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from typing_extensions import override
 
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
 from cotrain.clients.evaluation import RunRecords
-from cotrain.clients.rest_calls import RestCalls, url_of
+from cotrain.clients.rest_calls import url_of
 from cotrain.clients.retention import rules_of, then_prune
 from cotrain.clients.sampling import Samplers, SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.train_output import TrainOutput, joined
-from cotrain.clients.unsupported_arguments import absent, hosted
+from cotrain.clients.unsupported_arguments import Ready, absent, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
@@ -82,7 +82,7 @@ def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
     return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
 
 
-class TrainingClient(RunRecords):
+class TrainingClient(Ready, RunRecords):
     """Client of one run, which trains one adapter.
 
     Every call takes its `seq_id`, its position in the order of the run, before it returns. So
@@ -122,14 +122,6 @@ class TrainingClient(RunRecords):
     def __repr__(self) -> str:
         at = f"{self._base_model} at {self._connection!r}"
         return f"<TrainingClient of {self._requests!r}, {at}>"
-
-    def result(self, timeout: float | None = None) -> Self:
-        """Return this client. Programs for the hosted SDK call `result` or await the client."""
-        return self
-
-    def __await__(self) -> Generator[None, None, Self]:
-        yield from ()
-        return self
 
     def forward(
         self,
@@ -197,12 +189,11 @@ class TrainingClient(RunRecords):
     ) -> Future[SaveWeightsResponse]:
         """Save weights and optimizer state at this position in the run's order; returns their path.
 
-        The future is done when they are on the server's disk. A name in use fails, or is replaced if
-        `overwrite` is set. Without a name, the checkpoint is named after its position in the order.
+        The future is done when they are on the server's disk. A name in use fails, or is replaced if `overwrite` is
+        set. Without a name, the checkpoint is named after its position in the order.
 
-        `keep` then deletes older checkpoints of this run. `"last:3, best:eval/nll:2"` keeps the newest three
-        and the two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for
-        an invalid rule.
+        `keep` then deletes older checkpoints of this run. `"last:3, best:eval/nll:2"` keeps the newest three and the
+        two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for an invalid rule.
         """
         rules = None if keep is None else rules_of(keep)
         saved = self._requests.ask(
@@ -217,7 +208,7 @@ class TrainingClient(RunRecords):
         return (
             saved
             if rules is None
-            else then_prune(self._loop, RestCalls(self._transport), self._model_id, saved, rules)
+            else then_prune(self._loop, self._transport, self._model_id, saved, rules)
         )
 
     save_state_async = submitted(save_state)
@@ -262,10 +253,7 @@ class TrainingClient(RunRecords):
     save_weights_external_async = submitted(save_weights_external)
 
     def save_weights_for_sampler(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        user_metadata: dict[str, str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, user_metadata: dict[str, str] | None = None
     ) -> Future[SaveWeightsForSamplerResponse]:
         """Save the weights at this position in the run's order, for sampling; returns their path.
 
@@ -396,7 +384,7 @@ class TrainingClient(RunRecords):
     ) -> Future[ReverseKlResponse]:
         """Add the gradient of `sum weight * KL(run || reference)` over the whole vocabulary.
 
-        The reference is a checkpoint or the base model; it is not changed. See docs/get-started/moving-from-mint.md.
+        The reference is a checkpoint or the base model; it is not changed. See docs/guide/reverse-kl.md.
         """
         return self._requests.ask(
             "mint/forward_backward_reverse_kl",

@@ -4,9 +4,9 @@ A program written for the hosted SDK gets that reason instead of a bare TypeErro
 accepted if its value has no effect. Type checkers and `help()` do not show these arguments.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 from cotrain.errors import UnsupportedInput
 
@@ -65,6 +65,18 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return checked
 
     return of
+
+
+class Ready:
+    """Base of objects that programs for the hosted SDK treat as futures: a call of `result` or an await returns it."""
+
+    def result(self, timeout: float | None = None) -> Self:
+        """Return this object, which is complete."""
+        return self
+
+    def __await__(self) -> Generator[None, None, Self]:
+        yield from ()
+        return self
 
 
 def absent(owner: object, name: str) -> AttributeError:

@@ -18,6 +18,14 @@ from cotrain.data.view import marked, parts
 from cotrain.errors import TokenizerMissing, UnsupportedInput
 from cotrain.wire.datums import Datum
 
+BaseModel = Annotated[str | None, typer.Option(help="The server's model, if it has several.")]
+TokenizerName = Annotated[
+    str | None,
+    typer.Option(help="A folder or a name on the hub. Default: that of the server's model."),
+]
+TrainOnText = Annotated[str, typer.Option(help="last_answer, all_answers or each_answer.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest datum.")]
+
 app = typer.Typer(help="Check chat data before training.", no_args_is_help=True)
 
 
@@ -36,18 +44,11 @@ def show(
     file: Annotated[
         Path, typer.Argument(help='JSONL: {"messages": [...], "tools": [...]}', exists=True)
     ],
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A folder or a name on the hub. Default: that of the server's model."),
-    ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(help="The server's model, if it has several.")
-    ] = None,
-    train_on: Annotated[
-        str, typer.Option(help="last_answer, all_answers or each_answer.")
-    ] = "last_answer",
+    tokenizer: TokenizerName = None,
+    base_model: BaseModel = None,
+    train_on: TrainOnText = "last_answer",
     prompt_weight: Annotated[float, typer.Option(help="Weight of all other tokens.")] = 0.0,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest datum.")] = None,
+    max_tokens: MaxTokens = None,
     too_long: Annotated[str, typer.Option(help="refuse, cut or drop.")] = "refuse",
     first: Annotated[int, typer.Option(min=0, help="Number of datums to print.")] = 3,
     as_json: AsJson = False,

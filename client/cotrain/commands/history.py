@@ -17,12 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cotrain.commands.terminal import (
-    AsJson,
-    opened,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import AsJson, opened, print_result, table
 from cotrain.errors import CotrainError
 from cotrain.wire.rest import HistoryPoint, MetricPoint, TrainingRunHistory
 
@@ -41,27 +36,18 @@ class NotInstalled(CotrainError):
     """The program for the export is not installed here."""
 
 
-def folder_name(run: str) -> str:
-    """Return a run's id as a folder name that is valid on every system."""
-    return run.replace(":", "_")
+_TRAIN = (
+    "loss", "loss_sum", "grad_norm", "learning_rate", "run_tokens", "rollout_gap", "rollout_gap_max",
+    "effective_sample_size", "clip_fraction",
+)  # fmt: skip
 
 
 def scalars_of(point: HistoryPoint) -> dict[str, float]:
     """Return the values of a point by name; evaluations have names of their own."""
     if point.kind == "forward":
         return {"evaluation/loss": point.loss, "evaluation/loss_sum": point.loss_sum}
-    shown = {
-        "train/loss": point.loss,
-        "train/loss_sum": point.loss_sum,
-        "train/grad_norm": point.grad_norm,
-        "train/learning_rate": point.learning_rate,
-        "train/run_tokens": float(point.run_tokens),
-        "train/rollout_gap": point.rollout_gap,
-        "train/rollout_gap_max": point.rollout_gap_max,
-        "train/effective_sample_size": point.effective_sample_size,
-        "train/clip_fraction": point.clip_fraction,
-    }
-    return {name: value for name, value in shown.items() if value is not None}
+    shown = {f"train/{name}": getattr(point, name) for name in _TRAIN}
+    return {name: float(value) for name, value in shown.items() if value is not None}
 
 
 def scalars_in(
@@ -176,7 +162,8 @@ def export(
         rest = service.create_rest_client()
         histories = {run: rest.get_training_run_history(run).result() for run in runs}
         for run, history in histories.items():
-            where = EXPORTS[to](folder_name(run), history, output, project)
+            name = run.replace(":", "_")  # valid as a folder on every system
+            where = EXPORTS[to](name, history, output, project)
             typer.echo(f"{run}: {len(scalars_in(history))} points to {where}")
 
 

@@ -6,14 +6,7 @@ import typer
 from rich.table import Table
 
 from cotrain.commands.history import export, history
-from cotrain.commands.terminal import (
-    AsJson,
-    examples,
-    facts,
-    opened,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import AsJson, examples, facts, opened, print_result, table
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
@@ -166,19 +159,16 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
         ("last request", run.last_request_time),
         *((f"metadata {name}", value) for name, value in (run.user_metadata or {}).items()),
     ]
-    if run.note:
-        rows.append(("note", run.note))
-    if run.tags:
-        rows.append(("tags", ", ".join(run.tags)))
-    if run.rewind_from is not None:
-        rows.append(("can rewind to", f"step {run.rewind_from} or later"))
-    if run.waiting:
-        rows.append(("waiting", run.waiting.removeprefix("waiting ")))
-    if run.corrupted:
-        rows.append(("stopped", "its recovery did not reproduce the stored results"))
-    if run.rolled_back_to:
-        rows.append(("rolled back to", run.rolled_back_to))
-    return rows
+    rewind, stopped = run.rewind_from, "its recovery did not reproduce the stored results"
+    more = {
+        "note": run.note,
+        "tags": ", ".join(run.tags),
+        "can rewind to": "" if rewind is None else f"step {rewind} or later",
+        "waiting": (run.waiting or "").removeprefix("waiting "),
+        "stopped": stopped if run.corrupted else "",
+        "rolled back to": run.rolled_back_to,
+    }
+    return rows + [(name, value) for name, value in more.items() if value]
 
 
 def why(run: Run, as_json: AsJson = False) -> None:

@@ -16,7 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cotrain.clients.sweep import Sweep, Trial
-from cotrain.commands.data import model_of, tokenizer_of
+from cotrain.commands.data import (
+    BaseModel,
+    MaxTokens,
+    TokenizerName,
+    TrainOnText,
+    model_of,
+    tokenizer_of,
+)
 from cotrain.commands.terminal import (
     AsJson,
     Harmless,
@@ -47,17 +54,10 @@ def sweep(
     lr: Annotated[str, typer.Option(help="Learning rates, separated by commas.")],
     rank: Annotated[str, typer.Option(help="Ranks, separated by commas.")] = "32",
     seed: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
-    base_model: Annotated[
-        str | None, typer.Option(help="The server's model, if it has several.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A folder or a name on the hub. Default: that of the server's model."),
-    ] = None,
-    train_on: Annotated[
-        str, typer.Option(help="last_answer, all_answers or each_answer.")
-    ] = "last_answer",
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest datum.")] = None,
+    base_model: BaseModel = None,
+    tokenizer: TokenizerName = None,
+    train_on: TrainOnText = "last_answer",
+    max_tokens: MaxTokens = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Datums of one step.")] = 16,
     steps: Annotated[
         int | None, typer.Option(min=1, help="Default: one pass through the file.")

@@ -41,6 +41,10 @@ from cotrain.transport.retries import RetryPolicy
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")
 ]
+BaseUrl = Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")]
+DataDir = Annotated[
+    Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
+]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
 #: A person waits, so report soon that there is no server. A server that responds may take its time.

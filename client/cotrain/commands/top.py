@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import httpx
@@ -20,6 +19,8 @@ from rich.text import Text
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
     AsJson,
+    BaseUrl,
+    DataDir,
     Harmless,
     checked,
     examples,
@@ -170,16 +171,14 @@ def top(
             "--all", help="As the operator on the server's host: its data folder has the key."
         ),
     ] = False,
-    base_url: Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")] = DEFAULT_BASE_URL,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
     admin_key: Annotated[
         str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key: all tenants.")
     ] = "",
     api_key: Annotated[
         str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")
     ] = "",
-    data_dir: Annotated[
-        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
-    ] = DEFAULT_DATA_DIR,
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: print one snapshot."""
@@ -212,9 +211,8 @@ def _watch(http: httpx.Client, every_s: float) -> None:
             try:
                 live.update(Harmless(view(_ask(http))))
             except (httpx.TransportError, InternalServerError) as error:
-                live.update(
-                    harmless(f"{http.base_url} does not answer: {error}")
-                )  # it may be restarting
+                # It may be restarting.
+                live.update(harmless(f"{http.base_url} does not answer: {error}"))
 
 
 def _ask(http: httpx.Client) -> ServerStatus:

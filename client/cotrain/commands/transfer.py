@@ -9,15 +9,7 @@ import typer
 
 from cotrain.clients.export import Dtype, Form
 from cotrain.clients.service import ServiceClient
-from cotrain.commands.terminal import (
-    AsJson,
-    PathOf,
-    bar,
-    opened,
-    print_json,
-    print_result,
-    stages,
-)
+from cotrain.commands.terminal import AsJson, PathOf, bar, opened, print_json, print_result, stages
 from cotrain.export.adapter import CONFIG
 
 
@@ -141,17 +133,9 @@ def export(
     for note in done.notes:
         typer.echo(note, err=True)
     if as_json:
-        print_json(
-            {
-                "tinker_path": path,
-                "folder": output,
-                "files": done.files,
-                "kind": done.kind,
-                "notes": done.notes,
-                "proof": done.proof,
-                "checked": done.checked,
-            }
-        )
+        names = ("files", "kind", "notes", "proof", "checked")
+        about = {name: getattr(done, name) for name in names}
+        print_json({"tinker_path": path, "folder": output, **about})
     else:
         typer.echo(output)
 

@@ -12,11 +12,5 @@ from cotrain.data.rendering import Rendered, Report, render
 from cotrain.data.view import marked
 
 __all__ = [
-    "Conversation",
-    "Rendered",
-    "Report",
-    "conversation_of",
-    "marked",
-    "read_chat",
-    "render",
-]
+    "Conversation", "Rendered", "Report", "conversation_of", "marked", "read_chat", "render",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,10 @@ _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 #: Path of the text in a model with a vision tower, as transformers names it, and as many files do.
 _TEXT, _TEXT_ON_DISK = "model.language_model.", "language_model."
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+#: Names of one weight for all experts of a layer.
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_GRANITE = {"gate_proj": "input_linear", "up_proj": "input_linear", "down_proj": "output_linear"}
+_EXPERT = re.compile(r"(?P<block>.+)\.experts\.(?P<number>\d+)\.(?P<last>\w+)")
 #: Names in safetensors → names in torch, the coarsest first.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 #: Endings of the files besides weights that a model needs: configuration and tokenizer.
@@ -63,21 +68,30 @@ class BaseFolder:
         is_inside = self.embedding.startswith(_TEXT_ON_DISK)
         return f"{_TEXT_ON_DISK}{_HEAD}" if is_inside else _HEAD
 
-    def name_on_disk(self, module: str) -> str:
-        """Return the name of a module's weight in the files.
+    def names_on_disk(self, module: str) -> list[str]:
+        """Return the names that a module's weight may have in the files.
 
-        It differs for experts of Mixtral's kind, and often in a model with a vision tower.
+        An expert has a weight of its own, or all experts of a layer have one. Names differ for experts of Mixtral's
+        kind, and often in a model with a vision tower.
         """
         if module == _HEAD.removesuffix(".weight"):
-            return self.head
-        if self.family in ("mixtral", "minimax_m2", "phimoe"):
-            path, _, last = module.rpartition(".")
-            if last in _MIXTRAL and ".mlp.experts." in path:
-                module = f"{path.replace('.mlp.', '.block_sparse_moe.')}.{_MIXTRAL[last]}"
+            return [self.head]
+        path = self._path_on_disk(module)
+        expert = _EXPERT.fullmatch(path)
+        if expert is None:
+            return [f"{path}.weight"]
+        block, last = expert["block"], expert["last"]
+        if self.family in ("mixtral", "minimax_m2", "phimoe", "lfm2_moe"):
+            block = block.replace(".mlp", ".block_sparse_moe")
+            return [f"{block}.experts.{expert['number']}.{_MIXTRAL[last]}.weight"]
+        if self.family in ("granitemoe", "granitemoehybrid"):
+            return [f"{block}.{_GRANITE[last]}.weight"]
+        return [f"{path}.weight", f"{block}.experts.{_FUSED[last]}"]
+
+    def _path_on_disk(self, module: str) -> str:
         inside = module.removeprefix(_TEXT)
-        if inside != module:
-            module = f"{self.embedding.removesuffix(_EMBEDDING)}{inside}"
-        return f"{module}.weight"
+        path = self.embedding.removesuffix(_EMBEDDING) if inside != module else ""
+        return f"{path}{inside}"
 
     @property
     def size(self) -> int:

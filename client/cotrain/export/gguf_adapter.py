@@ -32,7 +32,10 @@ _SUFFIXES = (".lora_a", ".lora_b")
 def refusal_of(base: BaseFolder, adapter: Adapter) -> str | None:
     """Return the reason why llama.cpp cannot apply an adapter, or None."""
     if base.family not in ARCHITECTURES:
-        return f"--gguf supports {', '.join(ARCHITECTURES)}, not {base.family!r}"
+        return (
+            f"--gguf supports {', '.join(ARCHITECTURES)}, not {base.family!r}: export with --merged and convert the "
+            "folder with llama.cpp's convert_hf_to_gguf.py"
+        )
     if adapter.trains_unembedding and base.is_tied:
         return (
             "llama.cpp has no unembedding to adapt where embeddings are tied. Export with --merged and "

@@ -1,15 +1,14 @@
 """A merged model: the base model's weights plus the adapter's change, in the format of transformers.
 
-Files are converted one after the other, so memory holds one of them. Where embeddings are tied and the
-adapter changes the unembedding, the merged model gets an unembedding of its own. Otherwise the change would
-also move the embeddings.
+Files are converted one after the other, so memory holds one of them. Where embeddings are tied and the adapter changes
+the unembedding, the merged model gets an unembedding of its own. Otherwise the change would also move the embeddings.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,10 @@ def write_merged(
     safetensors = library("safetensors")
     save = library("safetensors.torch").save_file
     to = getattr(library("torch"), dtype) if dtype else None
-    module_of = {base.name_on_disk(module): module for module in adapter.matrices}
+    modules_of: dict[str, list[str]] = {}  # by weight
+    for module in adapter.matrices:
+        for name in base.names_on_disk(module):
+            modules_of.setdefault(name, []).append(module)
     left, done, total = set(adapter.matrices), 0, base.size
     at: dict[str, str] = {}  # file by weight
     untie = unties(base, adapter)
@@ -53,22 +55,17 @@ def write_merged(
                     continue  # a copy of the embedding, which transformers ignores
                 weight = opened.get_tensor(name)
                 if name == base.embedding and untie:
-                    tensors[base.head] = _plus(adapter, UNEMBED, weight, to)
+                    tensors[base.head] = _plus(base, adapter, [UNEMBED], weight, to)
                     left.discard(UNEMBED)
-                module = module_of.get(name, "")
-                if module in left:
-                    weight = _plus(adapter, module, weight, to)
-                    left.discard(module)
+                modules = modules_of.get(name, [])
+                if modules and left.issuperset(modules):
+                    weight = _plus(base, adapter, modules, weight, to)
+                    left.difference_update(modules)
                 tensors[name] = weight.to(to) if to else weight
         save(tensors, folder / file, {"format": "pt"})
         at |= dict.fromkeys(tensors, file)
         done += (base.path / file).stat().st_size
         progress(done, total)
-    if left and base.family in ("gpt_oss", "granitemoe"):
-        raise ExportFailed(
-            f"base: files of {base.family} hold all experts of a layer as one tensor, which cannot be merged here: "
-            "export with --tinker and merge with tinker_cookbook.weights, or with --peft"
-        )
     if left:
         raise ExportFailed(
             f"base: {base.path} has no weight of {min(left)}, which the adapter changes: it is another "
@@ -91,11 +88,22 @@ def write_merged(
         shutil.copyfile(other, folder / other.name)
 
 
-def _plus(adapter: Adapter, module: str, weight: Any, to: Any) -> Any:
-    change = adapter.change_of(module)
-    if change.shape != weight.shape:
-        raise ExportFailed(
-            f"base: {module} has the shape {list(weight.shape)}, the adapter's change "
-            f"{list(change.shape)}: it is another model than the run's"
-        )
-    return (weight.float() + change).to(to or weight.dtype)
+def _plus(base: BaseFolder, adapter: Adapter, modules: Sequence[str], weight: Any, to: Any) -> Any:
+    """Return a weight with the change of a module, or of the modules of all experts, expert by expert."""
+    torch = library("torch")
+    experts = weight if weight.dim() > 2 else weight[None]
+    found = torch.empty_like(experts, dtype=to or weight.dtype)
+    count = len(modules) // len(experts)  # gate and up of an expert are one matrix
+    for number in range(len(experts)):
+        own = modules[number * count : (number + 1) * count]
+        change = torch.cat([adapter.change_of(each) for each in own or modules])
+        is_other = change.shape != experts.shape[1:]
+        if weight.dim() > 2 and (is_other or base.family == "gpt_oss"):
+            change = change.mT  # inputs before outputs
+        if change.shape != experts.shape[1:]:
+            raise ExportFailed(
+                f"base: {modules[0]} has the shape {list(weight.shape)}, the adapter's change "
+                f"{list(change.shape)}: it is another model than the run's"
+            )
+        found[number] = experts[number].float() + change
+    return found.reshape(weight.shape)

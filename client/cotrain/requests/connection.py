@@ -12,7 +12,7 @@ import httpx
 from typing_extensions import override
 
 from cotrain.errors import ClientClosed, NotFoundError, VersionMismatch
-from cotrain.requests.flow_control import Dispatch, InFlightLimit, SendQueue
+from cotrain.requests.flow_control import Dispatch, InFlightLimit
 from cotrain.requests.polling import SampleRequests
 from cotrain.settings import ClientSettings
 from cotrain.transport.http import RetryPolicy, Transport, reader
@@ -156,7 +156,7 @@ class Connection:
         self.loop = BackgroundLoop("cotrain-client")
         self.in_flight = InFlightLimit(self.loop.is_here)
         self.samples = SampleRequests(self.transport)
-        self._dispatch = Dispatch()
+        self.dispatch = Dispatch()
         self._asking = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
 
@@ -169,10 +169,6 @@ class Connection:
         """Configuration sent by the server; the protocol's defaults until it has been fetched."""
         return self._config or ClientConfigResponse()
 
-    def send_queue(self) -> SendQueue:
-        """Return a new send queue for one run."""
-        return SendQueue(self._dispatch, self.transport.pause)
-
     async def config(self) -> ClientConfigResponse:
         """Fetch the server's configuration once and apply its limits.
 
@@ -182,7 +178,7 @@ class Connection:
             if self._config is None:
                 self._config = config = await self._ask()
                 self.transport.compresses = config.proto_compress_fwdbwd
-                self._dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
+                self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
 

@@ -72,9 +72,8 @@ class Future(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Block this thread until the result is available, and return it.
 
-        Raises RequestFailed if the server failed the request, and APIError if it could not be sent or
-        polled. Raises TimeoutError after `timeout` seconds (the request continues: wait again), and
-        CancelledError after `cancel`.
+        Raises RequestFailed if the server failed the request, and APIError if it could not be sent or polled. Raises
+        TimeoutError after `timeout` seconds (the request continues: wait again), and CancelledError after `cancel`.
         """
         if self._outcome.done():
             return self._value_of(self._outcome)

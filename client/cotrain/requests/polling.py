@@ -10,16 +10,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from cotrain.errors import (
-    APIError,
-    APIStatusError,
-    CheckpointNotFound,
-    CotrainError,
-    ForeignAnswer,
-    MalformedMessage,
-    RateLimitError,
-    RequestFailed,
-)
+from cotrain import errors
 from cotrain.transport.http import JSON, Transport, acknowledged, read, reader
 from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
 from cotrain.wire.runs import (
@@ -53,35 +44,30 @@ GAP_S = 0.05
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
-
-    def reads(response: httpx.Response) -> ForwardBackwardOutput:
-        if _is_binary(response):
-            return decode_pass_output(response.content)
-        return read(response, ForwardBackwardOutput)
-
-    return await _wait(transport, request_id, reads)
+    return await _wait(transport, request_id, ForwardBackwardOutput, decode_pass_output)
 
 
 async def wait_for_sample(transport: Transport, request_id: str) -> SampleResponse:
     """Wait for the result of a sample request. Raises RequestFailed or APIError."""
-
-    def reads(response: httpx.Response) -> SampleResponse:
-        if _is_binary(response):
-            return decode_sample_response(response.content)
-        return read(response, SampleResponse)
-
-    return await _wait(transport, request_id, reads)
+    return await _wait(transport, request_id, SampleResponse, decode_sample_response)
 
 
 async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
     """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, lambda response: read(response, result))
+    return await _wait(transport, request_id, result)
 
 
-async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Response], T]) -> T:
-    def checked(response: httpx.Response) -> T:
+async def _wait(
+    transport: Transport,
+    request_id: str,
+    result: type[Result],
+    decode: Callable[[bytes], Result] | None = None,
+) -> Result:
+    def checked(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
-        return reads(response)
+        if decode and _is_binary(response):
+            return decode(response.content)
+        return read(response, result)
 
     request = FutureRetrieveRequest(request_id=request_id)
     patience = transport.patience()
@@ -90,18 +76,19 @@ async def _wait(transport: Transport, request_id: str, reads: Callable[[httpx.Re
             return await transport.post_once(
                 "retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}"
             )
-        except RequestFailed:  # the result itself; CheckpointNotFound is an APIStatusError as well
+        # The result itself; CheckpointNotFound is an APIStatusError as well.
+        except errors.RequestFailed:
             raise
-        except APIStatusError as error:
+        except errors.APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:
                 # Not a rejection by the server, which sends JSON. Repeating the poll is harmless.
-                await patience.wait_out(ForeignAnswer(str(error)))
+                await patience.wait_out(errors.ForeignAnswer(str(error)))
             elif error.status_code == PENDING:
                 patience.pending(error)
                 await transport.sleep(GAP_S)
             else:
                 await patience.wait_out(error)
-        except APIError as error:
+        except errors.APIError as error:
             await patience.wait_out(error)
 
 
@@ -118,19 +105,19 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
     try:
         failure = RequestFailedResponse.model_validate(answer)
     except ValidationError:
-        raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
+        raise errors.RequestFailed(str(answer["error"]), request_id, "unknown") from None
     if failure.error == NOT_FOUND:
-        raise CheckpointNotFound(failure.error, request_id)
-    raise RequestFailed(failure.error, request_id, failure.category)
+        raise errors.CheckpointNotFound(failure.error, request_id)
+    raise errors.RequestFailed(failure.error, request_id, failure.category)
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:
     try:
         answer = json.loads(response.content)
     except ValueError as error:
-        raise MalformedMessage("retrieve_future did not answer JSON") from error
+        raise errors.MalformedMessage("retrieve_future did not answer JSON") from error
     if not isinstance(answer, dict):
-        raise MalformedMessage("retrieve_future did not answer a JSON object")
+        raise errors.MalformedMessage("retrieve_future did not answer a JSON object")
     return answer
 
 
@@ -186,9 +173,9 @@ class Completions:
                 try:
                     await self._poll_once()
                     patience.renew()
-                except APIError as error:
+                except errors.APIError as error:
                     await patience.wait_out(error)
-        except APIError as error:
+        except errors.APIError as error:
             self._fail(error)
         finally:
             self.task = None
@@ -218,7 +205,7 @@ class Completions:
         else:
             waiting.set()
 
-    def _fail(self, error: CotrainError) -> None:
+    def _fail(self, error: errors.CotrainError) -> None:
         log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
         self._failed = True
         for waiting in self._waiting.values():
@@ -253,7 +240,7 @@ class SampleRequests:
             while True:
                 try:
                     return await self._transport.post("asample", request, reader(UntypedAPIFuture))
-                except RateLimitError:
+                except errors.RateLimitError:
                     continue  # the transport has already reported it
 
     async def retrieve(self, request_id: str) -> SampleResponse:
@@ -263,7 +250,7 @@ class SampleRequests:
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a sample. If the call does not reach the server, the sample still runs."""
-        with suppress(APIError, TimeoutError):
+        with suppress(errors.APIError, TimeoutError):
             async with asyncio.timeout(CANCEL_WITHIN_S):
                 await self._transport.post_once(
                     "cancel_future", CancelFutureRequest(request_id=request_id), acknowledged

@@ -17,6 +17,7 @@ from typing_extensions import override
 from cotrain.errors import APIError, RateLimitError
 from cotrain.requests.chunks import chunks_of, combine, cut
 from cotrain.requests.connection import Connection, check_not_forked
+from cotrain.requests.flow_control import SendQueue
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import Transport, is_transient, reader
@@ -55,7 +56,7 @@ class RunRequests:
         self._loop = connection.loop
         self._transport = connection.transport
         self._in_flight = connection.in_flight
-        self._queue = connection.send_queue()
+        self._queue = SendQueue(connection.dispatch, connection.transport.pause)
         self.model_id = model_id
         self._ordering = threading.Lock()
         self._pid = os.getpid()
@@ -119,10 +120,7 @@ class RunRequests:
         return self._send("forward_backward", requests, wait, method)
 
     def forwards_over(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None,
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None
     ) -> list[Future[ForwardBackwardOutput]]:
         """POST forwards as the run's next requests, in parts as large as the server's chunk size.
 

@@ -1,7 +1,6 @@
 """Requests for several runs at once: one batch is encoded and sent once for all of them.
 
-Each run reserves its own positions, so its order, its back-pressure and its results are those of
-requests of its own.
+Each run reserves its own positions, so its order, its back-pressure and its results are those of requests of its own.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ supports no networks in NO_PROXY, which container tools and VPNs write there.
 
 import os
 import ssl
-from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
@@ -49,9 +48,9 @@ def proxy_of(url: str) -> str | None:
     parts = urlsplit(url)
     proxies = getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy or _is_excepted(
-        parts.hostname or "", parts.port, proxies.get("no", "").split(",")
-    ):
+    host, port = parts.hostname or "", parts.port
+    entries = filter(None, (entry.strip().lower() for entry in proxies.get("no", "").split(",")))
+    if not proxy or any(_is_meant(entry, host, port) for entry in entries):
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
     name = _name_of(parts.scheme, proxies)
@@ -88,10 +87,6 @@ def _shown(proxy: str) -> str:
     """Return the address without user name and password."""
     scheme, _, rest = proxy.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
-
-
-def _is_excepted(host: str, port: int | None, entries: Iterable[str]) -> bool:
-    return any(_is_meant(entry.strip().lower(), host, port) for entry in entries if entry.strip())
 
 
 def _is_meant(entry: str, host: str, port: int | None) -> bool:

@@ -1,14 +1,13 @@
 """HTTP transport: the key, the timeouts, the encoding of requests.
 
-Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A
-session opened twice gets no heartbeats and ends. The module `retries.py` decides which calls are
-retried, and for how long.
+Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A session opened
+twice gets no heartbeats and ends. The module `retries.py` decides which calls are retried, and for how long.
 
 Connections are spread over small pools. The library httpx scans all connections of a pool whenever a request starts or
 ends. With a hundred requests in flight, that costs more than everything else in this client.
 
-If the caller's program traces with OpenTelemetry, requests carry the caller's span, and a tracing server
-makes its spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
+If the caller's program traces with OpenTelemetry, requests carry the caller's span, and a tracing server makes its
+spans children of it. OpenTelemetry is never imported here: a tracing program has imported it.
 """
 
 import asyncio
@@ -17,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -183,37 +183,22 @@ class Transport:
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        body, headers = message.model_dump_json().encode(), {"Content-Type": JSON}
-        return await self._until_answered(
-            lambda: self._send(
-                self._http.build_request("PUT", path, content=body, headers=headers), reads
-            )
-        )
+        return await self._ask("PUT", path, reads, message.model_dump_json())
 
     async def patch(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PATCH until there is a response. A field that is None is not sent and stays unchanged.
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        body = message.model_dump_json(exclude_none=True).encode()
-        headers = {"Content-Type": JSON}
-        return await self._until_answered(
-            lambda: self._send(
-                self._http.build_request("PATCH", path, content=body, headers=headers), reads
-            )
-        )
+        return await self._ask("PATCH", path, reads, message.model_dump_json(exclude_none=True))
 
     async def get(self, path: str, reads: Callable[[httpx.Response], T]) -> T:
         """GET until there is a response. Raises APIError if it is a rejection or the retries end."""
-        return await self._until_answered(
-            lambda: self._send(self._http.build_request("GET", path), reads)
-        )
+        return await self._ask("GET", path, reads)
 
     async def delete(self, path: str) -> None:
         """DELETE until there is a response. Raises APIError if it is a rejection or the retries end."""
-        await self._until_answered(
-            lambda: self._send(self._http.build_request("DELETE", path), acknowledged)
-        )
+        await self._ask("DELETE", path, acknowledged)
 
     async def post_stream(
         self,
@@ -291,6 +276,13 @@ class Transport:
     async def close(self) -> None:
         """Close every connection."""
         await self._pools.close()
+
+    async def _ask(
+        self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None
+    ) -> T:
+        headers = {} if body is None else {"Content-Type": JSON}
+        build = partial(self._http.build_request, method, path, content=body, headers=headers)
+        return await self._until_answered(lambda: self._send(build(), reads))
 
     async def _until_answered(
         self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False

@@ -6,16 +6,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from cotrain.errors import (
-    APIConnectionError,
-    APIStatusError,
-    APITimeoutError,
-    CotrainError,
-    ForeignAnswer,
-    MalformedMessage,
-    SettingsMissing,
-    status_error,
-)
+from cotrain import errors
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
@@ -34,7 +25,7 @@ def read(response: httpx.Response, model: type[Model]) -> Model:
 
     Raises MalformedMessage if it does not match the model, or has fields but none of the model's.
     """
-    failure = MalformedMessage(f"{response.url} did not answer a {model.__name__}")
+    failure = errors.MalformedMessage(f"{response.url} did not answer a {model.__name__}")
     if not response.is_success or is_page(response):
         raise failure
     try:
@@ -55,7 +46,7 @@ def acknowledged(response: httpx.Response) -> None:
     """Check that a response has no content. Raises MalformedMessage if it has."""
     is_empty = response.status_code == NO_CONTENT
     if not is_empty and (not response.is_success or _json_or_text(response) not in ({}, None)):
-        raise MalformedMessage(f"{response.url} did not answer that it is done")
+        raise errors.MalformedMessage(f"{response.url} did not answer that it is done")
 
 
 def understood(
@@ -67,12 +58,12 @@ def understood(
     """
     try:
         return reads(response)
-    except MalformedMessage as error:
+    except errors.MalformedMessage as error:
         hint = _hint(response, is_known=is_known) or _excerpt(response)
-        raise ForeignAnswer(f"{error}{hint}") from error
+        raise errors.ForeignAnswer(f"{error}{hint}") from error
 
 
-def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusError:
+def refusal(response: httpx.Response, *, is_known: bool = False) -> errors.APIStatusError:
     """Return the error for a rejection; `is_known` if this server has responded before."""
     detail = body = _json_or_text(response)
     for name in ("detail", "error", "message"):  # endpoints for text use the formats of other APIs
@@ -86,7 +77,7 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusErr
             "; a proxy before the server takes no request of this size: raise its limit"
             " (nginx: client_max_body_size)"
         )
-    return status_error(
+    return errors.status_error(
         response.status_code,
         message.removesuffix(".") + hint if hint else message,
         body,
@@ -97,7 +88,7 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusErr
 
 def unreached(
     error: httpx.TransportError, url: httpx.URL, through: str = "", *, is_known: bool = False
-) -> CotrainError:
+) -> errors.CotrainError:
     """Return the error for a missing response, `through` a proxy; `is_known` if this server has responded before.
 
     A server that never responded may use plain HTTP instead of TLS, or an untrusted certificate.
@@ -109,16 +100,18 @@ def unreached(
             ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file"
             " of its certificate"
         )
-        return APIConnectionError(message) if is_known else SettingsMissing(message)
+        return errors.APIConnectionError(message) if is_known else errors.SettingsMissing(message)
     if isinstance(error, httpx.TimeoutException):
-        return APITimeoutError(f"{url}{through} did not answer in time")
+        return errors.APITimeoutError(f"{url}{through} did not answer in time")
     if is_known:
-        return APIConnectionError(message)
+        return errors.APIConnectionError(message)
     if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):
-        return SettingsMissing(f"{_origin(url)} does not speak https: try http://{_host(url)}")
+        return errors.SettingsMissing(
+            f"{_origin(url)} does not speak https: try http://{_host(url)}"
+        )
     if url.scheme == "http" and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-        return APIConnectionError(f"{message} If it speaks https, try https://{_host(url)}")
-    return APIConnectionError(message)
+        return errors.APIConnectionError(f"{message} If it speaks https, try https://{_host(url)}")
+    return errors.APIConnectionError(message)
 
 
 def _hint(response: httpx.Response, *, is_known: bool) -> str:

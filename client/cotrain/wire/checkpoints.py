@@ -12,23 +12,13 @@ from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireM
 from cotrain.wire.runs import LoraConfig, UntypedAPIFuture
 
 __all__ = [
-    "CopyWeightsRequest",
-    "CopyWeightsResponse",
-    "ExternalWeightsUploadFinishRequest",
-    "ExternalWeightsUploadFinishResponse",
-    "ExternalWeightsUploadStartRequest",
-    "ExternalWeightsUploadStartResponse",
-    "ExternalWeightsUrlsResponse",
-    "LoadWeightsRequest",
-    "LoadWeightsResponse",
-    "ParsedCheckpointTinkerPath",
-    "SaveWeightsExternalRequest",
-    "SaveWeightsExternalResponse",
-    "SaveWeightsRequest",
-    "SaveWeightsResponse",
-    "WeightsInfoResponse",
+    "CopyWeightsRequest", "CopyWeightsResponse", "ExternalWeightsUploadFinishRequest",
+    "ExternalWeightsUploadFinishResponse", "ExternalWeightsUploadStartRequest",
+    "ExternalWeightsUploadStartResponse", "ExternalWeightsUrlsResponse", "LoadWeightsRequest",
+    "LoadWeightsResponse", "ParsedCheckpointTinkerPath", "SaveWeightsExternalRequest",
+    "SaveWeightsExternalResponse", "SaveWeightsRequest", "SaveWeightsResponse", "WeightsInfoResponse",
     "WhoamiResponse",
-]
+]  # fmt: skip
 
 #: `tinker://<run>/<kind>/<name>`.
 Path = Annotated[str, Field(min_length=1, max_length=1024)]

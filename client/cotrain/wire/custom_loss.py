@@ -18,13 +18,9 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.model import Name, WireModel
 
 __all__ = [
-    "CreateCustomLossRequest",
-    "CreateCustomLossResponse",
-    "CustomLossGraph",
-    "CustomLossInput",
-    "CustomLossInputRank",
-    "CustomLossNode",
-]
+    "CreateCustomLossRequest", "CreateCustomLossResponse", "CustomLossGraph", "CustomLossInput",
+    "CustomLossInputRank", "CustomLossNode",
+]  # fmt: skip
 
 CUSTOM = "custom"
 """Name of the loss that `loss_fn_config.loss_id` defines."""

@@ -24,14 +24,9 @@ from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import DType, TensorData, read_numbers
 
 __all__ = [
-    "Datum",
-    "DmelChunk",
-    "EncodedTextChunk",
-    "ImageAssetPointerChunk",
-    "ImageChunk",
-    "ModelInput",
+    "Datum", "DmelChunk", "EncodedTextChunk", "ImageAssetPointerChunk", "ImageChunk", "ModelInput",
     "ModelInputChunk",
-]
+]  # fmt: skip
 
 Token = Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
 """A token id in the wire's range; the server checks it against the base model's vocabulary."""
@@ -130,8 +125,7 @@ def cannot_read(chunk: BaseModel) -> str:
 
 
 ModelInputChunk = Annotated[
-    EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk,
-    Field(discriminator="type"),
+    EncodedTextChunk | ImageChunk | ImageAssetPointerChunk | DmelChunk, Field(discriminator="type")
 ]
 
 
@@ -187,9 +181,8 @@ class ModelInput(OneLine):
 class Datum(OneLine):
     """Training example. Row i of every loss input belongs to token i of the model input.
 
-    The caller shifts the sequence: `model_input` is the sequence without its last token, and
-    `target_tokens` the same sequence without its first. A loss input may be a list, a
-    NumPy array, a torch tensor or TensorData.
+    The caller shifts the sequence: `model_input` is the sequence without its last token, and `target_tokens` the same
+    sequence without its first. A loss input may be a list, a NumPy array, a torch tensor or TensorData.
 
     Loss inputs for a model input of n tokens:
 

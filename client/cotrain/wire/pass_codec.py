@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -173,26 +172,16 @@ def _split_batch(name: str, batch: wire.BatchedTensor) -> Iterator[TensorData]:
             raise MalformedMessage(f"{name} is cut at {start}:{end}, which is not a whole array")
         values = from_bytes(typecode, batch.data[start:end])
         if batch.dtype == wire.DTYPE_BFLOAT16:
-            values = _widen_bfloat16(values)
+            # A bfloat16 is the upper half of the float32 of the same value.
+            values = from_bytes("f", to_bytes("I", [half << 16 for half in values]))
         shape = [(end - start) // row_bytes, *trailing]
         yield TensorData(data=values.tolist(), dtype=dtype, shape=shape)
 
 
-def _widen_bfloat16(halves: Iterable[int]) -> array[Any]:
-    # A bfloat16 is the upper half of the float32 of the same value.
-    return from_bytes("f", to_bytes("I", [half << 16 for half in halves]))
-
-
 # ---- Elements ----------------------------------------------------------------------------------
 
-_DTYPE_ON_WIRE: dict[DType, wire.DType] = {
-    "float32": wire.DTYPE_FLOAT32,
-    "int64": wire.DTYPE_INT64,
-}
-_DTYPE_OF_EXPERTS: dict[str, wire.DType] = {
-    "int8": wire.DTYPE_INT8,
-    "int16": wire.DTYPE_INT16,
-}
+_DTYPE_ON_WIRE: dict[DType, wire.DType] = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
+_DTYPE_OF_EXPERTS: dict[str, wire.DType] = {"int8": wire.DTYPE_INT8, "int16": wire.DTYPE_INT16}
 _TYPECODE: dict[DType, str] = {"float32": "f", "int64": "q"}
 _ELEMENT: dict[int, tuple[str, DType]] = {
     wire.DTYPE_FLOAT32: ("f", "float32"),

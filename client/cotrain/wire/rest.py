@@ -11,31 +11,12 @@ from pydantic import AwareDatetime, Field
 from cotrain.wire.model import Name, SequencedRequest, WireModel
 
 __all__ = [
-    "AccessibleSearchOwner",
-    "Checkpoint",
-    "CheckpointSearchCursor",
-    "CheckpointSearchRequest",
-    "CheckpointSearchResponse",
-    "CheckpointType",
-    "CheckpointsListResponse",
-    "Cursor",
-    "GetSessionResponse",
-    "HistoryPoint",
-    "ListSessionsResponse",
-    "OwnSearchOwner",
-    "SearchOwner",
-    "SessionActive",
-    "SessionFailed",
-    "SessionSearchCursor",
-    "SessionSearchRequest",
-    "SessionSearchResponse",
-    "SessionStatus",
-    "SessionSummary",
-    "TrainingRun",
-    "TrainingRunHistory",
-    "TrainingRunsResponse",
-    "UserSearchOwner",
-]
+    "AccessibleSearchOwner", "Checkpoint", "CheckpointSearchCursor", "CheckpointSearchRequest",
+    "CheckpointSearchResponse", "CheckpointType", "CheckpointsListResponse", "Cursor", "GetSessionResponse",
+    "HistoryPoint", "ListSessionsResponse", "OwnSearchOwner", "SearchOwner", "SessionActive", "SessionFailed",
+    "SessionSearchCursor", "SessionSearchRequest", "SessionSearchResponse", "SessionStatus", "SessionSummary",
+    "TrainingRun", "TrainingRunHistory", "TrainingRunsResponse", "UserSearchOwner",
+]  # fmt: skip
 
 AccessScope = Literal["owned", "accessible"]
 """`accessible` includes what other tenants published."""

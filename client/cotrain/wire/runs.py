@@ -33,37 +33,17 @@ from cotrain.wire.model import (
     six_digits,
 )
 from cotrain.wire.rest import Note, Tags
+from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData
 
 __all__ = [
-    "AdamParams",
-    "CreateModelRequest",
-    "CreateModelResponse",
-    "ForwardBackwardInput",
-    "ForwardBackwardOutput",
-    "ForwardBackwardRequest",
-    "ForwardRequest",
-    "FutureRetrieveRequest",
-    "GetInfoRequest",
-    "GetInfoResponse",
-    "InterpolateResponse",
-    "LoraConfig",
-    "ModelData",
-    "MuonOptimizerConfig",
-    "MuonParams",
-    "OptimStepRequest",
-    "OptimStepResponse",
-    "OptimizerConfig",
-    "RequestFailedResponse",
-    "ReverseKlDatum",
-    "ReverseKlResponse",
-    "SweepFuture",
-    "SweepFutures",
-    "TryAgainResponse",
-    "UnloadModelRequest",
-    "UnloadModelResponse",
+    "AdamParams", "CreateModelRequest", "CreateModelResponse", "ForwardBackwardInput", "ForwardBackwardOutput",
+    "ForwardBackwardRequest", "ForwardRequest", "FutureRetrieveRequest", "GetInfoRequest", "GetInfoResponse",
+    "InterpolateResponse", "LoraConfig", "ModelData", "MuonOptimizerConfig", "MuonParams", "OptimStepRequest",
+    "OptimStepResponse", "OptimizerConfig", "RequestFailedResponse", "ReverseKlDatum", "ReverseKlResponse",
+    "SweepFuture", "SweepFutures", "TryAgainResponse", "UnloadModelRequest", "UnloadModelResponse",
     "UntypedAPIFuture",
-]
+]  # fmt: skip
 
 # ---- Run -----------------------------------------------------------------------------------------
 
@@ -100,28 +80,24 @@ class LoraConfig(Argument):
         return dropout
 
 
-_NO_DIMUON = (
-    "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
-)
+def _refuse_dimuon(name: Any) -> Any:
+    if name == "dimuon":
+        raise ValueError(
+            "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
+        )
+    return name
 
 
 class OptimizerConfig(WireModel):
     """Optimizer of a run, fixed when the run is created."""
 
-    type: Literal["adamw", "muon"] = "adamw"
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _refuse_dimuon(cls, name: Any) -> Any:
-        if name == "dimuon":
-            raise ValueError(_NO_DIMUON)
-        return name
+    type: Annotated[Literal["adamw", "muon"], BeforeValidator(_refuse_dimuon)] = "adamw"
 
 
 class MuonOptimizerConfig(OptimizerConfig):
     """Muon as the optimizer of a run."""
 
-    type: Literal["adamw", "muon"] = "muon"
+    type: Annotated[Literal["adamw", "muon"], BeforeValidator(_refuse_dimuon)] = "muon"
 
 
 class CreateModelRequest(WireModel):
@@ -304,19 +280,12 @@ class MuonParams(Argument):
     A step has the size of an AdamW step with the same learning rate.
     """
 
-    type: Literal["muon"] = "muon"
+    type: Annotated[Literal["muon"], BeforeValidator(_refuse_dimuon)] = "muon"
     learning_rate: Annotated[float, Field(ge=0)] = 1e-4
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     grad_clip_norm: Annotated[float, BeforeValidator(_finite_or_none)] = 0.0
     """Maximum L2 norm of the gradient of the whole adapter; 0 and inf disable clipping."""
-
-    @field_validator("type", mode="before")
-    @classmethod
-    def _refuse_dimuon(cls, name: Any) -> Any:
-        if name == "dimuon":
-            raise ValueError(_NO_DIMUON)
-        return name
 
 
 class OptimStepRequest(SequencedRequest):
@@ -424,11 +393,18 @@ class ReverseKlDatum(WireModel):
     """int64 `[n]`."""
     weights: TensorData
     """float32 `[n]`; a target of weight 0 is not computed."""
+    routed_experts: RoutedExperts | None = None
+    """Experts of the run's tokens, in a mixture of experts: of `student_input`, and of all targets but the last."""
 
     @field_validator("target_tokens", "weights", mode="before")
     @classmethod
     def _convert_arrays(cls, value: Any, info: ValidationInfo) -> Any:
         return as_tensor(info.field_name or "", value)
+
+    @field_validator("routed_experts", mode="before")
+    @classmethod
+    def _convert_experts(cls, value: Any) -> Any:
+        return value if value is None or isinstance(value, dict) else RoutedExperts.of(value)
 
 
 class ReverseKlRequest(WireModel):

@@ -16,21 +16,11 @@ from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData, read_numbers
 
 __all__ = [
-    "CancelFutureRequest",
-    "CreateSamplingSessionRequest",
-    "CreateSamplingSessionResponse",
-    "FutureCompletion",
-    "GetSamplerResponse",
-    "RetrieveFuturesRequest",
-    "RetrieveFuturesResponse",
-    "SampleRequest",
-    "SampleResponse",
-    "SampledSequence",
-    "SamplingParams",
-    "SamplingSessionTarget",
-    "SaveWeightsForSamplerRequest",
+    "CancelFutureRequest", "CreateSamplingSessionRequest", "CreateSamplingSessionResponse", "FutureCompletion",
+    "GetSamplerResponse", "RetrieveFuturesRequest", "RetrieveFuturesResponse", "SampleRequest", "SampleResponse",
+    "SampledSequence", "SamplingParams", "SamplingSessionTarget", "SaveWeightsForSamplerRequest",
     "SaveWeightsForSamplerResponse",
-]
+]  # fmt: skip
 
 MAX_RETRIEVED = 10_000
 """Maximum number of results that one poll acknowledges; SDK 0.38 has at most 2,000 requests in flight."""

@@ -7,20 +7,11 @@ from pydantic import Field
 from cotrain.wire.model import Name, WireModel
 
 __all__ = [
-    "AuthTokenResponse",
-    "ClientConfigRequest",
-    "ClientConfigResponse",
-    "ClientDynamicConfigResponse",
-    "CreateSessionRequest",
-    "CreateSessionResponse",
-    "FinishSessionRequest",
-    "GetServerCapabilitiesResponse",
-    "HealthResponse",
-    "SessionHeartbeatRequest",
-    "SessionHeartbeatResponse",
-    "SupportedModel",
+    "AuthTokenResponse", "ClientConfigRequest", "ClientConfigResponse", "ClientDynamicConfigResponse",
+    "CreateSessionRequest", "CreateSessionResponse", "FinishSessionRequest", "GetServerCapabilitiesResponse",
+    "HealthResponse", "SessionHeartbeatRequest", "SessionHeartbeatResponse", "SupportedModel",
     "TelemetryResponse",
-]
+]  # fmt: skip
 
 
 class ClientConfigRequest(WireModel):

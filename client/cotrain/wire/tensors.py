@@ -212,7 +212,9 @@ def numbers_and_shape(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
     nested = list(values) if isinstance(values, Iterable) else values
     shape = _shape_of(nested)
     # Nearly every list is flat; a walk over its elements would cost more than sending it.
-    if len(shape) != 1 or any(map(_is_nested, {type(value) for value in nested})):
+    if len(shape) != 1 or any(
+        issubclass(kind, list | tuple) for kind in {type(value) for value in nested}
+    ):
         nested = list(_flatten(nested, shape))
     return read_numbers(nested, dtype), shape
 
@@ -221,10 +223,6 @@ def _sizes(name: str, values: Any) -> list[int] | None:
     if values is None:
         return None
     return read_numbers(list(values), "int64", name)
-
-
-def _is_nested(kind: type) -> bool:
-    return issubclass(kind, list | tuple)
 
 
 def _shape_of(nested: Any) -> list[int]:

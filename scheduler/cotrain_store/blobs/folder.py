@@ -1,7 +1,6 @@
 """Blobs as files below one folder, which processes of several hosts may share.
 
-The module also has the rules for all files: names durable after a power cut, and transient read
-errors.
+The module also has the rules for all files: names durable after a power cut, and transient read errors.
 """
 
 import contextlib
@@ -33,8 +32,7 @@ def passes(error: Exception) -> bool:
 def make_folder(folder: Path) -> None:
     """Create a folder that only its owner can read, durable by name when this returns. Idempotent.
 
-    An existing folder is synced, too: the process that made it may have crashed before its own
-    sync.
+    An existing folder is synced, too: the process that made it may have crashed before its own sync.
     """
     if not folder.parent.exists():
         make_folder(folder.parent)
@@ -62,14 +60,10 @@ _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Folder:
-    """Files `<folder>/<key>`, readable by their owner only; written under a name that begins with a
-    dot, then renamed.
-    """
+    """Files `<folder>/<key>`, readable by their owner only; written under a name that begins with a dot, then renamed."""
 
     def __init__(self, folder: Path, root: Path | None = None) -> None:
-        """Open a folder. `root` is `folder` or a folder above it; names created below it are
-        durable.
-        """
+        """Open a folder. `root` is `folder` or a folder above it; names created below it are durable."""
         self.folder = folder
         self._root = root or folder
 
@@ -104,9 +98,7 @@ class Folder:
         self._settle(key)
 
     def _settle(self, key: str) -> None:
-        """Make the name of a file durable; the process that created it may have crashed before its
-        sync.
-        """
+        """Make the name of a file durable; the process that created it may have crashed before its sync."""
         folder = (self.folder / key).parent
         while folder.is_relative_to(self._root):
             sync_folder(folder)

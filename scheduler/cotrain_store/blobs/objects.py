@@ -1,6 +1,4 @@
-"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by
-range.
-"""
+"""Blobs as objects of a store (S3, GCS, Azure), through obstore: each put whole, read whole or by range."""
 
 import errno
 import io

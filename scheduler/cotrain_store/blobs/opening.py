@@ -1,8 +1,7 @@
-"""Opening of the configured blobs (a folder, or a bucket of an object store), and the claim of
-their owner.
+"""Opening of the configured blobs (a folder, or a bucket of an object store), and the claim of their owner.
 
-Blobs belong to the Redis whose log refers to them. Any other Redis would treat them all as
-leftovers and delete them when they are old, including recovery copies and checkpoints.
+Blobs belong to the Redis whose log refers to them. Any other Redis would treat them all as leftovers and delete them
+when they are old, including recovery copies and checkpoints.
 """
 
 from __future__ import annotations
@@ -94,9 +93,8 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
         name = connection.get(fleet_keys.name())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
-    if (
-        blobs.folder and not blobs.folder.exists()
-    ):  # parents of an existing folder may be unreadable for this user
+    # Parents of an existing folder may be unreadable for this user.
+    if blobs.folder and not blobs.folder.exists():
         make_folder(blobs.folder)
     try:
         owner = _owner(blobs, name)

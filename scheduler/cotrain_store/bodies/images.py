@@ -58,10 +58,8 @@ class ImageReader:
         self._images = self._pixels = 0
 
     def read(self, data: bytes, declared: str, expected_tokens: int | None) -> tuple[int, int]:
-        """Decode an image and return its grid in tokens: rows, columns.
-
-        Raises:
-            UnusableImage: it is broken, exceeds a limit, or has another format or number of tokens than declared.
+        """Decode an image and return its grid in tokens: rows, columns. Raises UnusableImage: it is broken, exceeds a
+        limit, or has another format or number of tokens than declared.
         """
         self._images += 1
         if self._images > MAX_IMAGES:

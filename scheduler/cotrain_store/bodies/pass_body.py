@@ -41,8 +41,7 @@ class DatumArrays:
     inputs: Mapping[str, np.ndarray]
     routed_experts: np.ndarray | None = None
     """Experts of each token, integers [n, layers, k]; None: the router chooses."""
-    images: Sequence[BodyImage] = ()
-    """Images in order; the tokens within them are 0."""
+    images: Sequence[BodyImage] = ()  # Images in order; the tokens within them are 0
 
 
 @dataclass(frozen=True)
@@ -69,10 +68,8 @@ def parse_pass(body: bytes) -> wire_pb2.ForwardBackwardRequest:
 
 
 def decode_pass(request: wire_pb2.ForwardBackwardRequest) -> PassBody:
-    """Decode every tensor of a request. Sparse tensors become dense, with 0 for missing entries.
-
-    Raises:
-        MalformedBody: the message names the datum and the field.
+    """Decode every tensor of a request. Sparse tensors become dense, with 0 for missing entries. Raises MalformedBody:
+    the message names the datum and the field.
     """
     # The SDK writes numbers to both maps and text only to the second one.
     config: dict[str, float | str] = dict(request.loss_fn_config)
@@ -143,10 +140,8 @@ def has_images(request: wire_pb2.ForwardBackwardRequest) -> bool:
 
 
 def locate_images(request: wire_pb2.ForwardBackwardRequest, reader: ImageReader) -> None:
-    """Check the images of a request, and write the grid of each one into it, where `decode_pass` reads it.
-
-    Raises:
-        MalformedBody: the message names the datum and the image.
+    """Check the images of a request, and write the grid of each one into it, where `decode_pass` reads it. Raises
+    MalformedBody: the message names the datum and the image.
     """
     for index, datum in enumerate(request.data):
         for at, chunk in enumerate(datum.model_input):

@@ -7,6 +7,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class KlArrays:
     reference_context: np.ndarray  # int64 [r], r >= 1
     targets: np.ndarray  # int64 [n], n >= 1
     weights: np.ndarray  # float32 [n]
+    routed_experts: np.ndarray | None = None  # int16 [s + n - 1, layers, experts of a token]
 
     @property
     def student_tokens(self) -> np.ndarray:
@@ -58,7 +60,9 @@ class ReverseKlBody:
 def encode_reverse_kl(body: ReverseKlBody) -> bytes:
     """Return a body as bytes. Equal bodies give equal bytes."""
     shapes = [
-        [len(d.student_context), len(d.reference_context), len(d.targets)] for d in body.datums
+        [len(d.student_context), len(d.reference_context), len(d.targets)]
+        + ([] if d.routed_experts is None else list(d.routed_experts.shape[1:]))
+        for d in body.datums
     ]
     settings = {"reference": body.reference, "temperature": body.temperature, "shapes": shapes}
     text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
@@ -70,28 +74,33 @@ def encode_reverse_kl(body: ReverseKlBody) -> bytes:
             (d.reference_context, "<i4"),
             (d.targets, "<i4"),
             (d.weights, "<f4"),
+            (() if d.routed_experts is None else d.routed_experts, "<i2"),
         )
     ]
     return b"".join([_HEADER.pack(len(text)), text, *arrays])
 
 
 def decode_reverse_kl(body: bytes) -> ReverseKlBody:
-    """Return the body of bytes from `encode_reverse_kl`, also of the next version during an upgrade.
-
-    Raises:
-        MalformedBody: the bytes are not such a body.
+    """Return the body of bytes from `encode_reverse_kl`, also of the next version during an upgrade. Raises
+    MalformedBody: the bytes are not such a body.
     """
     try:
         (length,) = _HEADER.unpack_from(body)
         at = _HEADER.size + length
         settings = json.loads(body[_HEADER.size : at])
         datums = []
-        for s, r, n in settings["shapes"]:
+        for s, r, n, *each in settings["shapes"]:
             tokens = np.frombuffer(body, "<i4", s + r + n, at).astype(np.int64)
             at += 4 * (s + r + n)
             weights = np.frombuffer(body, "<f4", n, at)
             at += 4 * n
-            datums.append(KlArrays(tokens[:s], tokens[s : s + r], tokens[s + r :], weights))
+            experts = None
+            if each:
+                shape = (s + n - 1, *each)
+                experts = np.frombuffer(body, "<i2", prod(shape), at).reshape(shape)
+                at += experts.nbytes
+            contexts = tokens[:s], tokens[s : s + r]
+            datums.append(KlArrays(*contexts, tokens[s + r :], weights, experts))
         reference = settings["reference"]
         return ReverseKlBody(
             WeightsRef(reference) if reference is not None else None,

@@ -35,13 +35,13 @@ class SampleBody:
     """Random seed; None: derived from the request id, so that a re-run gives the same tokens."""
     stop: tuple[str, ...] | tuple[int, ...] | None
     """Stop strings or tokens, in addition to end-of-sequence tokens. None: only those; (): no stop at all."""
-    prompt_logprobs: bool
-    topk_prompt_logprobs: int
-    topk_sample_logprobs: int
-    prompt_logprobs_last_n: int | None
-    target_prompt_logprobs: tuple[tuple[int, ...], ...] | None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None
+    target_prompt_logprobs: tuple[tuple[int, ...], ...] | None = None
     """Target tokens `[len(prompt) - 1, K]`; -1: skip."""
-    stream: bool
+    stream: bool = False
     grammar: str | None = None
     """Grammar of the generated text, in the format of llguidance; None: any text."""
     return_routed_experts: bool = False
@@ -134,10 +134,8 @@ def encode_sample(body: SampleBody) -> bytes:
 
 
 def decode_sample(body: bytes) -> SampleBody:
-    """Return the body of bytes from `encode_sample` of this version or the next.
-
-    Raises:
-        MalformedBody: the bytes are not such a body.
+    """Return the body of bytes from `encode_sample` of this version or the next. Raises MalformedBody: the bytes are
+    not such a body.
     """
     try:
         length, tokens, rows, columns = _HEADER.unpack_from(body)

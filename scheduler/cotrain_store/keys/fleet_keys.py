@@ -7,8 +7,7 @@ from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import RunUsage
 from cotrain_store.messages.samples import SampleUsage
 
-#: Version of keys and messages, increased when one changes. A process refuses a store of another
-#: version.
+#: Version of keys and messages, increased when one changes. A process refuses a store of another version.
 SCHEMA_VERSION = "3"
 #: A worker without a heartbeat for this long does not count as ready.
 WORKER_HEARTBEAT_TTL_MS = 10_000
@@ -36,9 +35,7 @@ prefix: Callable[[PoolId], str] = "cotrain:{{{}}}:".format
 
 
 def hash_tag(pool: PoolId) -> str:
-    """Return the part of a set member that names a pool; `cotrain:` before it is the prefix of the
-    pool's keys.
-    """
+    """Return the part of a set member that names a pool; `cotrain:` before it is the prefix of the pool's keys."""
     return f"{{{pool}}}:"
 
 
@@ -50,9 +47,8 @@ scheduler_epoch: Callable[[], str] = "cotrain:scheduler:epoch".format
 notify_scheduler: Callable[[], str] = "cotrain:notify:scheduler".format
 #: Channel that notifies a worker of a step, or of an order to drop a run.
 notify_worker: Callable[[PoolId, WorkerId], str] = "cotrain:{{{}}}:notify:{}".format
-#: Set of worker ids that serve this pool.
-#: Workers without a heartbeat for a long time are removed. A run whose worker is not in the set has no
-#: worker.
+#: Set of worker ids that serve this pool. Workers without a heartbeat for a long time are removed. A run whose worker
+#: is not in the set has no worker.
 workers: Callable[[PoolId], str] = "cotrain:{{{}}}:workers".format
 #: Hash worker id → time (s) of the operator's drain request, until it is withdrawn.
 #: The field outlives the worker's processes.
@@ -85,9 +81,8 @@ cycle_counter: Callable[[PoolId], str] = "cotrain:{{{}}}:cycle".format
 cycles: Callable[[PoolId], str] = "cotrain:{{{}}}:cycles".format
 #: Hash of a pool's counts in the minute that starts at `start_s`; expires (MINUTE_TTL_S).
 minute: Callable[[PoolId, int], str] = "cotrain:{{{}}}:minute:{}".format
-#: Hash of a pool's totals (cycles, tokens, …), for /metrics; they only increase.
-#: `moves` counts runs that moved to another worker. `runs_made`, `runs_closed` and `runs_failed` count
-#: runs.
+#: Hash of a pool's totals (cycles, tokens, …), for /metrics; they only increase. `moves` counts runs that moved to
+#: another worker. `runs_made`, `runs_closed` and `runs_failed` count runs.
 counters: Callable[[PoolId], str] = "cotrain:{{{}}}:counters".format
 #: Hash of the failed and refused requests of all tenants in the minute that starts at `start_s`
 #: (`failed|<tenant>`, `refused|<tenant>` → count); expires (MINUTE_TTL_S).

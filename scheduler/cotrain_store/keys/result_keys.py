@@ -9,8 +9,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 
 #: Lifetime of a small result. A client may sleep overnight and still read its outcome.
 SMALL_RESULT_TTL_MS = 24 * 3600 * 1000
-#: Lifetime of a result on disk, above the inline limit. Two hours bound the space that an absent
-#: client can occupy.
+#: Lifetime of a result on disk, above the inline limit. Two hours bound the space that an absent client can occupy.
 LARGE_RESULT_TTL_MS = 2 * 3600 * 1000
 #: Remaining lifetime of a result after its client has certainly read it, for a repeated read.
 READ_RESULT_TTL_MS = 300_000

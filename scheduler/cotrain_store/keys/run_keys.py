@@ -15,8 +15,7 @@ evaluations: Callable[[RunId], str] = "cotrain:run:{}:evaluations".format
 metric_names: Callable[[RunId], str] = "cotrain:run:{}:metrics".format
 #: List of the points of one metric; limits as in `steps`.
 metric: Callable[[RunId, str], str] = "cotrain:run:{}:metric:{}".format
-#: Packed state of a run's history: its counters, and the passes since the last optimizer step.
-#: Kept as long as the run.
+#: Packed state of a run's history: its counters, and the passes since the last optimizer step. Kept as long as the run.
 history: Callable[[RunId], str] = "cotrain:run:{}:history".format
 #: Hash with the state of a run's log (next, done, snap, worker, state); kept with the run.
 #: * `weight` is the size charged for the run, and `unwritten` the part of it not yet written to disk.
@@ -40,9 +39,8 @@ digests: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:digests:{}".format
 unnumbered_ops: Callable[[PoolId, RunId], str] = "cotrain:{{{}}}:riders:{}".format
 #: Sorted set of runs whose next op has arrived (score: time of arrival or of the last turn).
 ready: Callable[[PoolId], str] = "cotrain:{{{}}}:ready".format
-#: Sorted set of runs whose queue changed (score: the number of its last change).
-#: Changes that a scheduler has read are removed with its next plan. A scheduler with a new epoch reads
-#: everything.
+#: Sorted set of runs whose queue changed (score: the number of its last change). Changes that a scheduler has read are
+#: removed with its next plan. A scheduler with a new epoch reads everything.
 changed: Callable[[PoolId], str] = "cotrain:{{{}}}:changed".format
 #: Number of the last queue change; only increases.
 change_counter: Callable[[PoolId], str] = "cotrain:{{{}}}:changes".format

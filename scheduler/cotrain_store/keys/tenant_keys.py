@@ -63,8 +63,7 @@ tenant_sessions: Callable[[TenantId], str] = "cotrain:tenant:{}:sessions".format
 living_sessions: Callable[[TenantId], str] = "cotrain:tenant:{}:living_sessions".format
 #: Sorted set of a tenant's samplers (score: expiry without use, in ms).
 tenant_samplers: Callable[[TenantId], str] = "cotrain:tenant:{}:samplers".format
-#: Hash of weight sizes, and their sum, for samplers made by a save without a name.
-#: Deleted with the samplers.
+#: Hash of weight sizes, and their sum, for samplers made by a save without a name. Deleted with the samplers.
 sampler_bytes: Callable[[TenantId], str] = "cotrain:tenant:{}:sampler_bytes".format
 #: Byte count of a tenant's records of sessions and runs, which are kept permanently.
 record_bytes: Callable[[TenantId], str] = "cotrain:tenant:{}:record_bytes".format

@@ -32,24 +32,17 @@ class WorkerHeartbeat:
     samples_running: int = 0
     samples_waiting: int = 0  # sample requests that are claimed and not yet in the decoder's batch
     sample_tokens_per_s: float = 0.0
-    """Recent token rate of sample requests while some ran, prompts included; 0 if not yet
-    measured.
-    """
+    """Recent token rate of sample requests while some ran, prompts included; 0 if not yet measured."""
     safe_tokens: int = 0
-    """Token limit of one pass of the base model by memory; lower than configured after memory ran
-    out.
-    """
+    """Token limit of one pass of the base model by memory; lower than configured after memory ran out."""
     halvings: int = 0  # number of times that memory ran out and halved `safe_tokens`
-    lora: str = ""
-    """Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg."""
+    lora: str = ""  # Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg
     lora_fallback: str = ""
     """Reason why `lora` is not the fastest implementation for a GPU; empty if it is."""
     host: str = ""
     parked_runs: int = 0  # number of `runs` whose adapters are offloaded to host memory
     is_handing_over: bool = False
-    """The worker is draining to another worker or shutting down; the scheduler plans nothing for
-    it.
-    """
+    """The worker is draining to another worker or shutting down; the scheduler plans nothing for it."""
     accepts_saves: bool = True
     """False while its disk is too far behind. A save then waits, and blocks its run."""
     device_seconds: dict[str, float] = field(default_factory=dict)
@@ -59,9 +52,7 @@ class WorkerHeartbeat:
     device_memory_bytes: int = 0  # memory in use on the device, by any process; 0 on a CPU
     device_memory_limit_bytes: int = 0
     kv_cache_ratio: float | None = None
-    """Share of the pages for keys and values that sequences hold; None if another server
-    samples.
-    """
+    """Share of the pages for keys and values that sequences hold; None if another server samples."""
     adapters: dict[str, int] = field(default_factory=dict)
     """Location in memory (device, host) → number of adapters."""
     adapter_bytes: dict[str, int] = field(default_factory=dict)
@@ -90,14 +81,10 @@ class WorkerHeartbeat:
 class WorkerExit:
     """Last exit of a worker's process that its supervisor did not request."""
 
-    at: float
-    """In s since 1970."""
-    count: int
-    """Number of exits since its supervisor started."""
-    reason: str
-    """Exit status, or the sentence of a process that refused to start."""
-    since: float = 0.0
-    """Time of the first exit after it last ran well, in s since 1970."""
+    at: float  # In s since 1970
+    count: int  # Number of exits since its supervisor started
+    reason: str  # Exit status, or the sentence of a process that refused to start
+    since: float = 0.0  # Time of the first exit after it last ran well, in s since 1970
 
     @property
     def text(self) -> str:
@@ -162,9 +149,7 @@ class Pauses:
     runs: Mapping[RunId, Pause] = field(default_factory=dict)
 
     def notice(self, tenant: TenantId, run: RunId | None = None) -> str | None:
-        """Return the reason why requests of a tenant or of one of its runs wait; None if they are
-        not paused.
-        """
+        """Return the reason why requests of a tenant or of one of its runs wait; None if they are not paused."""
         if tenant in self.tenants:
             return self.tenants[tenant].notice("tenant")
         pause = self.runs.get(run) if run else None

@@ -1,6 +1,4 @@
-"""Messages to a client about a gap: a seq that never arrived, and the requests that wait behind
-it.
-"""
+"""Messages to a client about a gap: a seq that never arrived, and the requests that wait behind it."""
 
 import math
 

@@ -1,7 +1,6 @@
 """Types and formats of ids, and the JSON encoding of messages.
 
-Ids are strings that a client sees; some contain the id of their parent. Messages stay readable by
-the next version.
+Ids are strings that a client sees; some contain the id of their parent. Messages stay readable by the next version.
 """
 
 import json
@@ -38,9 +37,7 @@ def seq_of(request: RequestId | WeightsRef) -> int:
 
 
 def run_id(session: SessionId, model_seq_id: int) -> RunId:
-    """Return the id of a run, in the format that SDK 0.38 hard-codes for runs made by loading a
-    checkpoint.
-    """
+    """Return the id of a run, in the format that SDK 0.38 hard-codes for runs made by loading a checkpoint."""
     return RunId(f"{session}:train:{model_seq_id}")
 
 
@@ -55,9 +52,7 @@ def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
 
 
 def sample_id(sampler: SamplerId, seq: int) -> RequestId:
-    """Return the id of a sample request from its sampler and the number its client assigned (64
-    bits).
-    """
+    """Return the id of a sample request from its sampler and the number its client assigned (64 bits)."""
     return RequestId(f"{sampler}:{seq}")
 
 
@@ -67,16 +62,13 @@ _Message = TypeVar("_Message")
 def encode(record: Any) -> str:
     """Return a dataclass of this package as compact JSON.
 
-    Half a surrogate pair in a tenant's text is replaced: it is not valid Unicode, and the scripts
-    could not read it.
+    Half a surrogate pair in a tenant's text is replaced: it is not valid Unicode, and the scripts could not read it.
     """
     text = json.dumps(asdict(record), separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "replace").decode()
 
 
 def decode(message: type[_Message], raw: Mapping[str, Any]) -> _Message:
-    """Return the message that `encode` wrote, in this version or the next. Unknown fields are
-    dropped.
-    """
+    """Return the message that `encode` wrote, in this version or the next. Unknown fields are dropped."""
     known = {field.name for field in fields(message)}  # type: ignore[arg-type]  # always a dataclass
     return message(**{name: value for name, value in raw.items() if name in known})

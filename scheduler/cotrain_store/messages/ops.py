@@ -1,7 +1,6 @@
 """Ops of a run, the step in which a worker executes them, and changes of a pool's queue.
 
-The module also reads the rows of Redis as records: the immutable part, and the fields that changed
-since.
+The module also reads the rows of Redis as records: the immutable part, and the fields that changed since.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class OpKind(StrEnum):
     OPTIM_STEP = "optim_step"
     #: Copies the adapter as the previous ops left it.
     SAVE = "save"
-    #: Replaces the adapter, and the optimizer state, by those of a checkpoint. At seq 0 it creates
-    #: the run.
+    #: Replaces the adapter, and the optimizer state, by those of a checkpoint. At seq 0 it creates the run.
     LOAD = "load"
     #: A request that failed validation: it takes its seq in the order and fails.
     REJECTED = "rejected"
@@ -53,8 +51,7 @@ class OpKind(StrEnum):
     METRICS = "metrics"
 
 
-#: Kinds that process tokens slice by slice. A pass may take several steps, with at least one slice
-#: in each.
+#: Kinds that process tokens slice by slice. A pass may take several steps, with at least one slice in each.
 PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)
 
 
@@ -72,9 +69,7 @@ class QueuedOp:
     trace: str = ""  # span of its request, as a `traceparent`, if the request is traced
 
     def envelope(self) -> str:
-        """Return the value stored in the log under this seq; the scripts read its first and last
-        field.
-        """
+        """Return the value stored in the log under this seq; the scripts read its first and last field."""
         accepted = f"{self.accepted_at!r}{self.trace and ';' + self.trace}"
         return f"{self.kind}|{self.tokens}|{self.size}|{accepted}|{self.ref}"
 
@@ -121,9 +116,7 @@ class Step:
     at least one slice. A pass without an allowance runs to its end.
     """
     limit_s: float = 10.0
-    """Time on the worker after which its divided passes stop. The default applies to plans of older
-    schedulers.
-    """
+    """Time on the worker after which its divided passes stop. The default applies to plans of older schedulers."""
     trace: str = ""  # span of its plan, as a `traceparent`, if one of its ops is traced
 
     @classmethod
@@ -201,8 +194,7 @@ def weights_record(row: Sequence[bytes]) -> WeightsRecord:
 class PoolView:
     """State of a pool at one moment, with the changes of its queue since a given change number."""
 
-    number: int
-    """Number for the next read. It is lower than the requested number if Redis has lost data."""
+    number: int  # Number for the next read. It is lower than the requested number if Redis has lost data.
     queues: Sequence[RunQueue]  # requested and changed queues; empty if the run has no runnable op
     is_complete: bool  # False if there are further changes after `number`
     ready: int  # total number of runnable runs
@@ -222,9 +214,7 @@ class Wake:
 
     @classmethod
     def parse(cls, text: str) -> Wake:
-        """Return the wake-up in `ready {pool}:worker` or `free {pool}:`, the format of the
-        scripts.
-        """
+        """Return the wake-up in `ready {pool}:worker` or `free {pool}:`, the format of the scripts."""
         what, _, where = text.partition(" ")
         pool, _, worker = where.removeprefix("{").partition("}:")
         return cls(PoolId(pool), WorkerId(worker) if worker else None, what == "free")

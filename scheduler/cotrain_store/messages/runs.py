@@ -21,8 +21,7 @@ class RunState(StrEnum):
     FAILED = "failed"
 
 
-#: Alpha of every adapter whose run did not set another, for any rank; the value of the hosted
-#: services.
+#: Alpha of every adapter whose run did not set another, for any rank; the value of the hosted services.
 DEFAULT_ALPHA = 32.0
 
 
@@ -44,8 +43,7 @@ class LoraSpec:
 class RunRecord:
     """One LoRA training. Immutable except for `state` and the fields after it.
 
-    A copy of a checkpoint belongs to a run of its own, which is closed from the start and has no
-    log.
+    A copy of a checkpoint belongs to a run of its own, which is closed from the start and has no log.
     """
 
     id: RunId
@@ -103,9 +101,7 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class PoolRecord:
-    """One base model and the measurements of its workers: everything that the API needs to check
-    requests.
-    """
+    """One base model and the measurements of its workers: everything that the API needs to check requests."""
 
     id: PoolId
     base_model: str
@@ -161,19 +157,14 @@ class PassEntry:
 
     loss: float  # `loss:sum` of its result
     weight: float
-    is_forward: bool
-    """True for an evaluation: a pass without a gradient."""
+    is_forward: bool  # True for an evaluation: a pass without a gradient
     sampled: float = 0.0
     """Number of sampled tokens, of a policy loss; 0 for others. All sums below are over them."""
-    gap: float = 0.0
-    """Sum of the distances from the log-probs at sampling, in nats."""
+    gap: float = 0.0  # Sum of the distances from the log-probs at sampling, in nats
     gap_max: float = 0.0
-    effective: float = 0.0
-    """Effective sample size, in tokens."""
-    bounded: float = 0.0
-    """Number of tokens with an advantage and a bounded ratio."""
-    clipped: float = 0.0
-    """Number of those out of bounds."""
+    effective: float = 0.0  # Effective sample size, in tokens
+    bounded: float = 0.0  # Number of tokens with an advantage and a bounded ratio
+    clipped: float = 0.0  # Number of those out of bounds
 
 
 @dataclass(frozen=True)
@@ -191,8 +182,7 @@ class MetricsEntry:
     values: Mapping[str, float]
     evaluation: str = ""
     """Metric that receives the loss per weight of an evaluation; empty for an op without one."""
-    passes: int = 0
-    """Number of forwards that the evaluation had, at its end; 0 at its beginning."""
+    passes: int = 0  # Number of forwards that the evaluation had, at its end; 0 at its beginning
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ class SamplerRecord:
 
 @dataclass(frozen=True)
 class SampleUsage:
-    """Usage of one sample request. `cached_tokens` is the part of `prompt_tokens` that was not
-    computed for it.
-    """
+    """Usage of one sample request. `cached_tokens` is the part of `prompt_tokens` that was not computed for it."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -35,8 +33,7 @@ class SampleUsage:
     device_s: float = 0.0
 
 
-#: Size of the range of seqs of each copy of a client. A copied (pickled) client counts from its own
-#: multiple of this.
+#: Size of the range of seqs of each copy of a client. A copied (pickled) client counts from its own multiple of this.
 CLONE_SIZE = 10**9
 #: First seq of the server's own requests, which came through another API. No client polls for their
 #: completion, so none is published. A copied client's seqs stay below 10**18.

@@ -18,8 +18,7 @@ from cotrain_store.messages.ids import (
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.samples import SamplerRecord
 
-#: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights`
-#: are for download.
+#: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights` are for download.
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
@@ -41,9 +40,7 @@ class WeightsRecord:
     digest: str = ""  # name of the folder with the copy; empty until that is durable
     size: int = 0  # bytes of all its files
     optimizer_digest: str = ""
-    """Name of the file with the optimizer state; empty until that is durable, and if there is
-    none.
-    """
+    """Name of the file with the optimizer state; empty until that is durable, and if there is none."""
     has_optimizer: bool = False
     external: bool = False  # True if it has encrypted files of its own in `external_folder(ref)`
 
@@ -89,15 +86,11 @@ class SaveRequest:
     sampler: SamplerId | None = None
     kind: CheckpointKind = "sampler_weights"
     overwrite: bool = False
-    """For kind `weights`: replace an existing checkpoint of this name. The other kinds always
-    replace it.
-    """
+    """For kind `weights`: replace an existing checkpoint of this name. The other kinds always replace it."""
     ttl_seconds: int | None = None
     user_metadata: dict[str, Any] = field(default_factory=dict)
     age_recipients: tuple[str, ...] = ()
-    """For kind `external_weights`: recipients of the encrypted files; the files are not encrypted
-    if empty.
-    """
+    """For kind `external_weights`: recipients of the encrypted files; the files are not encrypted if empty."""
     answer: dict[str, Any] = field(default_factory=dict)
     """Fields added to the result of the save; they override its own fields."""
     last: bool = False  # the run ends when this is stored

@@ -56,33 +56,15 @@ _API = (
     Metric(Source.API, "cotrain_api_blob_failures_total", _C, "Failed operations of the object store.", ("kind",)),
     Metric(Source.API, "cotrain_api_trace_spans_dropped_total", _C, "Trace spans that did not reach a collector.", ("reason",)),
     Metric(Source.API, "cotrain_build_info", _G, "Always 1; the version is the label.", ("version",)),
-    Metric(
-        Source.API,
-        "cotrain_connections_refused_total",
-        _C,
-        "Connections refused, and requests above the open ones of a tenant. The reason is the limit: process or tenant.",
-        ("reason",),
-    ),
+    Metric(Source.API, "cotrain_connections_refused_total", _C, "Connections refused, and requests above the open ones of a tenant. The reason is the limit: process or tenant.", ("reason",)),
     Metric(Source.API, "cotrain_http_request_duration_seconds", _H, "Time to answer a request.", ("route",)),
     Metric(Source.API, "cotrain_http_requests_total", _C, "Requests answered.", ("route", "code")),
     Metric(Source.API, "cotrain_longpoll_waiters", _G, "Requests that wait for a result."),
     Metric(Source.API, "cotrain_requests_accepted_total", _C, "Ops accepted into the log.", ("op",)),
     Metric(Source.API, "cotrain_requests_duplicate_total", _C, "Repeated ops that had already been accepted."),
     Metric(Source.API, "cotrain_requests_rejected_total", _C, "Requests rejected.", ("reason",)),
-    Metric(
-        Source.API,
-        "cotrain_tenant_requests_refused_total",
-        _C,
-        "Refused requests of a tenant; without missing resources and wrong keys.",
-        ("tenant", "reason"),
-    ),
-    Metric(
-        Source.API,
-        "cotrain_webhook_deliveries_total",
-        _C,
-        "Delivery attempts of events, by outcome: delivered, retried or given_up.",
-        ("outcome",),
-    ),
+    Metric(Source.API, "cotrain_tenant_requests_refused_total", _C, "Refused requests of a tenant; without missing resources and wrong keys.", ("tenant", "reason")),
+    Metric(Source.API, "cotrain_webhook_deliveries_total", _C, "Delivery attempts of events, by outcome: delivered, retried or given_up.", ("outcome",)),
 )  # fmt: skip
 
 _SCHEDULER = (

@@ -35,12 +35,9 @@ class TenantFailures:
 
     failed: int
     refused: int
-    at: float
-    """Time of the newest one, in s since the epoch."""
-    message: str
-    """Its error message."""
-    request: str
-    """Id of a failed request; empty for a refused one."""
+    at: float  # Time of the newest one, in s since the epoch
+    message: str  # Its error message
+    request: str  # Id of a failed request; empty for a refused one
 
     @property
     def count(self) -> int:

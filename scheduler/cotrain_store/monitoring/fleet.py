@@ -18,8 +18,7 @@ from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.redis_client.connection import Connection, parse_ms
 from cotrain_store.redis_client.scripts import async_script
 
-#: Tenants in one call of the script that reads their loads: about 1 ms, in which Redis serves no
-#: other client.
+#: Tenants in one call of the script that reads their loads: about 1 ms, in which Redis serves no other client.
 TENANTS_AT_ONCE = 500
 
 
@@ -48,10 +47,8 @@ class WorkerStatus:
     id: WorkerId
     heartbeat: WorkerHeartbeat | None  # None without a live process
     open_steps: int
-    drain_asked_at: float | None
-    """Time when the operator requested its drain, in s since 1970."""
-    is_known: bool
-    """False if it is not in the pool's list of workers and only has a drain request."""
+    drain_asked_at: float | None  # Time when the operator requested its drain, in s since 1970
+    is_known: bool  # False if it is not in the pool's list of workers and only has a drain request
     last_exit: WorkerExit | None = None
     """Last crash or refused start; None if there was none, or without a supervisor."""
 
@@ -111,8 +108,7 @@ class PoolStatus:
         return backlog_seconds(tokens, self._rates, self.record.tokens_per_s)
 
     def workers_wanted(self, now: float) -> int:
-        """Return the wanted number of workers at `now`, in s since 1970: the formula of
-        docs/reference/metrics.md.
+        """Return the wanted number of workers at `now`, in s since 1970: the formula of docs/reference/metrics.md.
 
         Without a leading scheduler, it is the current number, and at least one if anything waits.
         """
@@ -121,9 +117,7 @@ class PoolStatus:
         return max(len(self._rates), min(1, sum(q.ops + q.samples_waiting for q in self.queues)))
 
     def workers_missing(self, now: float) -> tuple[WorkerId, ...]:
-        """Return the known workers without a heartbeat; none if the pool may have no worker and
-        wants no further one.
-        """
+        """Return the known workers without a heartbeat; none if the pool may have no worker and wants no further one."""
         is_current = self.scaling is not None and self.scaling.is_current(now)
         enough = is_current and self.workers_wanted(now) <= len(self._rates)
         return () if self.may_have_none and enough else self.workers_unavailable

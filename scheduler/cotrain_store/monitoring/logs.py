@@ -1,5 +1,4 @@
-"""Logs with one JSON object per line, time first, the same fields in every process, without keys,
-tokens or prompts.
+"""Logs with one JSON object per line, time first, the same fields in every process, without keys, tokens or prompts.
 
 Lines of libraries, warnings and uncaught exceptions have the same format.
 """
@@ -105,9 +104,7 @@ class _AsEvent(logging.Handler):
 
 
 def _take_over_loggers() -> None:
-    """Send libraries' warnings and errors to this log only; some libraries have their own
-    handlers.
-    """
+    """Send libraries' warnings and errors to this log only; some libraries have their own handlers."""
     logging.basicConfig(level=logging.WARNING, handlers=[_AsEvent()], force=True)
     for logger in list(logging.root.manager.loggerDict.values()):
         if isinstance(logger, logging.Logger):  # otherwise a placeholder for a parent name

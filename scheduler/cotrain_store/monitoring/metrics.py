@@ -96,13 +96,8 @@ def _gauge(name: str) -> Gauge:
 
 def _histogram(name: str) -> Histogram:
     metric = METRICS[name]
-    return Histogram(
-        name, metric.help, metric.labels, registry=REGISTRIES[metric.source], buckets=_buckets(metric)
-    )  # fmt: skip
-
-
-def _buckets(metric: Metric) -> tuple[float, ...]:
-    return metric.buckets or Histogram.DEFAULT_BUCKETS
+    registry, buckets = REGISTRIES[metric.source], metric.buckets or Histogram.DEFAULT_BUCKETS
+    return Histogram(name, metric.help, metric.labels, registry=registry, buckets=buckets)
 
 
 # API

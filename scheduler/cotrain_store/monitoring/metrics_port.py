@@ -1,7 +1,6 @@
 """HTTP port that serves a process' metrics to Prometheus, in its own threads, without a key.
 
-It is off by default. A scrape only reads and takes about a millisecond, while the process
-continues.
+It is off by default. A scrape only reads and takes about a millisecond, while the process continues.
 """
 
 import threading

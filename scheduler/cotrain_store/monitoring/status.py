@@ -9,14 +9,7 @@ from typing import Any
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.keys.fleet_keys import FIELDS, minute_of, tenant_seconds, tenant_tokens
-from cotrain_store.messages.ids import (
-    PoolId,
-    RunId,
-    SessionId,
-    TenantId,
-    WorkerId,
-    request_id,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, request_id
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
@@ -62,15 +55,12 @@ async def session_cycles(
         for row in rows:
             if session.encode() in row:
                 record = json.loads(row)
-                record["runs"] = [run for run in record["runs"] if _is_of(session, run["run"])]
+                runs = record["runs"]
+                record["runs"] = [r for r in runs if r["run"].partition(":")[0] == session]
                 found[record["cycle"]] = record
         if len(rows) < READ_AT_ONCE:
             break
     return [found[cycle] for cycle in sorted(found) if found[cycle]["runs"]]
-
-
-def _is_of(session: SessionId, run: str) -> bool:
-    return run.partition(":")[0] == session
 
 
 #: Bytes read of a result. They contain the message of a failure; of other results only the first byte is needed.
@@ -82,8 +72,7 @@ class LoggedOp:
     """Op of a log."""
 
     seq: int
-    kind: str
-    """Kind; empty if the log has no op of this seq: it never arrived, or a snapshot covers it."""
+    kind: str  # Kind; empty if the log has no op of this seq: it never arrived, or a snapshot covers it
     tokens: int
     accepted_at: float | None
     result: ResultKind | None

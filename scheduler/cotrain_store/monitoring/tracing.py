@@ -107,10 +107,7 @@ def start_tracing(process: str, instance: str, *, decides: bool = False) -> None
     """Start to report this process's spans, if the environment configures it.
 
     A process that `decides` samples by OTEL_TRACES_SAMPLER; the others report spans whose parent is
-    sampled.
-
-    Raises:
-        TracingRefused: the configuration is unsupported, or a package is missing.
+    sampled. Raises TracingRefused: the configuration is unsupported, or a package is missing.
     """
     if not is_asked_for(os.environ) or _started:
         return
@@ -126,9 +123,7 @@ def start_tracing(process: str, instance: str, *, decides: bool = False) -> None
 
 
 def is_asked_for(environ: Mapping[str, str]) -> bool:
-    """Return True if the environment configures traces. Raises TracingRefused for an unsupported
-    configuration.
-    """
+    """Return True if the environment configures traces. Raises TracingRefused for an unsupported configuration."""
     endpoint = next((environ[name] for name in _ENDPOINTS if environ.get(name)), "")
     exporter = environ.get("OTEL_TRACES_EXPORTER") or "otlp"
     is_disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"

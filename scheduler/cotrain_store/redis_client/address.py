@@ -48,10 +48,8 @@ class RedisAddress:
 
 
 def parse_address(url: str) -> RedisAddress:
-    """Return the address in a URL.
-
-    Raises:
-        ValueError: the URL is invalid. The message names the part, and never contains the password.
+    """Return the address in a URL. Raises ValueError: the URL is invalid. The message names the part, and never
+    contains the password.
     """
     scheme, _, rest = url.partition("://")
     where, _, query = rest.partition("?")
@@ -87,14 +85,9 @@ def parse_address(url: str) -> RedisAddress:
 
 
 def with_password(url: str, password: str) -> str:
-    """Return the URL with a password; it may already have a user.
-
-    Raises:
-        ValueError: it already has a password.
-    """
+    """Return the URL with a password; it may already have a user. Raises ValueError: it already has a password."""
     scheme, _, rest = url.partition("://")
-    # Without `urlunsplit`, which drops the empty host of `unix:///path`. The part after `/` may
-    # contain an @, too.
+    # Without `urlunsplit`, which drops the empty host of `unix:///path`. The part after `/` may contain an @, too.
     login, at, _ = urlsplit(url).netloc.rpartition("@")
     behind = rest.removeprefix(login + at)
     if ":" in login:

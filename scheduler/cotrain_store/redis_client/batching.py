@@ -22,18 +22,14 @@ _Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
 
 
 class BatchingRedis(redis.asyncio.Redis):
-    """Connection for processes with many concurrent callers. Commands of different callers keep no
-    order.
-    """
+    """Connection for processes with many concurrent callers. Commands of different callers keep no order."""
 
     _asked: list[_Asked]
     _sending: asyncio.Task[None] | None = None
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch and return its answer; raises the error that Redis
-        returns.
-        """
+        """Send a command with the next batch and return its answer; raises the error that Redis returns."""
         # Encode here, so that a command that cannot be encoded fails alone.
         encode = self.get_encoder().encode  # type: ignore[no-untyped-call]  # redis-py gives it no types
         args = (args[0], *map(encode, args[1:]))
@@ -65,8 +61,7 @@ class BatchingRedis(redis.asyncio.Redis):
             try:
                 answers: list[Any] = await pipeline.execute(raise_on_error=False)
             except RedisError as lost:
-                # One exception for each caller, because an exception keeps the stack of each caller
-                # that raised it.
+                # One exception for each caller, because an exception keeps the stack of each caller that raised it.
                 return [type(lost)(*lost.args) for _ in batch]
             return answers
 

@@ -71,10 +71,8 @@ _RECANCEL_S = 0.05
 
 
 def open_connection(url: str) -> Connection:
-    """Return a pooled asynchronous connection (scheduler). It connects on first use.
-
-    Raises:
-        ValueError: the URL is not an address of a Redis (`address.py`).
+    """Return a pooled asynchronous connection (scheduler). It connects on first use. Raises ValueError: the URL is not
+    an address of a Redis (`address.py`).
     """
     address = parse_address(url)
     if not address.replicas:

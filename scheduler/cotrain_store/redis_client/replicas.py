@@ -1,9 +1,8 @@
 """Connections that wait for replicas to fsync each write (`WAITAOF`, Redis 7.2, Valkey).
 
-A write that Redis has acknowledged is on its own disk only, and is lost with its host. After each
-write that a promise depends on, these connections wait for replicas to fsync it. If too few do, the
-write is not rolled back. Its caller gets a transient refusal, as with a full disk, and repeats the
-write, which is idempotent.
+A write that Redis has acknowledged is on its own disk only, and is lost with its host. After each write that a promise
+depends on, these connections wait for replicas to fsync it. If too few do, the write is not rolled back. Its caller
+gets a transient refusal, as with a full disk, and repeats the write, which is idempotent.
 """
 
 from collections.abc import Sequence
@@ -32,9 +31,7 @@ class ReplicatedRedis(redis.asyncio.Redis):
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command and return its answer; raises RedisRefuses if a write is on too few
-        disks.
-        """
+        """Send a command and return its answer; raises RedisRefuses if a write is on too few disks."""
         if args[0] not in AWAITED:
             return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
         async with self.pipeline(transaction=False) as pipeline:
@@ -51,9 +48,7 @@ class ReplicatedSyncRedis(redis.Redis):
 
     @override
     def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command and return its answer; raises RedisRefuses if a write is on too few
-        disks.
-        """
+        """Send a command and return its answer; raises RedisRefuses if a write is on too few disks."""
         if args[0] not in AWAITED:
             return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]  # as redis-py leaves it
         pipelines: Any = self.pipeline(transaction=False)
@@ -77,9 +72,7 @@ class _Writes(BatchingRedis):
 
 
 class ReplicatedBatchingRedis(BatchingRedis):
-    """Connection of a server. Writes have their own batches: while they wait for a missing replica,
-    reads continue.
-    """
+    """Connection of a server. Writes have their own batches: while they wait for a missing replica, reads continue."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         """Create a connection with the arguments of `redis.asyncio.Redis`."""
@@ -97,9 +90,7 @@ class ReplicatedBatchingRedis(BatchingRedis):
 
     @override
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch of its kind; raises the error of Redis, or
-        RedisRefuses.
-        """
+        """Send a command with the next batch of its kind; raises the error of Redis, or RedisRefuses."""
         if args[0] in AWAITED:
             return await self._writes.execute_command(*args, **options)
         return await super().execute_command(*args, **options)
@@ -109,19 +100,16 @@ WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)
 
 
 def waits_for(replicas: int) -> tuple[tuple[str | int, ...], ...]:
-    """Return the commands that wait until this connection's last write is on the disks of master
-    and replicas.
+    """Return the commands that wait until this connection's last write is on the disks of master and replicas.
 
-    The first command waits for receipt. Without it, a replica that gets the fsync request together
-    with the write has not flushed it yet, and reports a second later.
+    The first command waits for receipt. Without it, a replica that gets the fsync request together with the write has
+    not flushed it yet, and reports a second later.
     """
     return ("WAIT", replicas, WAIT_MS), ("WAITAOF", 1, replicas, WAIT_MS)
 
 
 def acknowledged(answers: Sequence[Any], replicas: int) -> Any:
-    """Return the answer to a command that the answers of its waits follow; raises the error of
-    `acknowledged_of`.
-    """
+    """Return the answer to a command that the answers of its waits follow; raises the error of `acknowledged_of`."""
     answer, _, disks = answers
     answer = acknowledged_of(answer, disks, replicas)
     if isinstance(answer, Exception):

@@ -1,12 +1,10 @@
-"""Loader of the Lua scripts as callables: keys in order, one JSON object, and values stored
-verbatim.
+"""Loader of the Lua scripts as callables: keys in order, one JSON object, and values stored verbatim.
 
-A script reads the object's fields by name (`args`), so a new field renumbers nothing. Numbers in it
-are exact up to 2**53. Values that must stay byte-identical (bodies, results, steps) follow the
-object.
+A script reads the object's fields by name (`args`), so a new field renumbers nothing. Numbers in it are exact up to
+2**53. Values that must stay byte-identical (bodies, results, steps) follow the object.
 
-A script checks the epoch of its caller before it writes. It returns FENCED for an older epoch, and
-the call raises `Fenced`.
+A script checks the epoch of its caller before it writes. It returns FENCED for an older epoch, and the call raises
+`Fenced`.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
     Args: TypeAlias = DataclassInstance | Mapping[str, Any]
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-#: Names of the parts in `scripts/lib` that a script or part requires; parts may require further
-#: parts.
+#: Names of the parts in `scripts/lib` that a script or part requires; parts may require further parts.
 _NEEDS = re.compile(r"^-- needs: (.+)$", re.MULTILINE)
 
 
@@ -84,12 +81,10 @@ def _unfenced(answer: Any) -> Any:
 
 
 def encode_args(args: Args) -> bytes:
-    """Return the JSON of a script's arguments. Fields of a dataclass that are None are omitted: Lua
-    reads nil.
+    """Return the JSON of a script's arguments. Fields of a dataclass that are None are omitted: Lua reads nil.
 
-    A mapping must contain no None, which would become `cjson.null`, a true value in Lua. Half a
-    surrogate pair in a tenant's text is replaced: it is not valid Unicode, and Redis could not read
-    it.
+    A mapping must contain no None, which would become `cjson.null`, a true value in Lua. Half a surrogate pair in a
+    tenant's text is replaced: it is not valid Unicode, and Redis could not read it.
     """
     text = json.dumps(args, default=_fields, separators=(",", ":"), ensure_ascii=False)
     return text.encode("utf-8", "replace")

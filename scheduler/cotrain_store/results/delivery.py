@@ -1,13 +1,12 @@
-"""Log of sent results: they no longer count as unread, and expire sooner once their client has read
-them.
+"""Log of sent results: they no longer count as unread, and expire sooner once their client has read them.
 
-A sent result is not necessarily a read one: the answer may be lost, and a laptop may be suspended
-for a night with its poll open. But a client that afterwards sends its run another request is awake,
-and requests a missed result again within seconds. Sample requests have no such order; for them the
-heartbeat of the session shows that the client is awake.
+A sent result is not necessarily a read one: the answer may be lost, and a laptop may be suspended for a night with its
+poll open. But a client that afterwards sends its run another request is awake, and requests a missed result again
+within seconds. Sample requests have no such order; for them the heartbeat of the session shows that the client is
+awake.
 
-Only the key that opened a session shortens the lifetime of its results. Another member of the
-tenant may read them without removing them from the waiting client.
+Only the key that opened a session shortens the lifetime of its results. Another member of the tenant may read them
+without removing them from the waiting client.
 """
 
 from collections.abc import Sequence
@@ -49,9 +48,7 @@ class _Sent:
 
 
 class DeliveryLog:
-    """Results sent by one API process. Its loss costs memory, and quota of the tenants until the
-    results expire.
-    """
+    """Results sent by one API process. Its loss costs memory, and quota of the tenants until the results expire."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -81,9 +78,7 @@ class DeliveryLog:
             self._ops[request, key_id] = _Sent(origin, run_of(request), now)
 
     async def flush(self) -> None:
-        """Remove the sent results from the unread ones. If Redis is unavailable, they stay for a
-        later call.
-        """
+        """Remove the sent results from the unread ones. If Redis is unavailable, they stay for a later call."""
         while self._unflushed:
             some = self._unflushed[:_AT_ONCE]
             rows = [{"tenant": tenant, "request": request} for tenant, request in some]
@@ -95,9 +90,7 @@ class DeliveryLog:
             del self._unflushed[: len(some)]
 
     async def expire_read(self, now: float) -> None:
-        """Shorten the lifetime of results sent more than READ_AFTER_S ago to clients that were
-        active since.
-        """
+        """Shorten the lifetime of results sent more than READ_AFTER_S ago to clients that were active since."""
         await self._expire_ops(now)
         await self._expire_samples(now)
 

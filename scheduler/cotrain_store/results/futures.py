@@ -113,10 +113,7 @@ class Futures(ChannelSubscriber):
 
         The result counts as sent to the client of the API key `key_id`. With None the call changes
         nothing. An unavailable Redis or disk is a pause for the client: the call returns Pending
-        and raises no error.
-
-        Raises:
-            RequestNotFound: unknown, expired, or another tenant's.
+        and raises no error. Raises RequestNotFound: unknown, expired, or another tenant's.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -147,9 +144,8 @@ class Futures(ChannelSubscriber):
         pool = await self._pool_of_own(tenant, request)
         value = await self._awaited(request, timeout_s)
         if value is None and self._released:
-            return (
-                Pending()
-            )  # no look-up: thousands leave at once, and the next process checks anyway
+            # No look-up: thousands leave at once, and the next process checks anyway.
+            return Pending()
         if value is None:
             return await self._pending(tenant, pool, request)
         self._note_sent(tenant, request, pool, key_id)
@@ -183,9 +179,7 @@ class Futures(ChannelSubscriber):
         return await self._whole(value, SampleExpired())
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
-        """Return True if a sample request is done; raises SampleExpired for one that may be
-        requested again.
-        """
+        """Return True if a sample request is done; raises SampleExpired for one that may be requested again."""
         owner, state = await self._redis.hmget(run_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
@@ -208,8 +202,7 @@ class Futures(ChannelSubscriber):
             value: bytes | None = await self._redis.get(result_keys.result(request))
             if value is not None or self._released:
                 return value
-            # Equivalent to `asyncio.wait_for`, with one future and one frame less for each of
-            # thousands.
+            # Equivalent to `asyncio.wait_for`, with one future and one frame less for each of thousands.
             timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
             try:
                 return await waiter
@@ -239,9 +232,7 @@ class Futures(ChannelSubscriber):
     async def _waiting_before(
         self, tenant: TenantId, pool: PoolId, request: RequestId
     ) -> int | None:
-        """Return the number of the tenant's sample requests waiting before this one; None if it is
-        not waiting.
-        """
+        """Return the number of the tenant's sample requests waiting before this one; None if it is not waiting."""
         workers = await self._redis.smembers(fleet_keys.workers(pool))
         pipeline = self._redis.pipeline(transaction=False)
         for queue in (run_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
@@ -249,9 +240,7 @@ class Futures(ChannelSubscriber):
         return next((found for found in await pipeline.execute() if found is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
-        """Return the reason why a request waits; raises RequestNotFound if it never existed or has
-        expired.
-        """
+        """Return the reason why a request waits; raises RequestNotFound if it never existed or has expired."""
         run = run_of(request)
         log, since, now_ms = await asyncio.gather(
             self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last", "worker"]),
@@ -280,9 +269,7 @@ class Futures(ChannelSubscriber):
         return Pending(reason=training_notice(backlog, tenant, position, worker))
 
     async def gap_notice(self, pool: PoolId, run: RunId) -> str | None:
-        """Return a notice with the missing seq of a run and its deadline, or None if none is
-        missing.
-        """
+        """Return a notice with the missing seq of a run and its deadline, or None if none is missing."""
         since, first, now_ms = await asyncio.gather(
             self._redis.zscore(run_keys.gaps(pool), run),
             self._redis.hget(run_keys.log(pool, run), "next"),
@@ -300,11 +287,8 @@ class Futures(ChannelSubscriber):
         return Pending(reason=not_yet_here(missing, left_s))
 
     async def _has_expired(self, request: RequestId) -> bool:
-        """Return True if the result of a committed op has expired; a save with unstored weights has
-        none yet.
-        """
-        # The order matters: weights that are unstored at the first check may have their result at
-        # the second.
+        """Return True if the result of a committed op has expired; a save with unstored weights has none yet."""
+        # The order matters: weights that are unstored at the first check may have their result at the second.
         if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
         return await self._redis.get(result_keys.result(request)) is None

@@ -36,9 +36,8 @@ class Backlog:
     def expected_s(self, tenant: TenantId) -> float:
         """Return the seconds until all queued training of a tenant is done.
 
-        Tenants take turns by tokens, in proportion to their weights. Each other tenant is therefore
-        served at most the tenant's own queued tokens first, scaled by the ratio of the weights.
-        Paused tenants are not served.
+        Tenants take turns by tokens, in proportion to their weights. Each other tenant is therefore served at most the
+        tenant's own queued tokens first, scaled by the ratio of the weights. Paused tenants are not served.
         """
         own = self.tokens.get(tenant, 0)
         before = sum(
@@ -81,9 +80,7 @@ def training_notice(
 
 
 def sample_notice(backlog: Backlog, tenant: TenantId, waiting_before: int | None) -> str:
-    """Return the notice of a sample request. `waiting_before` is None if a worker has claimed
-    it.
-    """
+    """Return the notice of a sample request. `waiting_before` is None if a worker has claimed it."""
     where = "with a worker" if waiting_before is None else f"{waiting_before} before it wait"
     about = _about("at most about", backlog.max_sampling_s(tenant))
     is_any_free = len(backlog.restoring) < backlog.workers
@@ -114,9 +111,7 @@ def _others(work: Mapping[TenantId, int], tenant: TenantId) -> str:
 
 
 class Backlogs:
-    """Reader of the backlog of each pool, at most once in KEPT_S. Its cost depends on the active
-    tenants only.
-    """
+    """Reader of the backlog of each pool, at most once in KEPT_S. Its cost depends on the active tenants only."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection

@@ -77,9 +77,7 @@ class SampleClaims:
         return self._put_back(crashes=1)
 
     def give_back(self) -> int:
-        """Return the requests of this process to the front, without counting a crash; called at the
-        end.
-        """
+        """Return the requests of this process to the front, without counting a crash; called at the end."""
         return self._put_back(crashes=0)
 
     def claim(
@@ -88,11 +86,10 @@ class SampleClaims:
         max_of_tenant: int | None = None,
         waiting: Mapping[TenantId, int] = MappingProxyType({}),
     ) -> list[ClaimedSample]:
-        """Claim waiting requests, one per tenant in turn; within a tenant, first those that only
-        this worker can run.
+        """Claim waiting requests, one per tenant in turn; within a tenant, first those that only this worker can run.
 
-        A tenant gets at most `max_of_tenant` requests, including those that `waiting` counts for
-        it. After a lost connection, or an OSError, the next call returns the same requests again.
+        A tenant gets at most `max_of_tenant` requests, including those that `waiting` counts for it. After a lost
+        connection, or an OSError, the next call returns the same requests again.
         """
         pool, me = self._pool, self._worker
         script_keys = [
@@ -107,15 +104,12 @@ class SampleClaims:
         }  # fmt: skip
         rows = self._claim(script_keys, args)
         claimed = [self._claimed(row) for row in rows]
-        self._claim_token = secrets.token_hex(
-            8
-        )  # only now, so that requests that could not be read are returned again
+        # Only now, so that requests that could not be read are returned again.
+        self._claim_token = secrets.token_hex(8)
         return claimed
 
     def risk(self, request: RequestId) -> None:
-        """Count a crash during this claimed request in advance, because the process may not survive
-        it.
-        """
+        """Count a crash during this claimed request in advance, because the process may not survive it."""
         self._redis.hincrby(run_keys.sample(request), "deaths", 1)
 
     def resolve(
@@ -126,9 +120,8 @@ class SampleClaims:
     ) -> None:
         """Make results visible, release the resources of the requests, notify their clients.
 
-        The first result of each request wins. The counts in `counted` are added to the pool's
-        totals unless no result was new. A repeated call therefore changes nothing. The amounts in
-        `usage` are added to the tenants' usage.
+        The first result of each request wins. The counts in `counted` are added to the pool's totals unless no result
+        was new. A repeated call therefore changes nothing. The amounts in `usage` are added to the tenants' usage.
         """
         script_keys = [
             self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
@@ -162,9 +155,7 @@ class SampleClaims:
         return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
-        """Return this worker's requests that their clients cancelled; resolve each with
-        CANCELLED.
-        """
+        """Return this worker's requests that their clients cancelled; resolve each with CANCELLED."""
         members = self._redis.smembers(run_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 

@@ -1,9 +1,8 @@
 """Polls for completed sample requests: one poll covers all requests of a client.
 
-Each client (a sampler and the number of its copy) has its own list. A cursor is a position in the
-list after which one caller continues. Reading removes nothing, because other callers may read the
-same list. An entry is removed when the session's own key acknowledges its result (`acknowledge`,
-`DeliveryLog`), or after a day.
+Each client (a sampler and the number of its copy) has its own list. A cursor is a position in the list after which one
+caller continues. Reading removes nothing, because other callers may read the same list. An entry is removed when the
+session's own key acknowledges its result (`acknowledge`, `DeliveryLog`), or after a day.
 """
 
 import asyncio

@@ -15,7 +15,4 @@ CANCEL = {
     "size": len(CANCELLED.payload),
 }
 #: In ms: the time that the record of an ended request outlives its result, and the time that its end stays published.
-TTL_MS = {
-    "record": run_keys.SAMPLE_RECORD_EXTRA_MS,
-    "published": run_keys.COMPLETION_TTL_MS,
-}
+TTL_MS = {"record": run_keys.SAMPLE_RECORD_EXTRA_MS, "published": run_keys.COMPLETION_TTL_MS}

@@ -33,9 +33,7 @@ class SampleLimits:
     bytes: int = 256_000_000
     unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
     tokens: int = 16_000_000
-    """Tokens of prompts and of their longest samples (`token_limit`); a single request is always
-    accepted.
-    """
+    """Tokens of prompts and of their longest samples (`token_limit`); a single request is always accepted."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +49,7 @@ class SampleSubmission:
     size: int  # bytes of the body
     tokens: int  # maximum number of tokens of the request
     ref: str | None
-    """None if its body is not stored yet. The script then only checks whether it would accept the
-    request.
-    """
+    """None if its body is not stored yet. The script then only checks whether it would accept the request."""
     segment: str | None  # spool segment of the body; None if the body is an argument of the script
     accepted_at: str  # time in s, as text, because it is stored unchanged
     prefix: str
@@ -81,8 +77,7 @@ class SampleIntake:
     async def submit(
         self, sampler: SamplerRecord, seq: int, body: SampleBody, longest: int = 0
     ) -> RequestId:
-        """Accept one sample request; it is durable when this returns. A repeat with the same body
-        has no effect.
+        """Accept one sample request; it is durable when this returns. A repeat with the same body has no effect.
 
         `longest` is the maximum length of a prompt and its continuation together, in tokens.
 
@@ -119,10 +114,7 @@ class SampleIntake:
         """Cancel a sample request; an unknown, foreign or finished one is not changed.
 
         A waiting request fails at once, a running one when its worker reads the cancellation.
-        Idempotent.
-
-        Raises:
-            CONNECTION_LOST: retry later.
+        Idempotent. Raises CONNECTION_LOST: retry later.
         """
         if parse_sample(request) is None:
             return
@@ -167,18 +159,14 @@ class SampleIntake:
 
 
 def token_limit(body: SampleBody, longest: int) -> int:
-    """Return the maximum tokens of a request: its prompt, and each sample up to its limit or the
-    context length.
-    """
+    """Return the maximum tokens of a request: its prompt, and each sample up to its limit or the context length."""
     left = max(0, longest - len(body.prompt))
     each = left if body.max_tokens is None else min(left or body.max_tokens, body.max_tokens)
     return len(body.prompt) + body.num_samples * each
 
 
 def _clone(seq: int) -> str:
-    """Return the number of the client's copy that polls for the end; empty for the server's own
-    requests.
-    """
+    """Return the number of the client's copy that polls for the end; empty for the server's own requests."""
     return "" if seq >= OWN_SEQS else str(seq // CLONE_SIZE)
 
 

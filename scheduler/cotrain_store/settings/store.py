@@ -120,10 +120,8 @@ class StoreSettings(BaseSettings):
 
 
 def with_password_of(url: str, file: Path) -> str:
-    """Return the URL of a Redis, with the password from a file inserted.
-
-    Raises:
-        ValueError: the URL already contains a password, or the file is empty or cannot be read.
+    """Return the URL of a Redis, with the password from a file inserted. Raises ValueError: the URL already contains a
+    password, or the file is empty or cannot be read.
     """
     try:
         password = file.read_text(encoding="utf-8").strip()

@@ -78,10 +78,8 @@ class ChosenKey:
 
 
 def read_chosen_keys(entries: Iterable[str]) -> tuple[ChosenKey, ...]:
-    """Parse entries `KEY` or `NAME=KEY`. A key without a name is named after its beginning.
-
-    Raises:
-        InvalidKey: an entry is malformed or too easy to guess. The message contains only its name.
+    """Parse entries `KEY` or `NAME=KEY`. A key without a name is named after its beginning. Raises InvalidKey: an entry
+    is malformed or too easy to guess. The message contains only its name.
     """
     return tuple(_chosen_key(entry) for entry in entries)
 
@@ -106,11 +104,7 @@ def _chosen_key(entry: str) -> ChosenKey:
 
 
 def issued_key_id(api_key: str) -> str | None:
-    """Return the public id of an issued key; None if the key cannot be an issued one.
-
-    Raises:
-        InvalidKey: the key is malformed.
-    """
+    """Return the public id of an issued key; None if the key cannot be an issued one. Raises InvalidKey: the key is malformed."""
     if not _FORM.fullmatch(api_key):
         raise InvalidKey
     match = _ISSUED_FORM.fullmatch(api_key)
@@ -155,10 +149,8 @@ class Tenants:
 
     async def key(self, api_key: str) -> KeyRecord:
         """Return the record of a key. Raises InvalidKey or ExpiredKey."""
-        key_id, digest = (
-            issued_key_id(api_key),
-            digest_of_key(api_key),
-        )  # raises for a malformed key
+        key_id = issued_key_id(api_key)  # raises for a malformed key
+        digest = digest_of_key(api_key)
         if digest in self._chosen:
             await self._note_use(self._chosen[digest])
             return self._chosen[digest]
@@ -252,10 +244,8 @@ class Tenants:
         return [record for record in before if record.id not in listed]
 
     async def revoke(self, key_id: str) -> bool:
-        """Delete an issued key. Return False if it does not exist. All processes reject it within CACHE_S.
-
-        Raises:
-            KeyInSettings: it is a chosen key, which can only be removed from the settings.
+        """Delete an issued key. Return False if it does not exist. All processes reject it within CACHE_S. Raises
+        KeyInSettings: it is a chosen key, which can only be removed from the settings.
         """
         if any(record.id == key_id for record in await self._listed()):
             raise KeyInSettings

@@ -1,6 +1,4 @@
-"""Audit logs: changes by each tenant and by the operator, each with its key; about the last 10,000
-are kept.
-"""
+"""Audit logs: changes by each tenant and by the operator, each with its key; about the last 10,000 are kept."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -70,8 +68,7 @@ class Act:
 class Audit:
     """Writer and reader of the audit logs: one of each tenant, and one of all acts.
 
-    An act is recorded before it is done: a crash in between leaves one line too many, never one too
-    few.
+    An act is recorded before it is done: a crash in between leaves one line too many, never one too few.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -81,16 +78,11 @@ class Audit:
     def act(
         self, tenant: Tenant, event: AuditEvent, details: Mapping[str, str | int | None]
     ) -> AbstractAsyncContextManager[Act]:
-        """Record a tenant's act within the block; `details` of a checkpoint contain its
-        `tinker_path`.
-        """
+        """Record a tenant's act within the block; `details` of a checkpoint contain its `tinker_path`."""
         return self._noted(tenant.id, event, details, tenant.key_id, tenant.name)
 
     def act_of_operator(
-        self,
-        tenant: TenantId | None,
-        event: AuditEvent,
-        details: Mapping[str, str | float | None],
+        self, tenant: TenantId | None, event: AuditEvent, details: Mapping[str, str | float | None]
     ) -> AbstractAsyncContextManager[Act]:
         """Record the operator's act within the block, with the tenant that it concerns, if any."""
         return self._noted(tenant, event, details, OPERATOR, OPERATOR)
@@ -110,9 +102,8 @@ class Audit:
         try:
             yield act
         except StoreError as refused:
-            act.is_done = isinstance(
-                refused, StoreUnavailable
-            )  # an unavailable store may have done the act
+            # An unavailable store may have done the act.
+            act.is_done = isinstance(refused, StoreUnavailable)
             raise
         finally:
             if not act.is_done:
@@ -138,9 +129,7 @@ class Audit:
     async def page(
         self, tenant: TenantId | None, before: str | None, limit: int
     ) -> list[AuditEntry]:
-        """Return events, newest first, of one tenant or of all. `before` is the id of the last
-        event already read.
-        """
+        """Return events, newest first, of one tenant or of all. `before` is the id of the last event already read."""
         name = tenant_keys.audit(tenant) if tenant else tenant_keys.audit_of_all()
         rows = await self._redis.xrevrange(name, f"({before}" if before else "+", "-", limit)
         return [_entry(entry, fields) for entry, fields in rows]

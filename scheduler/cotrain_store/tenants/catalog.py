@@ -1,8 +1,7 @@
-"""Lists of a tenant's runs, checkpoints and sessions, newest first, and the display names of
-tenants.
+"""Lists of a tenant's runs, checkpoints and sessions, newest first, and the display names of tenants.
 
-A page is cut by position (`offset`). Items added while a client pages shift the others by one. A
-page then repeats the end of the previous one, and nothing is left out. Deletions shift items back.
+A page is cut by position (`offset`). Items added while a client pages shift the others by one. A page then repeats the
+end of the previous one, and nothing is left out. Deletions shift items back.
 """
 
 import json
@@ -99,10 +98,8 @@ class Catalog:
         return (await self._own_entries([run]))[0]
 
     async def checkpoints_of(self, tenant: TenantId, run: str) -> Sequence[CheckpointRecord]:
-        """Return the checkpoints of one run; for another tenant's run, the published ones.
-
-        Raises:
-            RunNotFound: unknown, or another tenant's without a published checkpoint.
+        """Return the checkpoints of one run; for another tenant's run, the published ones. Raises RunNotFound: unknown,
+        or another tenant's without a published checkpoint.
         """
         await self._checkpoints.strike_expired(tenant)
         try:
@@ -116,11 +113,7 @@ class Catalog:
         return await self._checkpoint_records(f"{own.id}/{name.decode()}" for name in names)
 
     async def checkpoints(
-        self,
-        tenant: TenantId,
-        offset: int,
-        limit: int,
-        keep: Callable[[str], bool] | None = None,
+        self, tenant: TenantId, offset: int, limit: int, keep: Callable[[str], bool] | None = None
     ) -> Page[CheckpointRecord]:
         """Return a page of a tenant's checkpoints, filtered by `keep` on `<run>/<kind>/<name>`."""
         await self._checkpoints.strike_expired(tenant)
@@ -296,9 +289,7 @@ class TenantNames:
         self._known: dict[TenantId, str] = {}
 
     def of(self, tenants: Collection[TenantId]) -> dict[TenantId, str]:
-        """Return display names, without unknown ones and those unread while Redis is
-        unavailable.
-        """
+        """Return display names, without unknown ones and those unread while Redis is unavailable."""
         unknown = sorted(set(tenants) - self._known.keys())
         if unknown:
             try:

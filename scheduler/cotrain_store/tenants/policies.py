@@ -65,9 +65,7 @@ class PauseRecords:
         self._pause_run = async_script(connection, "run_pause")
 
     async def pause_tenant(self, tenant: TenantId, reason: str = "") -> None:
-        """Exclude a tenant's ops and sample requests from now on; planned or claimed ones finish as
-        usual.
-        """
+        """Exclude a tenant's ops and sample requests from now on; planned or claimed ones finish as usual."""
         pause = encode(Pause(time.time(), reason))
         await self._redis.hset(tenant_keys.paused_tenants(), tenant, pause)
 

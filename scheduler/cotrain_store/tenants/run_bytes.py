@@ -1,6 +1,4 @@
-"""Bytes that runs hold in storage: known before a run is made, counted until its last file is
-deleted.
-"""
+"""Bytes that runs hold in storage: known before a run is made, counted until its last file is deleted."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,13 +12,11 @@ from cotrain_store.redis_client.connection import Connection
 BYTES_PER_VALUE = 4 * 4
 #: Recovery copies on disk: the newest one and its predecessor.
 RECOVERY_COPIES = 2
-#: Copies counted for a run: the recovery copies, and the run in a worker's memory, on or off the
-#: device.
+#: Copies counted for a run: the recovery copies, and the run in a worker's memory, on or off the device.
 STATES_KEPT = RECOVERY_COPIES + 1
 #: Minimum of the default quota of a tenant, in bytes.
 LEAST_QUOTA = 200_000_000_000
-#: Number of runs that the default quota allows at the largest rank on the largest base model
-#: served.
+#: Number of runs that the default quota allows at the largest rank on the largest base model served.
 LARGEST_RUNS = 8
 
 
@@ -35,9 +31,7 @@ class RunWeight:
 
 
 def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:
-    """Return the bytes of a run's state. A recovery copy also has a header and alignment gaps (< 1
-    %).
-    """
+    """Return the bytes of a run's state. A recovery copy also has a header and alignment gaps (< 1 %)."""
     trains = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
     trains["experts"] = lora.train_mlp and lora.per_expert
     width = sum(width for family, width in pool.lora_widths.items() if trains[family])

@@ -38,8 +38,7 @@ class RunPosition:
     newest: HistoryPoint | None
     device_s: float  # device time in s in the last USAGE_HOURS
     worker: str
-    failed: int = 0
-    """Number of committed ops that failed."""
+    failed: int = 0  # Number of committed ops that failed
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,8 @@ class RunList:
             # Decoding the last point requires the one before it.
             pipeline.lrange(run_keys.steps(run.id), -2, -1)
         for tenant in tenants:
-            fields = [_seconds_field(run) for run in runs if run.tenant == tenant]
+            own = [run for run in runs if run.tenant == tenant]
+            fields = [usage_field("device_s", run.base_model, run.id) for run in own]
             for hour in hours:
                 pipeline.hmget(tenant_keys.usage(tenant, hour), fields)
         rows = await pipeline.execute() if runs else []
@@ -141,10 +141,6 @@ class RunList:
             return int(await self._redis.zcount(key, f"({float(created_at)!r}", "+inf"))
         except ValueError:
             return 0
-
-
-def _seconds_field(run: RunRecord) -> str:
-    return usage_field("device_s", run.base_model, run.id)
 
 
 def _seconds_by_run(

@@ -17,9 +17,7 @@ _MICROSECONDS = 1_000_000
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in a tenant's list of sessions, after this session in the order from newest to
-    oldest.
-    """
+    """Position in a tenant's list of sessions, after this session in the order from newest to oldest."""
 
     created_at_us: int
     session: str
@@ -59,8 +57,7 @@ class SessionSearch:
     ) -> list[SessionEntry]:
         """Return up to `count` sessions after a cursor, or from the newest one without a cursor.
 
-        Sessions added later come before every cursor, so an iteration returns each older session
-        once.
+        Sessions added later come before every cursor, so an iteration returns each older session once.
         """
         cursors = await self._cursors(tenant, cursor, count)
         pipeline = self._redis.pipeline(transaction=False)

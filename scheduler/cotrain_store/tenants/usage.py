@@ -49,7 +49,6 @@ class Usage:
 
 def _row(hour: datetime, field: bytes, amount: bytes) -> UsageRow:
     what, _, rest = field.decode().partition("|")
-    base_model, session, source = rest.rsplit(
-        "|", 2
-    )  # only the base model's name may contain a bar
+    # Only the base model's name may contain a bar.
+    base_model, session, source = rest.rsplit("|", 2)
     return UsageRow(hour, cast("What", what), base_model, session, source, float(amount))

@@ -19,6 +19,7 @@ from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
+_COUNTS = ("delivered", "retried", "given_up", "dropped")
 SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
 
 
@@ -50,9 +51,8 @@ class Webhooks:
         else:
             row["drift_above"] = repr(drift_above)
         await self._redis.hset(name, mapping=row)
-        await self._redis.hsetnx(
-            name, "id", secrets.token_hex(8)
-        )  # last, because events are recorded once it exists
+        # Last, because events are recorded once it exists.
+        await self._redis.hsetnx(name, "id", secrets.token_hex(8))
         return secret
 
     async def find(self, tenant: TenantId) -> Webhook:
@@ -67,14 +67,12 @@ class Webhooks:
             drift_above=float(text["drift_above"]) if "drift_above" in text else None,
             created_at=datetime.fromtimestamp(float(text["created_at"]), UTC),
             waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
-            delivered=int(text.get("delivered", 0)),
-            retried=int(text.get("retried", 0)),
-            given_up=int(text.get("given_up", 0)),
-            dropped=int(text.get("dropped", 0)),
-            last_event=text.get("last_event") or None,
-            last_outcome=text.get("last_outcome") or None,
-            last_answer=text.get("last_answer") or None,
             last_at=datetime.fromtimestamp(float(last_at), UTC) if last_at else None,
+            **{name: int(text.get(name, 0)) for name in _COUNTS},
+            **{
+                name: text.get(name) or None
+                for name in ("last_event", "last_outcome", "last_answer")
+            },
         )
 
     async def remove(self, tenant: TenantId) -> None:
@@ -103,9 +101,7 @@ class Webhooks:
         return bool(self._epoch)
 
     async def due(self, most: int) -> list[DueEvent]:
-        """Return the next due event of each of at most `most` tenants, longest due first; raises
-        Fenced.
-        """
+        """Return the next due event of each of at most `most` tenants, longest due first; raises Fenced."""
         return await self._read({"epoch": self._epoch, "most": most})
 
     async def due_of(self, tenant: TenantId) -> DueEvent | None:
@@ -116,9 +112,7 @@ class Webhooks:
     async def tried(
         self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
     ) -> None:
-        """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises
-        Fenced.
-        """
+        """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises Fenced."""
         args: dict[str, Any] = {
             "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
         }  # fmt: skip

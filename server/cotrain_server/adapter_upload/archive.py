@@ -212,9 +212,7 @@ class _Part:
 
 
 def _tar_members(stream: _Counted) -> Iterator[_Member]:
-    """Yield members, reading headers one by one. Header extensions are skipped, because no accepted
-    name needs one.
-    """
+    """Yield members, reading headers one by one. Header extensions are skipped, because no accepted name needs one."""
     extensions = 0
     while any(block := stream.read_exactly(_BLOCK)):
         header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")

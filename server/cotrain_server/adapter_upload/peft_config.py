@@ -1,8 +1,7 @@
 """Reader of an uploaded PEFT LoRA adapter: the content of its two files, without the tensor values.
 
-A setting that would compute anything other than `W + scale * B @ A` on the modules adaptable here
-is refused, and the error names its key. Plain PEFT and the names of `tinker_cookbook` are
-supported.
+A setting that would compute anything other than `W + scale * B @ A` on the modules adaptable here is refused, and the
+error names its key. Plain PEFT and the names of `tinker_cookbook` are supported.
 """
 
 import re
@@ -59,8 +58,7 @@ _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
     "init_lora_weights", "bias", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
-#: Keys for training, for display by other tools, or for module selection, which the tensor names
-#: also give.
+#: Keys for training, for display by other tools, or for module selection, which the tensor names also give.
 _WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
     "inference_mode", "lora_dropout", "fan_in_fan_out", "exclude_modules", "layers_to_transform",
@@ -145,10 +143,7 @@ class _Config:
 
 def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
     """Return the adapter of both files. `seed` initializes parameters that the run trains but the
-    files lack.
-
-    Raises:
-        Invalid: the message names the key.
+    files lack. Raises Invalid: the message names the key.
     """
     settings = _read_config(config)
     entries, is_shared = read_header(tensors), read_metadata(tensors).get(NOTE) == SHARED

@@ -35,11 +35,9 @@ def limits_of(max_upload_bytes: int) -> dict[str, int]:
 class PendingFiles:
     """Files of one upload."""
 
-    blobs: Blobs
-    """Blob store of the server."""
+    blobs: Blobs  # Blob store of the server
     tenant: TenantId
-    name: str
-    """`<time of expiry>-<upload>`."""
+    name: str  # `<time of expiry>-<upload>`
 
     def put(self, file: str, content: bytes) -> None:
         """Store a file, or replace it.

@@ -1,8 +1,7 @@
-"""Reader of the header of an uploaded safetensors file, without the tensor values and without
-torch.
+"""Reader of the header of an uploaded safetensors file, without the tensor values and without torch.
 
-The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length,
-and the tensors' bytes. Every byte belongs to exactly one tensor.
+The format is an 8-byte length, a JSON header `{name: {dtype, shape, data_offsets}}` of that length, and the tensors'
+bytes. Every byte belongs to exactly one tensor.
 """
 
 from collections.abc import Mapping
@@ -33,18 +32,17 @@ class TensorEntry:
 
 
 def read_header(content: bytes) -> dict[str, TensorEntry]:
-    """Return the dtypes, shapes and offsets of the tensors.
-
-    Raises:
-        Invalid: the file is incomplete, its tensors overlap or leave gaps, or a dtype is not in
-            BYTES_BY_DTYPE.
+    """Return the dtypes, shapes and offsets of the tensors. Raises Invalid: the file is incomplete, its tensors overlap
+    or leave gaps, or a dtype is not in BYTES_BY_DTYPE.
     """
     length = int.from_bytes(content[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + length
     if not 2 <= length <= MAX_HEADER_BYTES or start > len(content):
         raise Invalid("adapter_model.safetensors is not a safetensors file, or is cut short.")
     header = read_object("The header of adapter_model.safetensors", content[_LENGTH_BYTES:start])
-    _check_metadata(header.pop(_METADATA, {}))
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise Invalid("The metadata of adapter_model.safetensors is not a map of texts.")
     entries = {name: _entry(named(name), fields) for name, fields in header.items()}
     _check_cover(entries, len(content) - start)
     return entries
@@ -83,11 +81,6 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
         type(each) is int and 0 <= each < 2**48 for each in value
     )
-
-
-def _check_metadata(metadata: Any) -> None:
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise Invalid("The metadata of adapter_model.safetensors is not a map of texts.")
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:

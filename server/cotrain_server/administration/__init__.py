@@ -1,1 +1,1 @@
-"""Validated and audited changes by the operator, independent of routes and pages."""
+"""Tenants for the operator: keys, limits and their use, for routes and pages."""

@@ -1,4 +1,4 @@
-"""Changes to tenants by the operator: limits, weights, pauses and API keys."""
+"""Changes to tenants by the operator: limits, weights and API keys."""
 
 import json
 import time
@@ -41,9 +41,7 @@ async def find_tenant(services: Services, asked_for: str) -> TenantId:
 
 
 async def change_tenant(services: Services, tenant: TenantId, change: TenantChange) -> None:
-    """Set limits and weight. They take effect in every API process and in the next cycle within 1
-    s.
-    """
+    """Set limits and weight. They take effect in every API process and in the next cycle within 1 s."""
     limits: dict[str, int | None] = change.limits.model_dump(exclude_unset=True)
     if limits:
         details = {"limits": json.dumps(limits)}
@@ -57,20 +55,8 @@ async def change_tenant(services: Services, tenant: TenantId, change: TenantChan
             await services.policies.set_weight(tenant, weight)
 
 
-async def pause_tenant(services: Services, tenant: TenantId, reason: str) -> None:
-    """Pause a tenant: its requests are accepted up to its limits, and wait."""
-    details = {"reason": reason}
-    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_PAUSE, details):
-        await services.pauses.pause_tenant(tenant, reason)
-
-
-async def resume_tenant(services: Services, tenant: TenantId) -> None:
-    """Resume a tenant. Idempotent."""
-    async with services.audit.act_of_operator(tenant, AuditEvent.TENANT_RESUME, {}) as act:
-        act.is_done = await services.pauses.resume_tenant(tenant)
-
-
 DAY_S = 24 * 3600.0
+_SHOWN = ("id", "tenant", "name", "role", "prefix", "created_at", "not_after")
 
 
 async def make_key(services: Services, tenant: TenantId | None, wanted: KeyRequest) -> NewKey:
@@ -104,31 +90,9 @@ async def list_keys(services: Services, tenant: TenantId | None = None) -> list[
     return [_shown(key, uses.get(key.id)) for key in keys if tenant in (None, key.tenant)]
 
 
-async def revoke_key(services: Services, tenant: TenantId, key_id: str) -> None:
-    """Revoke a key of a tenant and every token issued for it, effective everywhere within 5 s.
-
-    Raises:
-        KEY_NOT_FOUND: this tenant has no key with this id.
-        KeyInSettings: the key must be removed from the settings.
-    """
-    known = await services.tenants.issued_key(key_id)
-    if known and known.tenant != tenant:
-        raise Refused(Reason.KEY_NOT_FOUND)
-    details = {"revoked": key_id, "name": known.name if known else ""}
-    async with services.audit.act_of_operator(tenant, AuditEvent.APIKEY_REVOKE, details):
-        if not await services.tenants.revoke(key_id) or not known:
-            raise Refused(Reason.KEY_NOT_FOUND)
-
-
 def _shown(key: KeyRecord, last_used_at: float | None) -> KeyShown:
     return KeyShown(
-        id=key.id,
-        tenant=key.tenant,
-        name=key.name,
-        role=key.role,
-        prefix=key.prefix,
+        **{name: getattr(key, name) for name in _SHOWN},
         source="settings" if key.in_settings else "keys create",
-        created_at=key.created_at,
-        not_after=key.not_after,
         last_used_at=last_used_at,
     )

@@ -26,9 +26,7 @@ DAYS_SHOWN = 14
 
 
 async def list_tenants(services: Services, search: str, offset: int, limit: int) -> TenantList:
-    """List the tenants whose name or id contains a text, by name. Only the tenants of the page are
-    read in detail.
-    """
+    """List the tenants whose name or id contains a text, by name. Only the tenants of the page are read in detail."""
     rows = await services.connection.hgetall(tenant_keys.tenant_names())
     names = {TenantId(tenant.decode()): name.decode() for tenant, name in rows.items()}
     wanted = search.casefold()

@@ -159,17 +159,12 @@ def _with_tenants(
 
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
-    """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds
-    since 1970.
-    """
+    """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds since 1970."""
+    before, after = ("id", "tenant", "name", "prefix"), ("created_at", "not_after")
     return {
-        "id": record.id,
-        "tenant": record.tenant,
-        "name": record.name,
-        "prefix": record.prefix,
+        **{name: getattr(record, name) for name in before},
         "source": _source(record),
-        "created_at": record.created_at,
-        "not_after": record.not_after,
+        **{name: getattr(record, name) for name in after},
     }
 
 
@@ -189,9 +184,7 @@ def out_of_sight(keys: Sequence[str]) -> None:
 
 
 def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """Return arguments without an option and its values, written `--option VALUE` or
-    `--option=VALUE`.
-    """
+    """Return arguments without an option and its values, written `--option VALUE` or `--option=VALUE`."""
     is_value = [False, *(argument == option for argument in arguments)]
     return [
         argument

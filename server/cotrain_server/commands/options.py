@@ -4,7 +4,7 @@ import os
 import sys
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -32,30 +32,16 @@ def _opened(redis_url: str | None) -> str | None:
         refuse(str(mistake))
 
 
-RedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Use this Redis; by default one is started.",
-    ),
-]
+def _redis(text: str, **more: Any) -> Any:
+    return typer.Option(envvar="COTRAIN_REDIS_URL", callback=_opened, help=text, **more)
+
+
+RedisUrl = Annotated[str | None, _redis("Use this Redis; by default one is started.")]
 ServersRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="The server's Redis; by default the one in its folder.",
-    ),
+    str | None, _redis("The server's Redis; by default the one in its folder.")
 ]
 JoinedRedisUrl = Annotated[
-    str | None,
-    typer.Option(
-        envvar="COTRAIN_REDIS_URL",
-        callback=_opened,
-        help="Needed: the Redis that the server uses.",
-        show_default=False,
-    ),
+    str | None, _redis("Needed: the Redis that the server uses.", show_default=False)
 ]
 JoinedDataDir = Annotated[
     Path | None,
@@ -110,9 +96,7 @@ LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
 
 
 def named_base_models(given: list[str] | None, command: str) -> tuple[str, ...]:
-    """Return the values of `--base-model` with absolute folder paths, because processes start in
-    another folder.
-    """
+    """Return the values of `--base-model` with absolute folder paths, because processes start in another folder."""
     if not given:
         refuse(
             f"Which base model? `cotrain {command} --base-model Qwen/Qwen3-0.6B`, a folder instead of "
@@ -135,29 +119,22 @@ def chosen_gpus(
     asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
 ) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
-    if asked is None:
-        if workers > 1 and device != "cpu" and visible_gpus():
-            refuse(
-                f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
-                "--device cpu uses none."
-            )
-        if device != "cpu":
-            _enough_gpus(base_models, group_size)
-        return ()
-    if device == "cpu" or workers > 1:
+    if asked is None and workers > 1 and device != "cpu" and visible_gpus():
+        refuse(
+            f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
+            "--device cpu uses none."
+        )
+    if asked is not None and (device == "cpu" or workers > 1):
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
         refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        return chosen(asked, base_models, visible_gpus(), group_size)
+        if asked is not None:
+            return chosen(asked, base_models, visible_gpus(), group_size)
+        if device != "cpu":
+            enough(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
-
-
-def _enough_gpus(base_models: int, group_size: int) -> None:
-    try:
-        enough(base_models, visible_gpus(), group_size)
-    except UnfitGpus as unfit:
-        refuse(str(unfit))
+    return ()
 
 
 def checked_port(port: int) -> int:
@@ -183,9 +160,7 @@ def check_metrics_ports(processes: int) -> None:
 
 
 def samples_nothing(group_size: int) -> str | None:
-    """Return a warning if worker groups will refuse samples, else None. A vLLM server can sample
-    for them.
-    """
+    """Return a warning if worker groups will refuse samples, else None. A vLLM server can sample for them."""
     if group_size == 1 or os.environ.get("COTRAIN_SAMPLER") == "vllm":
         return None
     return (
@@ -201,9 +176,7 @@ def fail(message: str) -> NoReturn:
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> None:
-    """Exit on a Python version that the server's libraries are untested on. The client supports
-    newer ones.
-    """
+    """Exit on a Python version that the server's libraries are untested on. The client supports newer ones."""
     if version >= NEWER_PYTHON:
         refuse(
             f"The server runs on Python 3.11 to 3.13, and this is {version[0]}.{version[1]}. Make its "

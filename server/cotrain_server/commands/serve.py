@@ -10,28 +10,8 @@ import typer
 from rich.console import Console
 
 from cotrain_server.admin_key import FILE as ADMIN_KEY
+from cotrain_server.commands import options
 from cotrain_server.commands.keys import all_keys, out_of_sight
-from cotrain_server.commands.options import (
-    DEFAULT_DATA_DIR,
-    BaseModels,
-    DataDir,
-    Device,
-    Gpus,
-    GroupSize,
-    LogLevel,
-    RedisUrl,
-    TorchThreads,
-    Workers,
-    check_metrics_ports,
-    check_python,
-    checked_port,
-    chosen_blobs,
-    chosen_gpus,
-    named_base_models,
-    refuse,
-    samples_nothing,
-    say,
-)
 from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
@@ -57,7 +37,7 @@ REFUSALS = (
 
 
 def serve(
-    base_model: BaseModels = None,
+    base_model: options.BaseModels = None,
     host: Annotated[
         str,
         typer.Option(
@@ -66,9 +46,10 @@ def serve(
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(envvar="COTRAIN_PORT", callback=checked_port, help="0: a free one.")
+        int,
+        typer.Option(envvar="COTRAIN_PORT", callback=options.checked_port, help="0: a free one."),
     ] = 8000,
-    data_dir: DataDir = DEFAULT_DATA_DIR,
+    data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -96,17 +77,17 @@ def serve(
             envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest wait of a small request, or the beat."
         ),
     ] = 10.0,
-    device: Device = "auto",
-    workers: Workers = 1,
-    gpus: Gpus = None,
-    group_size: GroupSize = 1,
-    torch_threads: TorchThreads = 0,
-    redis_url: RedisUrl = None,
+    device: options.Device = "auto",
+    workers: options.Workers = 1,
+    gpus: options.Gpus = None,
+    group_size: options.GroupSize = 1,
+    torch_threads: options.TorchThreads = 0,
+    redis_url: options.RedisUrl = None,
     accept_data_loss: Annotated[
         bool,
         typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes."),
     ] = False,
-    log_level: LogLevel = "info",
+    log_level: options.LogLevel = "info",
 ) -> None:
     """Serve base models on this host: Redis, API, scheduler and workers in one command.
 
@@ -122,16 +103,16 @@ def serve(
 
     cotrain serve --base-model meta-llama/Llama-3.3-70B-Instruct --gpus all --group-size 8
     """
-    check_python()
+    options.check_python()
     if refused := refused_variables():
-        refuse(" ".join(refused))
-    base_models = named_base_models(base_model, "serve")
+        options.refuse(" ".join(refused))
+    base_models = options.named_base_models(base_model, "serve")
     keys_given = split_words(",".join(api_key or ()))
     out_of_sight(keys_given)
     try:
         api_keys = all_keys(keys_given, api_keys_file)
     except (InvalidKey, OSError) as error:
-        refuse(f"--api-key: {error}")
+        options.refuse(f"--api-key: {error}")
     given = {
         "CLOCK_MODE": clock_mode,
         "CLOCK_PERIOD_S": str(clock_period_s),
@@ -149,21 +130,21 @@ def serve(
         accept_data_loss=accept_data_loss,
         given=given,
         workers=workers,
-        blobs=chosen_blobs(),
-        gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
+        blobs=options.chosen_blobs(),
+        gpus=options.chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
     )
-    check_metrics_ports(WORKERS_PORT + len(plan.worker_models))
-    if notice := samples_nothing(group_size):
-        say(notice)
+    options.check_metrics_ports(WORKERS_PORT + len(plan.worker_models))
+    if notice := options.samples_nothing(group_size):
+        options.say(notice)
     _run(plan)
 
 
 def _run(plan: Plan) -> None:
     try:
-        asyncio.run(Supervisor(plan, say, partial(_announce, plan.data_dir)).run())
+        asyncio.run(Supervisor(plan, options.say, partial(_announce, plan.data_dir)).run())
     except REFUSALS as error:
-        refuse(str(error))
+        options.refuse(str(error))
 
 
 def _announce(data_dir: Path, announcement: Announcement) -> None:

@@ -7,24 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cotrain_server.commands.options import (
-    BaseModels,
-    Device,
-    Gpus,
-    GroupSize,
-    JoinedDataDir,
-    JoinedRedisUrl,
-    LogLevel,
-    TorchThreads,
-    Workers,
-    check_metrics_ports,
-    chosen_blobs,
-    chosen_gpus,
-    named_base_models,
-    refuse,
-    samples_nothing,
-    say,
-)
+from cotrain_server.commands import options
 from cotrain_server.supervisor.data_folder import UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
@@ -37,19 +20,19 @@ MAX_CHARACTERS = 56
 
 
 def worker(
-    base_model: BaseModels = None,
-    redis_url: JoinedRedisUrl = None,
-    data_dir: JoinedDataDir = None,
+    base_model: options.BaseModels = None,
+    redis_url: options.JoinedRedisUrl = None,
+    data_dir: options.JoinedDataDir = None,
     name: Annotated[
         str | None,
         typer.Option(help="What its worker ids begin with; by default this host's name."),
     ] = None,
-    device: Device = "auto",
-    workers: Workers = 1,
-    gpus: Gpus = None,
-    group_size: GroupSize = 1,
-    torch_threads: TorchThreads = 0,
-    log_level: LogLevel = "info",
+    device: options.Device = "auto",
+    workers: options.Workers = 1,
+    gpus: options.Gpus = None,
+    group_size: options.GroupSize = 1,
+    torch_threads: options.TorchThreads = 0,
+    log_level: options.LogLevel = "info",
 ) -> None:
     """Join a server from another host: run only workers, and restart them when they crash.
 
@@ -63,18 +46,20 @@ def worker(
     cotrain worker --base-model Qwen/Qwen3-8B --redis-url redis://head:6379/0 --data-dir /mnt/cotrain --gpus all
     """
     if refused := refused_variables():
-        refuse(" ".join(refused))
-    base_models = named_base_models(base_model, "worker")
+        options.refuse(" ".join(refused))
+    base_models = options.named_base_models(base_model, "worker")
     if redis_url is None:
-        refuse("Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses.")
+        options.refuse(
+            "Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses."
+        )
     if data_dir is None:
-        refuse(
+        options.refuse(
             "Which data folder? --data-dir, or COTRAIN_DATA_DIR: the server's, mounted here; with COTRAIN_BLOBS "
             "one of this host's own."
         )
-    blobs = chosen_blobs()
+    blobs = options.chosen_blobs()
     if not blobs and not (data_dir / MARK).is_file():
-        refuse(
+        options.refuse(
             f"{data_dir} is no server's data folder: it has no file {MARK}. Mount the one that the server "
             "uses; it has that file once the server has started."
         )
@@ -89,17 +74,17 @@ def worker(
         given={"DEVICE": device, "TORCH_THREADS": str(torch_threads), "LOG_LEVEL": log_level},
         workers=workers,
         blobs=blobs,
-        gpus=chosen_gpus(gpus, device, workers, len(base_models), group_size),
+        gpus=options.chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
         worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",
     )
-    check_metrics_ports(len(plan.worker_models))
-    if notice := samples_nothing(group_size):
-        say(notice)
+    options.check_metrics_ports(len(plan.worker_models))
+    if notice := options.samples_nothing(group_size):
+        options.say(notice)
     try:
-        asyncio.run(Supervisor(plan, say, lambda _: None).join())
+        asyncio.run(Supervisor(plan, options.say, lambda _: None).join())
     except (CannotServe, UnusableFolder) as error:
-        refuse(str(error))
+        options.refuse(str(error))
 
 
 def prefix_of(host: str) -> str:

@@ -12,9 +12,7 @@ _ADDRESSES_KEPT = 10_000
 
 
 class FailureCounter:
-    """Counts of wrong keys per address. A valid key always passes, because an office may share one
-    address.
-    """
+    """Counts of wrong keys per address. A valid key always passes, because an office may share one address."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

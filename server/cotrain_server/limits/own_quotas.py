@@ -29,9 +29,7 @@ class OwnQuotas:
         self._known: dict[TenantId, tuple[float, Quotas]] = {}
 
     async def of(self, tenant: TenantId) -> Quotas:
-        """Return a tenant's quotas, up to CACHE_S old. If Redis is unavailable, return the last
-        known or default ones.
-        """
+        """Return a tenant's quotas, up to CACHE_S old. If Redis is unavailable, return the last known or default ones."""
         at, quotas = self._known.get(tenant, (-math.inf, self.defaults))
         if self._clock() - at < CACHE_S:
             return quotas

@@ -1,7 +1,6 @@
 """Concurrency limits per tenant in one process: slots, requests, body memory and uploads.
 
-Requests for slots of one tenant are served in order of arrival. Tenants do not wait for one
-another.
+Requests for slots of one tenant are served in order of arrival. Tenants do not wait for one another.
 """
 
 import asyncio
@@ -76,9 +75,8 @@ class TenantUse(Counter[TenantId]):
                 del self[tenant]
 
 
-#: Requests of a tenant, from the arrival of their bodies until they are answered. They include
-#: polls (`polls` of `COTRAIN_QUOTAS` is 2,000). An SDK has at most a thousand concurrent requests of
-#: each kind.
+#: Requests of a tenant, from the arrival of their bodies until they are answered. They include polls (`polls` of
+#: `COTRAIN_QUOTAS` is 2,000). An SDK has at most a thousand concurrent requests of each kind.
 MAX_REQUESTS = 4_000
 #: Bytes of bodies until their requests are answered, as sent and as decompressed. SDKs have 50 MB of
 #: passes in flight at once. A thousand slow senders may not occupy 64 GB.

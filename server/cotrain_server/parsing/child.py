@@ -1,9 +1,8 @@
-"""Child process that parses large bodies: `python -m cotrain_server.parsing.child`, controlled
-through pipes.
+"""Child process that parses large bodies: `python -m cotrain_server.parsing.child`, controlled through pipes.
 
-A parser in C holds the interpreter lock from the first byte to the last: a million numbers block
-all other threads of a process for 0.1 s. The memory of the child is freed when it exits. The kernel
-kills it if one call takes too much memory or processor time.
+A parser in C holds the interpreter lock from the first byte to the last: a million numbers block all other threads of a
+process for 0.1 s. The memory of the child is freed when it exits. The kernel kills it if one call takes too much memory
+or processor time.
 """
 
 import os
@@ -28,8 +27,7 @@ Answer = TypeVar("Answer")
 
 #: Limit on address space, part of which is for libraries. The largest accepted JSON takes 0.6 GB.
 MAX_BYTES = 2 * 1024**3
-#: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one
-#: core.
+#: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
 MAX_CPU_S = 15.0
 #: Size of each pipe, where the system allows it. A body fills the default, 64 KB, many times.
 PIPE_BYTES = 1024**2
@@ -56,11 +54,8 @@ class ChildProcess:
         return None if self._process is None else self._process.pid
 
     def run(self, work: Callable[..., Answer], *args: Any) -> Answer:
-        """Call a module-level function in the child. Return its result or raise its exception.
-
-        Raises:
-            BodyTooLarge: more than MAX_BYTES or MAX_CPU_S, or the process crashed. The next call
-                starts another process.
+        """Call a module-level function in the child. Return its result or raise its exception. Raises BodyTooLarge:
+        more than MAX_BYTES or MAX_CPU_S, or the process crashed. The next call starts another process.
         """
         process = self._process = self._process or _started(self._max_cpu_s)
         assert process.stdin is not None

@@ -1,8 +1,7 @@
-"""Execution of work on request bodies: small bodies in the event loop, large ones in threads or
-child processes.
+"""Execution of work on request bodies: small bodies in the event loop, large ones in threads or child processes.
 
-Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile
-tenants therefore leave capacity.
+Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile tenants therefore leave
+capacity.
 """
 
 import asyncio
@@ -20,8 +19,7 @@ from cotrain_store.messages.ids import TenantId
 
 
 def trim_heap() -> None:
-    """Return free heap memory to the host. Does nothing if the C library has no such call (musl,
-    macOS).
+    """Return free heap memory to the host. Does nothing if the C library has no such call (musl, macOS).
 
     Other threads continue. A heap of one gigabyte takes some milliseconds.
     """
@@ -35,17 +33,14 @@ _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
-#: Weight above which work leaves the event loop, so that other tenants' requests do not wait for
-#: it.
+#: Weight above which work leaves the event loop, so that other tenants' requests do not wait for it.
 THREAD_ABOVE = 256 * 1024
-#: Weight above which JSON is parsed in a child process: 32,768 values, which can yield errors for a
-#: third of a second.
+#: Weight above which JSON is parsed in a child process: 32,768 values, which can yield errors for a third of a second.
 CHILD_ABOVE = 2 * 1024**2
 #: Weight above which a binary pass is parsed in a child process if others are being parsed: 1 MB. A thread takes
 #: less processor time, but several of them keep the interpreter lock from the event loop.
 SHARED_ABOVE = 16 * 1024**2
-#: Weights in bytes of Python objects: of one JSON value, and of one byte of a message that becomes
-#: many objects.
+#: Weights in bytes of Python objects: of one JSON value, and of one byte of a message that becomes many objects.
 JSON_VALUE_WEIGHT = 64
 BINARY_BYTE_WEIGHT = 16
 #: Number of concurrent tenants, in threads and in processes each. Most of the work releases the
@@ -53,8 +48,7 @@ BINARY_BYTE_WEIGHT = 16
 AT_ONCE = 4
 #: Weight above which freed memory is returned to the host.
 _TRIM_ABOVE = 16 * 1024**2
-#: Delay in seconds between a large body and the return of its memory, so that its request has
-#: ended.
+#: Delay in seconds between a large body and the return of its memory, so that its request has ended.
 _TRIM_AFTER_S = 1.0
 #: Idle time after which a child process is stopped, in seconds. An idle process costs memory, and
 #: starting one takes a second.
@@ -113,8 +107,7 @@ class Parser:
     ) -> Answer:
         """Run some work on JSON, in a child process if it is heavy.
 
-        `work` is a function of a module or a class. Its arguments, result and exceptions must
-        support pickling.
+        `work` is a function of a module or a class. Its arguments, result and exceptions must support pickling.
         """
         if weight <= CHILD_ABOVE:
             return await self.run(tenant, weight, work, *args)
@@ -123,10 +116,8 @@ class Parser:
     async def run_in_child(
         self, tenant: TenantId, work: Callable[..., Answer], *args: Any
     ) -> Answer:
-        """Run some work in a child process. The requirements of `parse_json` apply.
-
-        Raises:
-            BodyTooLarge: it exceeds the memory or processor time of one call.
+        """Run some work in a child process. The requirements of `parse_json` apply. Raises BodyTooLarge: it exceeds the
+        memory or processor time of one call.
         """
         return await self._alone(tenant, partial(self._in_child, work, args))
 
@@ -143,8 +134,7 @@ class Parser:
         self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         async with self._locks.of(tenant):
-            # A client that disconnects must not start a second task concurrently, because a thread
-            # cannot be cancelled.
+            # A client that disconnects must not start a second task concurrently, because a thread cannot be cancelled.
             working = asyncio.ensure_future(work())
             try:
                 return await asyncio.shield(working)

@@ -86,11 +86,14 @@ def check_recipients(recipients: Sequence[str]) -> None:
             ) from wrong
 
 
-def check_loadable(checkpoint: CheckpointRecord) -> None:
-    """Raise Invalid for files that are for download only and may be encrypted for other recipients."""
-    if checkpoint.kind == "external_weights":
+async def check_loadable(services: Services, checkpoint: CheckpointRecord) -> None:
+    """Raise Invalid for encrypted files, which are for their recipients alone."""
+    if (
+        checkpoint.kind == "external_weights"
+        and (await services.records.weights(checkpoint.weights)).external
+    ):
         raise Invalid(
-            "external_weights are for download only; load or sample from weights or "
+            "Encrypted external_weights are for download only; load or sample from weights or "
             "sampler_weights."
         )
 
@@ -171,9 +174,9 @@ async def find_source(services: Services, reader: TenantId, path: str) -> Source
 
 
 async def find_loadable(services: Services, reader: TenantId, path: str) -> Source:
-    """Return the result of `find_source`. Raises Invalid for files that are for download only."""
+    """Return the result of `find_source`. Raises Invalid for encrypted files."""
     source = await find_source(services, reader, path)
-    check_loadable(source.checkpoint)
+    await check_loadable(services, source.checkpoint)
     return source
 
 

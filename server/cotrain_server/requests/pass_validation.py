@@ -116,7 +116,8 @@ def check_pass(request: PassBody, pool: PoolRecord) -> int:
     check_tokens("Target token", targets, pool.vocab_size)
     for number, datum in enumerate(request.datums):
         if datum.routed_experts is not None:
-            check_experts(number, datum.routed_experts, len(datum.tokens), pool)
+            field = f"data[{number}].loss_fn_inputs.{ROUTED_EXPERTS}"
+            check_experts(field, datum.routed_experts, len(datum.tokens), pool)
     for name in needs.inputs:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
     nodes = len(custom.graph.nodes) if custom else 0
@@ -313,9 +314,8 @@ def expert_choices(pool: PoolRecord, field: str) -> tuple[int, int, int]:
     return pool.expert_choices
 
 
-def check_experts(number: int, given: np.ndarray, length: int, pool: PoolRecord) -> None:
+def check_experts(field: str, given: np.ndarray, length: int, pool: PoolRecord) -> None:
     """Check the experts of a datum of `length` tokens. Raises Invalid."""
-    field = f"data[{number}].loss_fn_inputs.{ROUTED_EXPERTS}"
     layers, chosen, experts = expert_choices(pool, field)
     if given.shape != (length, layers, chosen):
         raise Invalid(

@@ -13,7 +13,12 @@ from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
-from cotrain_server.requests.pass_validation import check_finite, check_tokens, refuse_too_long
+from cotrain_server.requests.pass_validation import (
+    check_experts,
+    check_finite,
+    check_tokens,
+    refuse_too_long,
+)
 from cotrain_server.requests.passes import (
     Op,
     RunRequest,
@@ -97,6 +102,7 @@ def _arrays(number: int, datum: ReverseKlDatum) -> KlArrays:
         reference_context=_tokens(datum.reference_input),
         targets=_row(f"data[{number}].target_tokens", datum.target_tokens, "int64"),
         weights=_row(f"data[{number}].weights", datum.weights, "float32"),
+        routed_experts=None if datum.routed_experts is None else datum.routed_experts.to_numpy(),
     )
 
 
@@ -148,3 +154,6 @@ def _check_lengths(number: int, datum: KlArrays, pool: PoolRecord) -> None:
                 f"{pool.base_model} reads {pool.context_length} before the last."
             )
         refuse_too_long(f"data[{number}].{name} and target_tokens have", length, pool)
+    if datum.routed_experts is not None:
+        length = len(datum.student_tokens)
+        check_experts(f"data[{number}].routed_experts", datum.routed_experts, length, pool)

@@ -62,9 +62,7 @@ router = APIRouter(
 
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base models that can be sampled. A tenant's own weights are addressed by their
-    paths.
-    """
+    """List the base models that can be sampled. A tenant's own weights are addressed by their paths."""
     names = [
         pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)
     ]

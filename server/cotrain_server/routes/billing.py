@@ -11,17 +11,8 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 
+from cotrain.wire import usage as wire
 from cotrain.wire.model import Name
-from cotrain.wire.usage import (
-    AuditLogEntry,
-    AuditLogResponse,
-    BillingUsageResponse,
-    StorageItem,
-    StorageResponse,
-    StoredBytes,
-    UsageResponse,
-    UsageSession,
-)
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.services import Services
@@ -39,16 +30,16 @@ router = tenant_router("usage")
 @router.get("/billing/usage/events")
 async def billing_usage(
     starting_on: datetime, ending_before: datetime, services: ServicesDep, tenant: TenantDep
-) -> BillingUsageResponse:
+) -> wire.BillingUsageResponse:
     """Return the usage of each session by the hour. Whole hours in UTC, at most 14 days."""
     asked = window(starting_on, ending_before, datetime.now(UTC))
     rows = await services.usage.rows(tenant.id, asked.start, asked.end)
     names = {SessionId(row.session) for row in rows if row.session}
     sessions = await services.catalog.session_records(names)
-    return BillingUsageResponse(
+    return wire.BillingUsageResponse(
         data=events_of(rows, sessions, tenant),
         sessions={
-            name: UsageSession(user_metadata=text_by_name(session.user_metadata))
+            name: wire.UsageSession(user_metadata=text_by_name(session.user_metadata))
             for name, session in sessions.items()
         },
     )
@@ -57,14 +48,12 @@ async def billing_usage(
 @router.get("/billing/usage/checkpoints/current")
 async def checkpoint_storage(
     services: ServicesDep, tenant: TenantDep, project_id: Name | None = None
-) -> StorageResponse:
-    """Return the current checkpoint storage of each project. Each checkpoint counts in full, even
-    if it shares files.
-    """
+) -> wire.StorageResponse:
+    """Return the current checkpoint storage of each project. Each checkpoint counts in full, even if it shares files."""
     by_project = await _stored_by_project(services, tenant)
-    return StorageResponse(
+    return wire.StorageResponse(
         data=[
-            StorageItem(
+            wire.StorageItem(
                 project_id=project,
                 org_user_urn=tenant.id,
                 user_name=tenant.name,
@@ -84,12 +73,10 @@ async def usage(
     tenant: TenantDep,
     starting_on: datetime | None = None,
     ending_before: datetime | None = None,
-) -> UsageResponse:
-    """Return your usage and accelerator seconds, in total and by run and sampler, and your current
-    storage.
+) -> wire.UsageResponse:
+    """Return your usage and accelerator seconds, in total and by run and sampler, and your current storage.
 
-    Whole hours in UTC, at most 14 days. Without `starting_on` and `ending_before`, the last 24
-    hours.
+    Whole hours in UTC, at most 14 days. Without `starting_on` and `ending_before`, the last 24 hours.
     """
     now = datetime.now(UTC)
     if starting_on is None and ending_before is None:
@@ -99,7 +86,7 @@ async def usage(
     else:
         asked = window(starting_on, ending_before, now)
     rows = await services.usage.rows(tenant.id, asked.start, asked.end)
-    return UsageResponse(
+    return wire.UsageResponse(
         starting_on=asked.start,
         ending_before=asked.end,
         total=total_of(rows),
@@ -108,10 +95,10 @@ async def usage(
     )
 
 
-async def _stored(services: Services, tenant: Tenant) -> StoredBytes:
+async def _stored(services: Services, tenant: Tenant) -> wire.StoredBytes:
     _, checkpoints = await services.checkpoints.stored_bytes(tenant.id)
     unread = await unread_bytes(services.connection, [tenant.id])
-    return StoredBytes(
+    return wire.StoredBytes(
         runs=await run_bytes(services.connection, tenant.id),
         checkpoints=checkpoints,
         unread=unread[tenant.id],
@@ -143,22 +130,16 @@ async def audit_log(
     tenant: TenantDep,
     event_type: Annotated[EventType, Query()] = "all",
     day: date | None = None,
-) -> AuditLogResponse:
-    """Return the audit log of one day (UTC; default today), oldest first. There are no teams or
-    organizations.
-    """
+) -> wire.AuditLogResponse:
+    """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
     asked = day or datetime.now(UTC).date()
     entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
-    return AuditLogResponse(
+    return wire.AuditLogResponse(
         entries=[
-            AuditLogEntry(
+            wire.AuditLogEntry(
                 timestamp=utc(entry.at),
                 event=entry.event,
-                event_details={
-                    **entry.details,
-                    "key_id": entry.key_id,
-                    "key_name": entry.key_name,
-                },
+                event_details={**entry.details, "key_id": entry.key_id, "key_name": entry.key_name},
                 tinker_path=entry.details.get("tinker_path"),
             )
             for entry in entries

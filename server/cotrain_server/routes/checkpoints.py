@@ -1,7 +1,6 @@
 """Endpoints to delete, publish, expire and copy checkpoints.
 
-The endpoints find every checkpoint that the tenant may read. The store ensures that only its owner
-can change it.
+The endpoints find every checkpoint that the tenant may read. The store ensures that only its owner can change it.
 """
 
 import hashlib
@@ -11,11 +10,7 @@ from typing import Annotated, get_args
 
 from fastapi import Header, HTTPException, Request
 
-from cotrain.wire.checkpoints import (
-    CheckpointTtlRequest,
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-)
+from cotrain.wire.checkpoints import CheckpointTtlRequest, CopyWeightsRequest, CopyWeightsResponse
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
@@ -46,9 +41,7 @@ COPIED_FROM = "copied_from"
 async def delete_checkpoint(
     run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
 ) -> None:
-    """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are
-    unaffected.
-    """
+    """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are unaffected."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     details = {"tinker_path": found.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_DELETE, details):
@@ -178,9 +171,7 @@ async def _destination(
 
 
 async def _is_copied(services: Services, tenant: TenantId, run: RunId, source_path: str) -> bool:
-    """Return True if this copy already exists, even if its source has changed or been deleted
-    since.
-    """
+    """Return True if this copy already exists, even if its source has changed or been deleted since."""
     try:
         known = await services.records.run(tenant, run)
     except RunNotFound:

@@ -1,8 +1,6 @@
-"""Endpoints retrieve_future, retrieve_futures and cancel_future: long polls for results, and
-cancellation.
+"""Endpoints retrieve_future, retrieve_futures and cancel_future: long polls for results, and cancellation.
 
-They are declared as routes for the OpenAPI page. `LongPolls` answers their POSTs in front of the
-router.
+They are declared as routes for the OpenAPI page. `LongPolls` answers their POSTs in front of the router.
 """
 
 import time
@@ -60,8 +58,7 @@ async def retrieve_future(
 ) -> Wait | Response:
     """Return the result, or 408 after the hold time. A result can be fetched more than once.
 
-    A fetch by a viewer does not mark the result as read, because the tenant's own clients have not
-    read it.
+    A fetch by a viewer does not mark the result as read, because the tenant's own clients have not read it.
     """
     name, hold_s = RequestId(poll.request_id), services.long_poll_s
     if name.startswith(PREFIX):
@@ -79,11 +76,9 @@ async def retrieve_future(
 async def retrieve_futures(
     poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep
 ) -> Wait:
-    """Return the requests of a sampler that have ended since `prev_cursor`, so one poll waits for
-    all of them.
+    """Return the requests of a sampler that have ended since `prev_cursor`, so one poll waits for all of them.
 
-    A cursor removes nothing. Results reported as retrieved are deleted sooner if the key opened
-    their session.
+    A cursor removes nothing. Results reported as retrieved are deleted sooner if the key opened their session.
     """
     target, longest_s = poll.target, services.long_poll_s
     hold_s = longest_s if poll.timeout is None else min(poll.timeout, longest_s)

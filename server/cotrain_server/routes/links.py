@@ -1,8 +1,7 @@
-"""Endpoints external_weights_urls, archive and files: links to a checkpoint's files, and their
-download.
+"""Endpoints external_weights_urls, archive and files: links to a checkpoint's files, and their download.
 
-A tenant that may read a checkpoint can create links to it. A download needs no API key: its link is
-valid for one file, for a few minutes.
+A tenant that may read a checkpoint can create links to it. A download needs no API key: its link is valid for one file,
+for a few minutes.
 """
 
 import time

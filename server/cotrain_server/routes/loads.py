@@ -118,9 +118,7 @@ async def _create(
 async def _known(
     services: Services, session: SessionRecord, model_seq_id: int, digest: str
 ) -> RequestId | None:
-    """Return the request that created this run before, even if its path names another checkpoint by
-    now.
-    """
+    """Return the request that created this run before, even if its path names another checkpoint by now."""
     try:
         run = await services.records.run(session.tenant, run_id(session.id, model_seq_id))
     except RunNotFound:

@@ -80,9 +80,7 @@ router = APIRouter(
 
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
-    """List the base models that can be sampled. A tenant's own weights are addressed by their
-    paths.
-    """
+    """List the base models that can be sampled. A tenant's own weights are addressed by their paths."""
     pools = [pool for pool in await services.records.served_pools() if is_sampleable(pool)]
     return {"object": "list", "data": [_listed(pool.base_model) for pool in pools]}
 
@@ -99,10 +97,7 @@ def _listed(name: str) -> dict[str, Any]:
 
 
 @router.post(
-    "/completions",
-    response_model=None,
-    responses=STREAMS,
-    openapi_extra=body_of(CompletionRequest),
+    "/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(CompletionRequest)
 )
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Continue one or more texts."""
@@ -152,10 +147,7 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
 
 
 @router.post(
-    "/responses",
-    response_model=None,
-    responses=STREAMS,
-    openapi_extra=body_of(ResponseRequest),
+    "/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(ResponseRequest)
 )
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""

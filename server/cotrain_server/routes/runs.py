@@ -5,16 +5,7 @@ import re
 
 from fastapi import Request
 
-from cotrain.wire.runs import (
-    CreateModelRequest,
-    GetInfoRequest,
-    GetInfoResponse,
-    LoraConfig,
-    ModelData,
-    OptimizerConfig,
-    UnloadModelRequest,
-    UntypedAPIFuture,
-)
+from cotrain.wire import runs as wire
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import is_local
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
@@ -33,8 +24,8 @@ router = tenant_router("runs")
 
 @router.post("/create_model", response_model_exclude_none=True)
 async def create_model(
-    request: CreateModelRequest, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+    request: wire.CreateModelRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.UntypedAPIFuture:
     """Queue the creation of a new adapter.
 
     An invalid request is refused at once, because it has no position in an order. Idempotent: the
@@ -52,18 +43,18 @@ async def create_model(
     if request.note or request.tags:
         most = (await services.quotas.of(tenant.id)).record_bytes
         await services.run_labels.set(run, most, note=request.note, tags=request.tags)
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+    return wire.UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
 @router.post("/get_info")
 async def get_info(
-    wanted: GetInfoRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> GetInfoResponse:
+    wanted: wire.GetInfoRequest, request: Request, services: ServicesDep, tenant: TenantDep
+) -> wire.GetInfoResponse:
     """Describe a run. SDKs load its tokenizer by the id returned here."""
     run = await services.records.run(tenant.id, wanted.model_id)
     pool = await services.records.pool(run.pool)
-    return GetInfoResponse(
-        model_data=ModelData(
+    return wire.GetInfoResponse(
+        model_data=wire.ModelData(
             arch=pool.architecture if pool else None,
             model_name=run.base_model,
             tokenizer_id=await _tokenizer_id(run.base_model, pool, request, services),
@@ -73,7 +64,7 @@ async def get_info(
         lora_rank=run.lora.rank,
         lora_alpha=run.lora.alpha,
         model_name=run.base_model,
-        optimizer_config=OptimizerConfig.model_validate({"type": run.lora.optimizer}),
+        optimizer_config=wire.OptimizerConfig.model_validate({"type": run.lora.optimizer}),
         weights_epoch=run.weights_epoch,
         rolled_back_to=run.rolled_back_to or None,
     )
@@ -81,41 +72,36 @@ async def get_info(
 
 @router.post("/unload_model", response_model_exclude_none=True)
 async def unload_model(
-    request: UnloadModelRequest, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+    request: wire.UnloadModelRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.UntypedAPIFuture:
     """Close a run. Pending ops fail, running ops finish, nothing is saved."""
     run = await services.records.run(tenant.id, request.model_id)
     request_id = await services.intake.close_run(run)
-    return UntypedAPIFuture(request_id=request_id, model_id=run.id)
+    return wire.UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
 async def _tokenizer_id(
     base_model: str, pool: PoolRecord | None, request: Request, services: Services
 ) -> str:
-    """Return a name that transformers can load: a hub id, or on this host a folder for a model
-    outside any hub.
-    """
+    """Return a name that transformers can load: a hub id, or on this host a folder for a model outside any hub."""
     if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
         return base_model
     return str(await published_tokenizer(pool, services.settings) or base_model)
 
 
-def _lora_spec(run: RunId, config: LoraConfig, optimizer: str) -> LoraSpec:
+def _lora_spec(run: RunId, config: wire.LoraConfig, optimizer: str) -> LoraSpec:
     if not (config.train_attn or config.train_mlp or config.train_unembed):
         raise Invalid(
             "lora_config: at least one of train_attn, train_mlp, train_unembed is needed."
         )
+    # Derived from the run's id, so that a repeated request creates the same run.
+    seed = int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])
     return LoraSpec(
         rank=config.rank,
-        seed=_seed_of(run) if config.seed is None else config.seed,
+        seed=seed if config.seed is None else config.seed,
         train_attn=config.train_attn,
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
         alpha=config.alpha,
         optimizer=optimizer,
     )
-
-
-def _seed_of(run: RunId) -> int:
-    # Derived from the run's id, so that a repeated request creates the same run.
-    return int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])

@@ -1,8 +1,6 @@
-"""Endpoints create_sampling_session, samplers/{id} and asample: create samplers and queue sample
-requests.
+"""Endpoints create_sampling_session, samplers/{id} and asample: create samplers and queue sample requests.
 
-asample checks, accepts and answers at once. A sample request waits for no cycle, and for no other
-sample request.
+asample checks, accepts and answers at once. A sample request waits for no cycle, and for no other sample request.
 """
 
 import time
@@ -31,7 +29,7 @@ from cotrain_server.requests.sample_validation import check_sample, check_sample
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, sampler_id
+from cotrain_store.messages.ids import TenantId, WeightsRef, sampler_id
 from cotrain_store.messages.samples import SamplerRecord
 
 router = tenant_router("sampling")
@@ -41,8 +39,7 @@ router = tenant_router("sampling")
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> CreateSamplingSessionResponse:
-    """Create a sampler of a base model, or of saved weights. Later changes of the path do not
-    affect it.
+    """Create a sampler of a base model, or of saved weights. Later changes of the path do not affect it.
 
     Idempotent: the sampler's id is derived from the session and the client's own number.
     """
@@ -83,7 +80,7 @@ async def _source(
     """Return the base model and the weights. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
         return checkpoint.base_model, checkpoint.weights
     if request.base_model is not None:
         return request.base_model, None
@@ -114,12 +111,6 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
     await services.parser.run(tenant.id, weight, check_sample, body, pool)
     longest = pool.max_sequence_tokens
     request_id = await services.sample_intake.submit(sampler, sample.seq, body, longest)
-    return UntypedAPIFuture(
-        request_id=request_id,
-        sample_sequence_ids=_sequence_ids(request_id, sample.body.num_samples),
-    )
-
-
-def _sequence_ids(request: RequestId, num_samples: int) -> list[str]:
-    """Return a name for each sequence. SDK 0.38 requires exactly one per sequence."""
-    return [f"{request}:{number}" for number in range(num_samples)]
+    # SDK 0.38 requires exactly one id per sequence.
+    names = [f"{request_id}:{number}" for number in range(sample.body.num_samples)]
+    return UntypedAPIFuture(request_id=request_id, sample_sequence_ids=names)

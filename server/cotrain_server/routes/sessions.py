@@ -7,21 +7,9 @@ from fastapi import Request
 
 from cotrain.errors import UnsupportedInput
 from cotrain.version import PROTOCOL, __version__
+from cotrain.wire import sessions as wire
 from cotrain.wire.custom_loss import CreateCustomLossRequest, check_loss, encode_loss
 from cotrain.wire.runs import UntypedAPIFuture
-from cotrain.wire.sessions import (
-    ClientConfigRequest,
-    ClientConfigResponse,
-    ClientDynamicConfigResponse,
-    CreateSessionRequest,
-    CreateSessionResponse,
-    FinishSessionRequest,
-    GetServerCapabilitiesResponse,
-    SessionHeartbeatRequest,
-    SessionHeartbeatResponse,
-    SupportedModel,
-    TelemetryResponse,
-)
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
@@ -41,11 +29,11 @@ MAX_SAMPLES_AT_ONCE = 2_000
 
 @router.post("/client/config")
 async def client_config(
-    body: ClientConfigRequest, request: Request, services: ServicesDep, tenant: TenantDep
-) -> ClientConfigResponse:
+    body: wire.ClientConfigRequest, request: Request, services: ServicesDep, tenant: TenantDep
+) -> wire.ClientConfigResponse:
     """Return the configuration of a client for this server."""
     settings, quotas = services.settings, await services.quotas.of(tenant.id)
-    return ClientConfigResponse(
+    return wire.ClientConfigResponse(
         pjwt_auth_enabled=exchanges_key(request, settings),
         fwdbwd_max_chunk_len=MAX_DATUMS,
         # The SDK counts only arrays; the surrounding bytes take as much if arrays are small.
@@ -66,20 +54,20 @@ async def client_config(
 
 
 @router.post("/client/dynamic_config")
-async def dynamic_config(body: ClientConfigRequest) -> ClientDynamicConfigResponse:
+async def dynamic_config(body: wire.ClientConfigRequest) -> wire.ClientDynamicConfigResponse:
     """Return the configuration that may change while a client runs."""
-    return ClientDynamicConfigResponse(sample_cancel_enabled=True)
+    return wire.ClientDynamicConfigResponse(sample_cancel_enabled=True)
 
 
 @router.post("/create_session")
 async def create_session(
-    request: CreateSessionRequest, services: ServicesDep, tenant: TenantDep
-) -> CreateSessionResponse:
+    request: wire.CreateSessionRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.CreateSessionResponse:
     """Open a session. A viewer's session is not stored: SDKs only need its id before they can read."""
     check_notes(request.user_metadata, request.tags)
     if not tenant.may_change:
         session_id = UNKEPT_SESSION + secrets.token_hex(16)
-        return CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)
+        return wire.CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)
     await services.intake.check_capacity()
     session = await services.records.create_session(
         tenant.id,
@@ -90,22 +78,22 @@ async def create_session(
         display_name=request.display_name,
         key_id=tenant.key_id,
     )
-    return CreateSessionResponse(session_id=session.id)
+    return wire.CreateSessionResponse(session_id=session.id)
 
 
 @router.post("/session_heartbeat")
 async def session_heartbeat(
-    request: SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
-) -> SessionHeartbeatResponse:
+    request: wire.SessionHeartbeatRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.SessionHeartbeatResponse:
     """Extend the life of a session. A viewer's session is not stored."""
     if tenant.may_change:
         await services.records.heartbeat(tenant.id, request.session_id)
-    return SessionHeartbeatResponse()
+    return wire.SessionHeartbeatResponse()
 
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(
-    session_id: str, request: FinishSessionRequest, services: ServicesDep, tenant: TenantDep
+    session_id: str, request: wire.FinishSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> dict[str, str]:
     """End a session and its runs. A viewer's session is not stored."""
     if not tenant.may_change:
@@ -130,12 +118,12 @@ async def create_custom_loss(
 
 
 @router.get("/get_server_capabilities")
-async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitiesResponse:
+async def get_server_capabilities(services: ServicesDep) -> wire.GetServerCapabilitiesResponse:
     """List the base models."""
     pools = await services.records.served_pools()
-    return GetServerCapabilitiesResponse(
+    return wire.GetServerCapabilitiesResponse(
         supported_models=[
-            SupportedModel(
+            wire.SupportedModel(
                 model_name=pool.base_model,
                 max_context_length=pool.context_length,
                 trainable=True,
@@ -148,6 +136,6 @@ async def get_server_capabilities(services: ServicesDep) -> GetServerCapabilitie
 
 
 @router.post("/telemetry")
-async def telemetry(body: dict[str, Any]) -> TelemetryResponse:
+async def telemetry(body: dict[str, Any]) -> wire.TelemetryResponse:
     """Accept telemetry of SDKs and discard it, because it contains users' tracebacks."""
-    return TelemetryResponse()
+    return wire.TelemetryResponse()

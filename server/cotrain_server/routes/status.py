@@ -29,9 +29,7 @@ router = APIRouter(tags=["status"])
 @router.get("/healthz")
 @router.get("/api/v1/healthz")
 async def healthz() -> HealthResponse:
-    """Report that this process runs. Performs no I/O, so that an unavailable Redis does not restart
-    every API process.
-    """
+    """Report that this process runs. Performs no I/O, so that an unavailable Redis does not restart every API process."""
     return HealthResponse()
 
 
@@ -67,9 +65,7 @@ async def metrics(request: Request, services: ServicesDep) -> Response:
 
 @router.get("/metrics/fleet")
 async def metrics_of_fleet(request: Request, services: ServicesDep) -> Response:
-    """Return the metrics of the store and all pools. Every API process returns the same numbers, so
-    scrape only one.
-    """
+    """Return the metrics of the store and all pools. Every API process returns the same numbers, so scrape only one."""
     check_operator(request, services)
     return Response(await fleet_metrics(services), media_type=CONTENT_TYPE_LATEST)
 

@@ -29,18 +29,7 @@ from cotrain_server.http.tenant_routes import (
     tenant_router,
 )
 from cotrain_server.parsing.parser import SHARED_ABOVE
-from cotrain_server.requests.passes import (
-    Op,
-    ParsedPass,
-    metrics_op,
-    pass_op,
-    read_binary_pass,
-    read_fields,
-    read_json_pass,
-    read_step,
-    rewind_op,
-    step_op,
-)
+from cotrain_server.requests import passes
 from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
 from cotrain_server.services import Services
@@ -73,9 +62,11 @@ async def optim_step(
 ) -> UntypedAPIFuture:
     """Queue one AdamW step on the accumulated gradient."""
     content = await json_body(request)
-    step = await services.parser.parse_json(tenant.id, body_weight(request), read_step, content)
+    step = await services.parser.parse_json(
+        tenant.id, body_weight(request), passes.read_step, content
+    )
     run = await services.records.run(tenant.id, step.model_id)
-    return await submit(services, run, step.seq, step_op(step), idempotency_key(request))
+    return await submit(services, run, step.seq, passes.step_op(step), idempotency_key(request))
 
 
 @router.post("/log_metrics", **queued_body(LogMetricsRequest))
@@ -83,18 +74,18 @@ async def log_metrics(
     request: Request, services: ServicesDep, tenant: TenantDep
 ) -> UntypedAPIFuture:
     """Queue metrics for the run's history, after all earlier requests of the run."""
-    wanted = read_fields(await json_body(request))
+    wanted = passes.read_fields(await json_body(request))
     run = await services.records.run(tenant.id, wanted.model_id)
     known = await metric_names(services.connection, run.id)
-    return await submit(services, run, wanted.seq, metrics_op(wanted, known))
+    return await submit(services, run, wanted.seq, passes.metrics_op(wanted, known))
 
 
 @router.post("/rewind", **queued_body(RewindRequest))
 async def rewind(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue the return of a run to its state after an earlier optimizer step."""
-    wanted = read_fields(await json_body(request))
+    wanted = passes.read_fields(await json_body(request))
     run = await services.records.run(tenant.id, wanted.model_id)
-    return await submit(services, run, wanted.seq, rewind_op(wanted))
+    return await submit(services, run, wanted.seq, passes.rewind_op(wanted))
 
 
 @router.post("/sweep_pass", response_model_exclude_none=True, openapi_extra=body_of(binary=True))
@@ -147,7 +138,7 @@ async def _queue_pass(
     if is_protobuf(request):
         addressed = await _read_pass(services, tenant, body, weight, forward_only=forward_only)
     elif is_json(request):
-        read = partial(read_json_pass, body, forward_only=forward_only)
+        read = partial(passes.read_json_pass, body, forward_only=forward_only)
         addressed = await services.parser.parse_json(tenant.id, weight, read)
     else:
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send application/json or {PROTOBUF}.")
@@ -161,12 +152,12 @@ async def _queue_pass(
 
 async def _read_pass(
     services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool
-) -> ParsedPass:
+) -> passes.ParsedPass:
     """Parse a binary pass, or only its head if a child process parses the rest."""
     parser = services.parser
     if weight > SHARED_ABOVE and parser.is_busy:
-        return read_binary_pass(body, forward_only=forward_only, max_fields=0)
-    read = partial(read_binary_pass, body, forward_only=forward_only)
+        return passes.read_binary_pass(body, forward_only=forward_only, max_fields=0)
+    read = partial(passes.read_binary_pass, body, forward_only=forward_only)
     return await parser.run(tenant.id, weight, read)
 
 
@@ -174,18 +165,20 @@ async def _pass_op(
     services: Services,
     tenant: Tenant,
     weight: int,
-    addressed: ParsedPass,
+    addressed: passes.ParsedPass,
     pool: PoolRecord,
     *,
     is_json: bool,
-) -> Op:
+) -> passes.Op:
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser
     try:
         if addressed.has_images or not addressed.is_read:
-            return await parser.run_in_child(tenant.id, pass_op, addressed, pool)
+            return await parser.run_in_child(tenant.id, passes.pass_op, addressed, pool)
         if is_json:
-            return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
-        return await parser.run(tenant.id, weight, pass_op, addressed, pool)
+            return await parser.parse_json(tenant.id, weight, passes.pass_op, addressed, pool)
+        return await parser.run(tenant.id, weight, passes.pass_op, addressed, pool)
     except BodyTooLarge as refused:
-        return await parser.run(tenant.id, weight, Op.rejected, str(refused), addressed.content)
+        return await parser.run(
+            tenant.id, weight, passes.Op.rejected, str(refused), addressed.content
+        )

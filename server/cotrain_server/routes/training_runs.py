@@ -8,20 +8,8 @@ from typing import Annotated, Literal
 
 from fastapi import Query, Request, Response
 
+from cotrain.wire import rest as wire
 from cotrain.wire.model import Name
-from cotrain.wire.rest import (
-    CheckpointSearchCursor,
-    CheckpointSearchRequest,
-    CheckpointSearchResponse,
-    CheckpointsListResponse,
-    Cursor,
-    Tag,
-    TrainingRun,
-    TrainingRunHistory,
-    TrainingRunsResponse,
-    UpdateTrainingRunRequest,
-    WaitReason,
-)
 from cotrain_server.http.tenant_routes import (
     Limit,
     Offset,
@@ -53,9 +41,9 @@ async def list_training_runs(
     offset: Offset = 0,
     access_scope: Scope = "owned",
     project_id: Name | None = None,
-    tag: Annotated[list[Tag] | None, Query(max_length=16)] = None,
+    tag: Annotated[list[wire.Tag] | None, Query(max_length=16)] = None,
     text: Annotated[str | None, Query(min_length=1, max_length=1024)] = None,
-) -> TrainingRunsResponse:
+) -> wire.TrainingRunsResponse:
     """List your runs; with `accessible`, also other tenants' runs that have a published checkpoint.
 
     The filters return only your own runs: those of a `project_id`, those with every `tag`
@@ -73,18 +61,18 @@ async def list_training_runs(
         page = await catalog.runs(tenant.id, offset, limit, project_id)
     own = [entry.run for entry in page.items if entry.run.tenant == tenant.id]
     positions = await services.run_list.positions(own, time.time())
-    return TrainingRunsResponse(
+    return wire.TrainingRunsResponse(
         training_runs=[
             training_run_of(entry, tenant.id, positions.get(entry.run.id)) for entry in page.items
         ],
-        cursor=Cursor(offset=offset, limit=limit, total_count=page.total_count),
+        cursor=wire.Cursor(offset=offset, limit=limit, total_count=page.total_count),
     )
 
 
 @router.get("/training_runs/{run_id}")
 async def get_training_run(
     run_id: str, services: ServicesDep, tenant: TenantDep, access_scope: Scope = "owned"
-) -> TrainingRun:
+) -> wire.TrainingRun:
     """Show one run."""
     accessible = access_scope == "accessible"
     entry = await services.catalog.run(tenant.id, run_id, accessible=accessible)
@@ -98,15 +86,17 @@ async def get_training_run(
 
 
 @router.get("/training_runs/{run_id}/why")
-async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> WaitReason:
+async def get_wait_reason(run_id: str, services: ServicesDep, tenant: TenantDep) -> wire.WaitReason:
     """Return the cause for which a run waits, in one sentence."""
-    return await read_why(services, await services.records.run(tenant.id, run_id))
+    run = await services.records.run(tenant.id, run_id)
+    positions = await services.run_list.positions([run], time.time())
+    return await read_why(services, run, positions[run.id])
 
 
 @router.patch("/training_runs/{run_id}")
 async def update_training_run(
-    run_id: str, changes: UpdateTrainingRunRequest, services: ServicesDep, tenant: TenantDep
-) -> TrainingRun:
+    run_id: str, changes: wire.UpdateTrainingRunRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.TrainingRun:
     """Set a run's note or tags, by which lists and searches find it."""
     run = await services.records.run(tenant.id, run_id)
     most = (await services.quotas.of(tenant.id)).record_bytes
@@ -118,7 +108,7 @@ async def update_training_run(
 
 @router.get(
     "/training_runs/{run_id}/history",
-    response_model=TrainingRunHistory,
+    response_model=wire.TrainingRunHistory,
     responses={200: {"content": {"text/csv": {"schema": {"type": "string"}}}}},
 )
 async def get_history(
@@ -128,7 +118,7 @@ async def get_history(
     tenant: TenantDep,
     after_step: AfterStep = -1,
     format: Literal["json", "csv"] | None = None,
-) -> TrainingRunHistory | Response:
+) -> wire.TrainingRunHistory | Response:
     """Return the results of a run's optimizer steps and evaluations after a given step.
 
     The format is CSV with `format=csv`, or if `Accept` contains text/csv.
@@ -141,18 +131,18 @@ async def get_history(
     if wants_csv:
         return Response(csv_of(points), media_type="text/csv")
     metrics = await read_metrics(services.connection, run.id, after_step)
-    return TrainingRunHistory(training_run_id=run.id, points=points, metrics=metrics)
+    return wire.TrainingRunHistory(training_run_id=run.id, points=points, metrics=metrics)
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
 async def list_checkpoints(
     run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
-) -> CheckpointsListResponse:
+) -> wire.CheckpointsListResponse:
     """List a run's checkpoints; for another tenant's run, only the published ones."""
     records = await services.catalog.checkpoints_of(tenant.id, run_id)
     hides_external = _hides_external(request.headers)
     runs = await services.catalog.runs_of(records)
-    return CheckpointsListResponse(
+    return wire.CheckpointsListResponse(
         checkpoints=[
             checkpoint_of(record, runs.get(record.run))
             for record in records
@@ -168,24 +158,24 @@ async def list_user_checkpoints(
     tenant: TenantDep,
     limit: Limit = 100,
     offset: Offset = 0,
-) -> CheckpointsListResponse:
+) -> wire.CheckpointsListResponse:
     """List the checkpoints of all your runs."""
     keep = _is_not_external if _hides_external(request.headers) else None
     page = await services.catalog.checkpoints(tenant.id, offset, limit, keep)
     runs = await services.catalog.runs_of(page.items)
-    return CheckpointsListResponse(
+    return wire.CheckpointsListResponse(
         checkpoints=[checkpoint_of(record, runs.get(record.run)) for record in page.items],
-        cursor=Cursor(offset=offset, limit=limit, total_count=page.total_count),
+        cursor=wire.Cursor(offset=offset, limit=limit, total_count=page.total_count),
     )
 
 
 @router.post("/checkpoints/search")
 async def search_checkpoints(
-    wanted: CheckpointSearchRequest, services: ServicesDep, tenant: TenantDep
-) -> CheckpointSearchResponse:
+    wanted: wire.CheckpointSearchRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.CheckpointSearchResponse:
     """Find your checkpoints by exact metadata, type, base model and project, newest first."""
     if not may_find(wanted.owner, tenant.id):
-        return CheckpointSearchResponse(checkpoints=[])
+        return wire.CheckpointSearchResponse(checkpoints=[])
     cursor = wanted.cursor
     after = (us_of(cursor.last_created_at), cursor.last_checkpoint_uuid) if cursor else None
     async with services.walks.of(tenant.id):
@@ -194,10 +184,10 @@ async def search_checkpoints(
         )
     next_cursor = None
     if position:
-        next_cursor = CheckpointSearchCursor(
+        next_cursor = wire.CheckpointSearchCursor(
             last_created_at=time_at(position[0]), last_checkpoint_uuid=position[1]
         )
-    return CheckpointSearchResponse(
+    return wire.CheckpointSearchResponse(
         checkpoints=[checkpoint_of(record, run) for record, run in found], next_cursor=next_cursor
     )
 

@@ -13,22 +13,14 @@ import shutil
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, Annotated
+from typing import IO, Annotated, Any
 
 import structlog
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.routing import APIRoute
 from typing_extensions import override
 
-from cotrain.wire.checkpoints import (
-    ExternalWeightsUploadFinishRequest,
-    ExternalWeightsUploadFinishResponse,
-    ExternalWeightsUploadStartRequest,
-    ExternalWeightsUploadStartResponse,
-    UploadedResponse,
-    UploadQuery,
-    UploadResponse,
-)
+from cotrain.wire import checkpoints as wire
 from cotrain_server.adapter_upload.archive import unpack
 from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
 from cotrain_server.adapter_upload.pending_files import PendingFiles, limits_of
@@ -65,35 +57,15 @@ log = structlog.get_logger()
 #: Seed of the parameters that an upload omits, equal for every run.
 SEED = 0
 FOLDER = "uploads"
-ARCHIVE = {
-    "requestBody": {
-        "required": True,
-        "description": "A tar (plain or gzip) with adapter_config.json and "
-        "adapter_model.safetensors.",
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
-}
-
-
-FORM = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file"],
-                    "properties": {"file": {"type": "string", "format": "binary"}},
-                }
-            }
-        },
-    }
-}
-FILE = {
-    "requestBody": {
-        "required": True,
-        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-    }
+_BYTES = {"type": "string", "format": "binary"}
+_PART = {"type": "object", "required": ["file"], "properties": {"file": _BYTES}}
+_TAR = "A tar (plain or gzip) with adapter_config.json and adapter_model.safetensors."
+#: OpenAPI schemas of the bodies.
+_FILE = {"required": True, "content": {"application/octet-stream": {"schema": _BYTES}}}
+FILE: dict[str, Any] = {"requestBody": _FILE}
+ARCHIVE: dict[str, Any] = {"requestBody": {**_FILE, "description": _TAR}}
+FORM: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _PART}}}
 }
 #: Prefix of the path of a link to an upload's file. No checkpoint path starts with it.
 _UPLOAD_OF = "upload-of:"
@@ -113,12 +85,16 @@ class _Wanted:
     pool: PoolRecord
     session: SessionRecord | None  # None: one of its own, once the archive is read
     model_seq_id: int
-    name: str
-    save: bytes  # the body of the op
+    save: SaveRequest
 
     def path_in(self, run: RunRecord) -> str:
         """Return the path of the resulting checkpoint."""
-        return f"tinker://{run.id}/weights/{self.name}"
+        return f"tinker://{run.id}/{self.save.kind}/{self.save.name}"
+
+    @property
+    def body(self) -> bytes:
+        """Body of the op that saves."""
+        return encode(self.save).encode()
 
 
 class UploadRoute(APIRoute):
@@ -142,10 +118,10 @@ router = tenant_router("uploads", kind=UploadRoute)
 @router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)
 async def upload_checkpoint(
     request: Request,
-    query: Annotated[UploadQuery, Query()],
+    query: Annotated[wire.UploadQuery, Query()],
     services: ServicesDep,
     tenant: TenantDep,
-) -> UploadResponse:
+) -> wire.UploadResponse:
     """Queue the import of an archive's adapter as a checkpoint of a new run.
 
     Invalid files are refused at once. The future reports whether they fit the base model.
@@ -155,7 +131,7 @@ async def upload_checkpoint(
         raise Invalid(full)
     with services.uploads.of(tenant.id, 1):
         run = await _import(request, services, wanted)
-    return UploadResponse(
+    return wire.UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
         import_request_id=request_id(run.id, 0),
@@ -166,11 +142,10 @@ async def upload_checkpoint(
 @router.post("/checkpoints/upload", openapi_extra=FORM)
 async def upload_form(
     request: Request, services: ServicesDep, tenant: TenantDep
-) -> UploadedResponse:
+) -> wire.UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
-    The base model is the one named in adapter_config.json if it is served, otherwise the only one
-    served.
+    The base model is the one named in adapter_config.json if it is served, otherwise the only one served.
     """
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
@@ -186,12 +161,12 @@ async def upload_form(
             files = await asyncio.to_thread(unpack, archive, limit)
             adapter = await asyncio.to_thread(read_adapter, files.config, files.tensors, SEED)
             pool = await _pool_of(services, files.config)
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
-            wanted = _Wanted(tenant, pool, None, 0, NAME, save.encode())
+            save = _save_request(wire.UploadQuery(base_model=pool.base_model, name=NAME))
+            wanted = _Wanted(tenant, pool, None, 0, save)
             run = await _queue(services, wanted, adapter)
     for seq in (0, 1):
         await _await_op(services, run, seq, PATIENCE_S)
-    return UploadedResponse(path=wanted.path_in(run))
+    return wire.UploadedResponse(path=wanted.path_in(run))
 
 
 external_router = tenant_router("uploads")
@@ -199,11 +174,11 @@ external_router = tenant_router("uploads")
 
 @external_router.post("/external_weights_upload_start")
 async def start_external_upload(
-    wanted: ExternalWeightsUploadStartRequest,
+    wanted: wire.ExternalWeightsUploadStartRequest,
     request: Request,
     services: ServicesDep,
     tenant: TenantDep,
-) -> ExternalWeightsUploadStartResponse:
+) -> wire.ExternalWeightsUploadStartResponse:
     """Return a link for each file of an adapter. Nothing is stored before the first file arrives."""
     pool, settings = await services.records.pool_of(wanted.base_model), services.settings
     lora, expires_at = wanted.lora_config, int(time.time()) + UPLOAD_LIFE_S
@@ -219,7 +194,7 @@ async def start_external_upload(
         path = _UPLOAD_OF + _pending(services, upload).name
         link = Link(tenant.id, path, WeightsRef(""), file, expires_at)
         urls[file] = f"{base}/api/v1/uploads/{services.signer.sign_link(link)}/{file}"
-    return ExternalWeightsUploadStartResponse(
+    return wire.ExternalWeightsUploadStartResponse(
         upload_id=services.signer.sign_upload(upload),
         urls=urls,
         expires=datetime.fromtimestamp(expires_at, UTC),
@@ -228,14 +203,15 @@ async def start_external_upload(
 
 @external_router.post("/external_weights_upload_finish")
 async def finish_external_upload(
-    wanted: ExternalWeightsUploadFinishRequest, services: ServicesDep, tenant: TenantDep
-) -> ExternalWeightsUploadFinishResponse:
+    wanted: wire.ExternalWeightsUploadFinishRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.ExternalWeightsUploadFinishResponse:
     """Import the files of an upload, and answer once the checkpoint can be loaded. Idempotent."""
     upload = services.signer.read_upload(wanted.upload_id, tenant.id)
     run = run_id(SessionId(upload.session), 0)
-    answer = ExternalWeightsUploadFinishResponse(tinker_path=f"tinker://{run}/weights/{NAME}")
+    path = f"tinker://{run}/external_weights/{NAME}"
+    answer = wire.ExternalWeightsUploadFinishResponse(tinker_path=path)
     try:
-        await services.records.checkpoint(tenant.id, answer.tinker_path)
+        await services.records.checkpoint(tenant.id, path)
     except CheckpointNotFound:
         queued = await _import_files(services, tenant, upload)
         for seq in (0, 1):
@@ -303,10 +279,9 @@ async def _import_files(services: Services, tenant: Tenant, upload: StartedUploa
                 tenant.id, sdk_version="upload", key_id=tenant.key_id, project_id=upload.project,
                 session_id=SessionId(upload.session),
             )  # fmt: skip
-            save = encode(_save_request(UploadQuery(base_model=pool.base_model, name=NAME)))
-            run = await _queue(
-                services, _Wanted(tenant, pool, session, 0, NAME, save.encode()), adapter
-            )
+            # The kind of the SDK's reference: "external weights checkpoint".
+            save = SaveRequest(name=NAME, kind="external_weights", last=True)
+            run = await _queue(services, _Wanted(tenant, pool, session, 0, save), adapter)
         try:
             await asyncio.to_thread(pending.delete)
         except OSError as error:  # they expire
@@ -355,19 +330,17 @@ async def _await_op(services: Services, run: RunRecord, seq: int, patience_s: fl
     raise StoreUnavailable(f"The upload is queued, but not stored yet; it will be {run.id}.")
 
 
-async def _read_query(services: Services, tenant: Tenant, query: UploadQuery) -> _Wanted:
+async def _read_query(services: Services, tenant: Tenant, query: wire.UploadQuery) -> _Wanted:
     save, pool = _save_request(query), await services.records.pool_of(query.base_model)
     if (query.session_id is None) != (query.model_seq_id is None):
         raise Invalid("Send session_id and model_seq_id together, or neither.")
     session = None
     if query.session_id is not None:
         session = await services.records.open_session(tenant.id, query.session_id)
-    return _Wanted(
-        tenant, pool, session, query.model_seq_id or 0, query.name, encode(save).encode()
-    )
+    return _Wanted(tenant, pool, session, query.model_seq_id or 0, save)
 
 
-def _save_request(query: UploadQuery) -> SaveRequest:
+def _save_request(query: wire.UploadQuery) -> SaveRequest:
     check_name(query.name)
     check_ttl(query.ttl_seconds)
     metadata = read_object("user_metadata", (query.user_metadata or "{}").encode())
@@ -403,7 +376,7 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
     try:
         async with services.audit.act(wanted.owner, AuditEvent.CHECKPOINT_UPLOAD, details):
             await services.intake.create_run(
-                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.save
+                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.body
             )
     except (RunClosed, SeqConflict):
         known = await services.records.run(run.tenant, run.id)
@@ -429,6 +402,6 @@ def _encode(adapter: PeftAdapter, wanted: _Wanted) -> tuple[bytes, str]:
     """Return the body of the import, and a digest of the whole request."""
     body = encode_import(adapter)
     hasher = hashlib.sha256(wanted.pool.base_model.encode())
-    for part in (b"\0", wanted.save, b"\0", body):
+    for part in (b"\0", wanted.body, b"\0", body):
         hasher.update(part)
     return body, hasher.hexdigest()

@@ -80,12 +80,10 @@ class DataFolder:
             temporary.replace(path)
 
     def lock(self) -> int:
-        """Lock the folder, held by the returned file descriptor. Raises FolderInUse,
-        UnusableFolder.
+        """Lock the folder, held by the returned file descriptor. Raises FolderInUse, UnusableFolder.
 
-        Every child process inherits the descriptor, so the folder is free only after the last of
-        them has exited. A new server therefore never runs next to a Redis or worker of the previous
-        one.
+        Every child process inherits the descriptor, so the folder is free only after the last of them has exited. A new
+        server therefore never runs next to a Redis or worker of the previous one.
         """
         with _used(self.path):
             file = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -102,18 +100,14 @@ class DataFolder:
         return file
 
     def check_writable(self) -> None:
-        """Raise UnusableFolder if nothing can be written. The processes' own errors would be less
-        clear.
-        """
+        """Raise UnusableFolder if nothing can be written. The processes' own errors would be less clear."""
         with _used(self.path), tempfile.TemporaryFile(dir=self.path) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
 
     def socket(self) -> Path:
-        """Return the socket path of the embedded Redis in a private folder. Raises UnsafeFolder,
-        UnusableFolder.
-        """
+        """Return the socket path of the embedded Redis in a private folder. Raises UnsafeFolder, UnusableFolder."""
         with _used(self.path):
             _socket_name(self.path).parent.mkdir(mode=0o700, exist_ok=True)
         return found_socket(self.path)
@@ -136,8 +130,7 @@ class DataFolder:
     def put_logs_aside(self) -> None:
         """Copy large logs and empty them in place, because their writers keep them open.
 
-        Every refused request is logged, even from clients without a key, and must not fill the
-        disk.
+        Every refused request is logged, even from clients without a key, and must not fill the disk.
         """
         for path in self.logs.glob("*.log"):
             if path.stat().st_size > LOG_BYTES:
@@ -147,9 +140,7 @@ class DataFolder:
 
 
 def found_socket(path: Path) -> Path:
-    """Return the socket path of the server that uses this data folder, without creating anything.
-    Raises UnsafeFolder.
-    """
+    """Return the socket path of the server that uses this data folder, without creating anything. Raises UnsafeFolder."""
     socket = _socket_name(path)
     if socket.parent.exists():
         found = socket.parent.lstat()

@@ -54,9 +54,7 @@ def opened(redis_url: str | None) -> str | None:
 def environment(
     names: frozenset[str], given: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return a process's environment: ours, with only its own variables. `given` overrides
-    inherited values.
-    """
+    """Return a process's environment: ours, with only its own variables. `given` overrides inherited values."""
     names |= FAULTS
     inherited = os.environ if environ is None else environ
     own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}

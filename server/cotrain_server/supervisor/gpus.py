@@ -31,11 +31,7 @@ def chosen(
     asked: str, base_models: int, there: Sequence[str], group_size: int = 1
 ) -> tuple[str, ...]:
     """Parse `all`, or GPU names separated by commas: one worker on each, or on each `group_size` of
-    them. Pure.
-
-    Raises:
-        UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without
-            a GPU.
+    them. Pure. Raises UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without a GPU.
     """
     if not there:
         raise UnfitGpus(f"--gpus {asked}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")

@@ -26,8 +26,7 @@ CRASH_LOOP_COUNT = 5
 #: A process in a crash loop counts as healthy after running this long, in seconds.
 HEALED_AFTER_S = 20.0
 LINES = Path(__file__).with_name("json_log.py")
-#: Time for the last output to reach the log, in seconds. A child that keeps the pipe open can
-#: exceed it.
+#: Time for the last output to reach the log, in seconds. A child that keeps the pipe open can exceed it.
 LAST_LINES_S = 5.0
 
 
@@ -56,12 +55,9 @@ class Program:
     pass_fds: tuple[int, ...] = ()
     good_life_s: float = 20.0
     """A process that ran at least this long started well, so its next start is not delayed."""
-    worker: tuple[str, str] | None = None
-    """Base model and id of a worker; None for other programs."""
+    worker: tuple[str, str] | None = None  # Base model and id of a worker; None for other programs
     reason_of: Callable[[Sequence[str]], Reason | None] | None = None
-    """Finds the reason of an exit in the last lines of the log. None: the format of our own
-    processes, for status 2.
-    """
+    """Finds the reason of an exit in the last lines of the log. None: the format of our own processes, for status 2."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,7 @@ class RestartHistory:
 
     @property
     def delay_s(self) -> float:
-        """Delay before the next start: 0.1 s, doubled with each crash since a good run, at most 5
-        s.
-        """
+        """Delay before the next start: 0.1 s, doubled with each crash since a good run, at most 5 s."""
         in_a_row = sum(time >= self.well_until for time in self.times)
         if in_a_row >= CRASH_LOOP_COUNT:
             return LONGEST_DELAY_S
@@ -171,9 +165,7 @@ class Child:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _run_once(self) -> tuple[str, Reason | None]:
-        """Run the program until it exits. Return a description of the exit, and its reason if
-        known.
-        """
+        """Run the program until it exits. Return a description of the exit, and its reason if known."""
         try:
             self._process = await self._start()
         except OSError as error:  # no memory, too many processes, or no disk space for the log
@@ -203,9 +195,7 @@ class Child:
             os.close(written_end)
 
     async def _start_lines(self, lines_end: int) -> asyncio.subprocess.Process:
-        """Start the process that writes the program's log. It exits when the last writer closes the
-        pipe.
-        """
+        """Start the process that writes the program's log. It exits when the last writer closes the pipe."""
         log = self.folder.open_log(self.program.name)
         try:
             return await _exec([str(LINES), self.program.name], stdin=lines_end, output=log, env={})
@@ -241,11 +231,9 @@ async def _exec(
     env: Mapping[str, str],
     pass_fds: Sequence[int] = (),
 ) -> asyncio.subprocess.Process:
-    """Start one of our small scripts, without packages (-S) and independent of the environment
-    (-I).
+    """Start one of our small scripts, without packages (-S) and independent of the environment (-I).
 
-    It runs in its own session: Ctrl-C reaches only the supervisor, which stops its children in
-    order.
+    It runs in its own session: Ctrl-C reaches only the supervisor, which stops its children in order.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,

@@ -18,11 +18,7 @@ from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.gpus import gpus, notice, variables_of
 from cotrain_server.supervisor.process import Program
 from cotrain_server.supervisor.redis_log import reason_of_redis
-from cotrain_store.redis_client.embedded_server import (
-    check_log,
-    find_redis_binary,
-    redis_command,
-)
+from cotrain_store.redis_client.embedded_server import check_log, find_redis_binary, redis_command
 from cotrain_store.settings.store import PREFIX
 from cotrain_store.settings.worker import WorkerSettings
 
@@ -33,8 +29,7 @@ REDIS_GRACE_S = 30.0
 REDIS_GOOD_LIFE_S, LIGHT_GOOD_LIFE_S = 1.0, 5.0
 #: The API has the first metrics port.
 SCHEDULER_PORT, WORKERS_PORT = 1, 2
-#: Otherwise numpy starts a thread per core for matrix products, which neither API nor scheduler
-#: computes.
+#: Otherwise numpy starts a thread per core for matrix products, which neither API nor scheduler computes.
 ONE_THREAD = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
 #: Spin time of a worker's threads before they release their core. The default is so high that one
 #: thread kept from its core by another process blocks all of them (docs/develop/benchmarks.md#rejected-attempts).
@@ -58,17 +53,13 @@ class Plan:
     worker_names: str = "w"  # prefix of a worker's id, followed by its number
     blobs: str = ""  # in the format of COTRAIN_BLOBS; empty: in the data folder
     gpus: tuple[str, ...] = ()
-    """Names as in CUDA_VISIBLE_DEVICES, one worker on each. Empty: assign the visible GPUs in
-    order.
-    """
+    """Names as in CUDA_VISIBLE_DEVICES, one worker on each. Empty: assign the visible GPUs in order."""
 
     group_size: int = 1  # processes of each worker, which share its base model
 
     @property
     def worker_models(self) -> tuple[str, ...]:
-        """Base model of each worker, in turn. A base model keeps its worker ids if the number of
-        workers changes.
-        """
+        """Base model of each worker, in turn. A base model keeps its worker ids if the number of workers changes."""
         models = self.base_models
         count = len(self.gpus) // self.group_size or self.workers * len(models)
         return tuple(models[number % len(models)] for number in range(count))
@@ -137,9 +128,7 @@ class Programs:
         return [] if self._setting("DEVICE") == "cpu" else gpus()
 
     def _threads_of(self, processes: int) -> dict[str, str]:
-        """Return an equal share of the cores for each process on a CPU, unless the operator sets a
-        number.
-        """
+        """Return an equal share of the cores for each process on a CPU, unless the operator sets a number."""
         if processes == 1 or self._setting("TORCH_THREADS") not in ("", "0"):
             return {}
         return {"TORCH_THREADS": str(max(1, len(os.sched_getaffinity(0)) // processes))}
@@ -174,9 +163,7 @@ class Programs:
         return [*targets, {"targets": ports["cotrain-api"], "labels": labels}] if targets else []
 
     def _metrics_port(self, number: int) -> dict[str, str]:
-        """Assign consecutive ports to the processes. Each process refuses a value that is not a
-        number.
-        """
+        """Assign consecutive ports to the processes. Each process refuses a value that is not a number."""
         first = self._setting("METRICS_PORT")
         if not first.isdecimal() or not int(first):
             return {}
@@ -186,9 +173,7 @@ class Programs:
         return self.plan.given.get(name) or os.environ.get(f"{PREFIX}{name}", "")
 
     def api(self) -> Program:
-        """Return the API. It listens on the supervisor's socket, so a restart refuses no
-        connection.
-        """
+        """Return the API. It listens on the supervisor's socket, so a restart refuses no connection."""
         names = ",".join(base_model.partition("=")[0] for base_model in self.plan.base_models)
         api = self._ours(
             "api",

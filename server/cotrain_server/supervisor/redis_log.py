@@ -29,9 +29,7 @@ _DAMAGED = re.compile(
 
 
 def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> None:
-    """Cut trailing zeros that a power failure left in the append-only file. Raises CannotServe if
-    it cannot.
-    """
+    """Cut trailing zeros that a power failure left in the append-only file. Raises CannotServe if it cannot."""
     try:
         cut = cut_zeros(binary, folder.redis)
     except OSError as error:
@@ -91,9 +89,7 @@ def _warnings(lines: Sequence[str]) -> list[str]:
 
 
 def _fix(folder: DataFolder, binary: Path) -> str:
-    """Return the command that truncates a log at its first damage. A server binary becomes that
-    tool by its name.
-    """
+    """Return the command that truncates a log at its first damage. A server binary becomes that tool by its name."""
     manifest = folder.redis / "appendonlydir" / "appendonly.aof.manifest"
     file = manifest if manifest.exists() else folder.redis / "appendonly.aof"
     tool = shutil.which("redis-check-aof")

@@ -1,8 +1,7 @@
-"""Supervisor of a whole server on this host: Redis, API, scheduler, and the workers of each base
-model.
+"""Supervisor of a whole server on this host: Redis, API, scheduler, and the workers of each base model.
 
-It runs the same processes as containers do, each in its own session. They start in the order of
-their dependencies and stop in reverse: first the processes that accept new work, last Redis.
+It runs the same processes as containers do, each in its own session. They start in the order of their dependencies and
+stop in reverse: first the processes that accept new work, last Redis.
 """
 
 import asyncio
@@ -111,8 +110,7 @@ class Supervisor:
             raise CannotServe(self._refusal)
 
     async def join(self) -> None:
-        """Run only workers, of a server on another host, until SIGINT or SIGTERM. A second signal
-        stops at once.
+        """Run only workers, of a server on another host, until SIGINT or SIGTERM. A second signal stops at once.
 
         Raises:
             UnusableFolder: no logs can be written.
@@ -199,9 +197,7 @@ class Supervisor:
             child.kill()
 
     def _give_up(self, refusal: str) -> bool:
-        """Stop all processes after one refused to start. After a complete start, ignore it, since
-        the cause may pass.
-        """
+        """Stop all processes after one refused to start. After a complete start, ignore it, since the cause may pass."""
         if self._was_ready:
             return False
         self._refusal = self._refusal or refusal

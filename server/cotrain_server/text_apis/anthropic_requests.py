@@ -27,9 +27,7 @@ HARMLESS = frozenset({
     "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed",
     "user_profile_id", "workspace_id",
 })  # fmt: skip
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "container": (),
-}
+NEUTRAL: dict[str, tuple[object, ...]] = {"container": ()}
 _FORMAT = "output_config.format"
 _ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
@@ -87,10 +85,8 @@ class CountRequest(Fields):
         )
 
     def template_messages(self) -> list[Message]:
-        """Return the messages for a chat template. Consecutive messages of one role are joined.
-
-        Raises:
-            Invalid: a message has a block that is neither text nor a tool's.
+        """Return the messages for a chat template. Consecutive messages of one role are joined. Raises Invalid: a
+        message has a block that is neither text nor a tool's.
         """
         chat: list[Message] = []
         if self.system:
@@ -126,11 +122,6 @@ class MessageRequest(CountRequest):
             top_p=top_p_of(self.top_p),
             seed=None,
             stop=tuple(self.stop_sequences or ()) or None,
-            prompt_logprobs=False,
-            topk_prompt_logprobs=0,
-            topk_sample_logprobs=0,
-            prompt_logprobs_last_n=None,
-            target_prompt_logprobs=None,
             stream=bool(self.stream),
         )
 

@@ -38,8 +38,7 @@ class MessageReply:
     target: Target
     body: SampleBody
     stop: tuple[str, ...]
-    begins: bool
-    """True if the text begins the message; False if it continues the prompt's."""
+    begins: bool  # True if the text begins the message; False if it continues the prompt's
     format: MessageFormat
 
     def visible(self) -> VisibleText:

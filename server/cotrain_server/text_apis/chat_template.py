@@ -41,11 +41,9 @@ _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 class Thinking(NamedTuple):
     """Setting of a model's reasoning."""
 
-    field: str
-    """Name of the request's field, for errors."""
+    field: str  # Name of the request's field, for errors
     is_on: bool
-    effort: str | None = None
-    """Level, for templates that have levels."""
+    effort: str | None = None  # Level, for templates that have levels
 
 
 class ChatTemplate:
@@ -110,10 +108,8 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: Path) -> Self | None:
-        """Return the template of a tokenizer folder, or None if the model is not a chat model.
-
-        Raises:
-            TemplateSyntaxError: the file is not a valid template.
+        """Return the template of a tokenizer folder, or None if the model is not a chat model. Raises
+        TemplateSyntaxError: the file is not a valid template.
         """
         template = folder / "chat_template.jinja"
         if not template.is_file():
@@ -129,14 +125,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         continue_final: bool = False,
     ) -> str:
-        """Return a chat as text up to the model's continuation, in a new message or within the last
-        one.
+        """Return a chat as text up to the model's continuation, in a new message or within the last one.
 
-        `options` are the template's own (such as `enable_thinking`). `tools` are functions in
-        OpenAI's format.
-
-        Raises:
-            Invalid: the template refuses the messages, or its output exceeds the limits.
+        `options` are the template's own (such as `enable_thinking`). `tools` are functions in OpenAI's format. Raises
+        Invalid: the template refuses the messages, or its output exceeds the limits.
         """
         if continue_final:
             *before, last = messages
@@ -195,9 +187,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationBlock(Extension):
-    """Block `{% generation %}`, which marks the model's text for training. Here it only renders its
-    content.
-    """
+    """Block `{% generation %}`, which marks the model's text for training. Here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
@@ -217,11 +207,7 @@ def _tojson(
 ) -> str:
     # Jinja's own filter escapes HTML.
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -1,8 +1,6 @@
-"""Sample requests for an HTTP client that waits for its answer: submit, follow, and cancel on
-disconnect.
+"""Sample requests for an HTTP client that waits for its answer: submit, follow, and cancel on disconnect.
 
-They have the same queue, quota and results as the sample requests of an SDK. This module handles
-tokens, not text.
+They have the same queue, quota and results as the sample requests of an SDK. This module handles tokens, not text.
 """
 
 import asyncio
@@ -109,11 +107,7 @@ class Generation:
         self._cleanup.close()
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield events until all requests have ended.
-
-        Raises:
-            GenerationFailed, SHUTTING_DOWN: there is no result.
-        """
+        """Yield events until all requests have ended. Raises GenerationFailed, SHUTTING_DOWN: there is no result."""
         unfinished = len(self._tasks)
         while unfinished:
             try:

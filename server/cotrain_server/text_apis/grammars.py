@@ -26,11 +26,7 @@ _REASONING = r"reasoning[lazy]: /(.|\n)*<\/think>[ \n]{0,2}/"
 
 
 def schema_of(given: Mapping[str, Any] | None, where: str) -> Any:
-    """Return the JSON schema of a `response_format`, or None for a text.
-
-    Raises:
-        Invalid: the type or the schema is wrong.
-    """
+    """Return the JSON schema of a `response_format`, or None for a text. Raises Invalid: the type or the schema is wrong."""
     kind = (given or {"type": "text"}).get("type")
     if given is None or kind == "text":
         return None

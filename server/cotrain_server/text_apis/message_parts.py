@@ -39,15 +39,11 @@ Segment = Text | Reasoning | Call
 class MessageFormat:
     """Format of the messages of a model. The default is plain text."""
 
-    form: ToolForm | None = None
-    """Form of tool calls; None to leave them in the text."""
+    form: ToolForm | None = None  # Form of tool calls; None to leave them in the text
     tools: Tools = field(default_factory=dict)
-    is_single: bool = False
-    """True to drop all calls after the first one."""
-    has_thinking: bool = False
-    """True if a message may begin with reasoning."""
-    begins_thinking: bool = False
-    """True if the prompt already ends with the start of the reasoning."""
+    is_single: bool = False  # True to drop all calls after the first one
+    has_thinking: bool = False  # True if a message may begin with reasoning
+    begins_thinking: bool = False  # True if the prompt already ends with the start of the reasoning
 
     @property
     def is_plain(self) -> bool:
@@ -166,8 +162,7 @@ class MessageParts:
             yield Text(f"{opening}{block}{found}")
 
     def _take(self, marker: str, *, at_end: bool, trails: bool = False) -> str:
-        """Remove and return the pending text except a possible start of a marker, and white space
-        before it."""
+        """Remove and return the pending text except a possible start of a marker, and white space before it."""
         text = self._trimmed(self._pending)
         end = len(text)
         if not at_end:

@@ -24,14 +24,11 @@ def refuse_unsupported(
 ) -> None:
     """Check the fields of a request that its model does not define.
 
-    Other APIs use it, too. Unsupported fields are ignored if they do not
-    change the result, otherwise refused.
+    Other APIs use it, too. Unsupported fields are ignored if they do not change the result, otherwise refused.
 
-    `harmless` fields change no result with any value. A `neutral` field must have a value that
-    requests nothing. An unknown field is refused, because its caller may rely on it.
-
-    Raises:
-        Invalid: names the first field that would change the result.
+    `harmless` fields change no result with any value. A `neutral` field must have a value that requests nothing. An
+    unknown field is refused, because its caller may rely on it. Raises Invalid: names the first field that would change
+    the result.
     """
     for name, value in fields.items():
         if value is None or name in harmless or value in neutral.get(name, ()):
@@ -40,11 +37,7 @@ def refuse_unsupported(
 
 
 def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int = 0) -> str:
-    """Join the text parts of a message by newlines. `first` is the index of the first part.
-
-    Raises:
-        Invalid: a part is not text.
-    """
+    """Join the text parts of a message by newlines. `first` is the index of the first part. Raises Invalid: a part is not text."""
     if isinstance(content, str) or content is None:
         return content or ""
     for number, part in enumerate(content, first):
@@ -187,8 +180,6 @@ class GenerationRequest(Fields):
             prompt_logprobs=score_prompt,
             topk_prompt_logprobs=likeliest if score_prompt else 0,
             topk_sample_logprobs=likeliest,
-            prompt_logprobs_last_n=None,
-            target_prompt_logprobs=None,
             # The most likely tokens of each position arrive only with the result.
             stream=bool(self.stream) and not likeliest,
         )
@@ -205,8 +196,7 @@ class CompletionRequest(GenerationRequest):
     """Number of alternatives to return per token; 0 for the log-probs alone."""
     add_special_tokens: bool | None = None
     """Extension of OpenAI's API: False if the text already has the control tokens of its start."""
-    echo: bool | None = None
-    """True if the answer begins with the prompt."""
+    echo: bool | None = None  # True if the answer begins with the prompt
 
     @property
     def prompts(self) -> list[str | Tokens]:
@@ -251,8 +241,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """Extension of OpenAI's API: options of the model's chat template, such as `enable_thinking`.
-    """
+    """Extension of OpenAI's API: options of the model's chat template, such as `enable_thinking`."""
     reasoning_effort: Effort | None = None
     response_format: dict[str, Any] | None = None
     tools: Listed[dict[str, Any]] | None = None

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
@@ -38,36 +38,15 @@ class Scored:
     likeliest: TopK | None
 
 
-class Shape(Protocol):
-    """Differences between the two kinds of answer."""
-
-    prefix: str
-    whole_object: str
-    chunk_object: str
-    begins: bool  # True if the text stands alone, like a message; False if it continues the prompt
-
-    def opening(self) -> dict[str, Any] | None:
-        """Return the start of a streamed choice."""
-
-    def chunk(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return the next part of a streamed choice."""
-
-    def whole(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Return a complete choice."""
-
-    def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
-    ) -> dict[str, Any]:
-        """Return the log-probs of some tokens, with the part of the text that each adds."""
-
-
 class ChatShape:
     """Format of chat/completions: a message. Each call in a stream is one part, with its index."""
+
+    #: True if the text stands alone, like a message; False if it continues the prompt.
+    begins = True
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    begins = True
 
     def opening(self) -> dict[str, Any]:
         """Return the role of the message."""
@@ -126,9 +105,7 @@ class CompletionShape:
     def logprobs(
         self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
     ) -> dict[str, Any]:
-        """Return columns. A token is always among its alternatives, even if that is one more than
-        requested.
-        """
+        """Return columns. A token is always among its alternatives, even if that is one more than requested."""
         likeliest = [
             None if each.likeliest is None else _named(tokenizer, each, begins=part.begins)
             for each, part in zip(scored, parts, strict=True)
@@ -141,10 +118,11 @@ class CompletionShape:
         }
 
 
+Shape = ChatShape | CompletionShape
+
+
 def scored(
-    tokens: Iterable[int],
-    logprobs: Iterable[float | None],
-    likeliest: Iterable[TopK | None] | None,
+    tokens: Iterable[int], logprobs: Iterable[float | None], likeliest: Iterable[TopK | None] | None
 ) -> list[Scored]:
     """Combine the data of each token."""
     filled = chain(likeliest or (), repeat(None))
@@ -212,12 +190,10 @@ class Reply:
     bodies: Sequence[SampleBody]  # one body per prompt
     stop: tuple[str, ...]
     wants_logprobs: bool
-    wants_usage: bool
-    """True if a stream must end with its token usage."""
+    wants_usage: bool  # True if a stream must end with its token usage
     format: MessageFormat = MessageFormat()  # noqa: RUF009  # it is frozen
     """Parts of a message in a chat."""
-    echoes: Sequence[str] = ()
-    """Text before the choices of each prompt, if `echo` was requested."""
+    echoes: Sequence[str] = ()  # Text before the choices of each prompt, if `echo` was requested
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -32,8 +32,7 @@ SCHEME = "tinker://"
 class Weights:
     """Weights of a model name."""
 
-    path: str
-    """Path of the weights; empty for the base model."""
+    path: str  # Path of the weights; empty for the base model
     checkpoint: CheckpointRecord | None
     pool: PoolRecord
 
@@ -63,9 +62,7 @@ async def find_target(services: Services, tenant: TenantId, model: str) -> Targe
 
 
 async def find_model(services: Services, tenant: TenantId, model: str) -> Model:
-    """Return the model of a name. Raises Invalid without a tokenizer, and the errors of
-    `find_weights`.
-    """
+    """Return the model of a name. Raises Invalid without a tokenizer, and the errors of `find_weights`."""
     found = await find_weights(services, tenant, model)
     language = await language_of(found.pool, services.settings)
     return Model(found.path, found.checkpoint, found.pool, language)
@@ -74,8 +71,7 @@ async def find_model(services: Services, tenant: TenantId, model: str) -> Model:
 async def find_weights(services: Services, tenant: TenantId, model: str) -> Weights:
     """Return the weights of a model name.
 
-    Valid forms are `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as
-    `<base model>;<path>`.
+    Valid forms are `<base model>`, `tinker://<run>/sampler_weights/<name>`, or both as `<base model>;<path>`.
 
     Raises:
         BaseModelNotServed, CheckpointNotFound, MalformedPath: the tenant has no such model.
@@ -84,7 +80,7 @@ async def find_weights(services: Services, tenant: TenantId, model: str) -> Weig
     base_model, path = _halves(model)
     checkpoint = await services.records.checkpoint(tenant, path) if path else None
     if checkpoint:
-        check_loadable(checkpoint)
+        await check_loadable(services, checkpoint)
     if checkpoint and base_model not in ("", checkpoint.base_model):
         raise Invalid(f"model: {path} was trained on {checkpoint.base_model}, not {base_model}.")
     pool = await services.records.pool_of(checkpoint.base_model if checkpoint else base_model)
@@ -152,14 +148,10 @@ class Chat:
 
     messages: Sequence[Message]
     tools: ToolUse = ToolUse()  # noqa: RUF009  # it is frozen
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the model's template."""
-    thinking: Thinking | None = None
-    """Setting of the reasoning; None for the model's own."""
-    continues: bool = False
-    """True to continue the last message."""
-    schema: Any = None
-    """JSON schema of the answer; None for a text."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # Options of the model's template
+    thinking: Thinking | None = None  # Setting of the reasoning; None for the model's own
+    continues: bool = False  # True to continue the last message
+    schema: Any = None  # JSON schema of the answer; None for a text
 
     @property
     def characters(self) -> int:
@@ -171,10 +163,8 @@ class Chat:
 
 
 def chat_prompt(model: Model, chat: Chat) -> list[int]:
-    """Return the tokens of a chat, up to the model's continuation.
-
-    Raises:
-        Invalid: it is too long, the model has no template, or the template refuses it.
+    """Return the tokens of a chat, up to the model's continuation. Raises Invalid: it is too long, the model has no
+    template, or the template refuses it.
     """
     template, pool = model.language.template, model.pool
     if template is None:
@@ -199,10 +189,8 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
 def chat_body(
     model: Model, chat: Chat, body_of: Callable[[list[int]], SampleBody]
 ) -> tuple[SampleBody, MessageFormat]:
-    """Return the sample request of a chat's next message, and the format of the answer.
-
-    Raises:
-        Invalid: the errors of `chat_prompt`, or a wrong field.
+    """Return the sample request of a chat's next message, and the format of the answer. Raises Invalid: the errors of
+    `chat_prompt`, or a wrong field.
     """
     body = _checked(body_of(chat_prompt(model, chat)), model.pool)
     template = model.language.template
@@ -242,10 +230,7 @@ def prompt_bodies(
     special: bool = True,
 ) -> tuple[list[SampleBody], list[str]]:
     """Return the sample request of each prompt, and with `echo` its text. With `special`, texts get
-    the control tokens that the model expects around them.
-
-    Raises:
-        Invalid: one prompt is too long, or all together are.
+    the control tokens that the model expects around them. Raises Invalid: one prompt is too long, or all together are.
     """
     pool, tokenizer = target.pool, target.language.tokenizer
     for prompt in prompts:

@@ -8,27 +8,17 @@ from pydantic import Field
 
 from cotrain.wire.model import Listed
 from cotrain_server.errors import Invalid
+from cotrain_server.text_apis import openai_requests as openai
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import schema_of
-from cotrain_server.text_apis.openai_requests import (
-    HARMLESS,
-    MAX_LIKELIEST,
-    NEUTRAL,
-    ROLES,
-    Effort,
-    Fields,
-    GenerationRequest,
-    refuse_unsupported,
-    text_of,
-)
 from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.tool_requests import call_messages, joined, openai_tools
 from cotrain_store.bodies.sample_body import SampleBody
 
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
-_HARMLESS = HARMLESS | {"max_tool_calls"}
-_NEUTRAL = NEUTRAL | {
+_HARMLESS = openai.HARMLESS | {"max_tool_calls"}
+_NEUTRAL = openai.NEUTRAL | {
     "background": (False,),
     "context_management": ([],),
     "truncation": ("disabled",),
@@ -38,26 +28,26 @@ _STORED = ("previous_response_id", "conversation")
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text")
 
 
-class TextConfig(Fields):
+class TextConfig(openai.Fields):
     """Format of the answer's text."""
 
     format: dict[str, Any] | None = None
 
 
-class ReasoningConfig(Fields):
+class ReasoningConfig(openai.Fields):
     """Setting of the model's reasoning."""
 
-    effort: Effort | None = None
+    effort: openai.Effort | None = None
 
 
-class ResponseRequest(GenerationRequest):
+class ResponseRequest(openai.GenerationRequest):
     """POST responses: write the next message of a chat that is a list of items."""
 
     input: str | Annotated[Listed[dict[str, Any]], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     include: Listed[str] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=openai.MAX_LIKELIEST)] | None = None
     metadata: dict[str, Any] | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -85,7 +75,7 @@ class ResponseRequest(GenerationRequest):
                     f"{name} is not supported here, because no response is stored. Send the whole "
                     "history in input."
                 )
-        refuse_unsupported(given, _HARMLESS, _NEUTRAL)
+        openai.refuse_unsupported(given, _HARMLESS, _NEUTRAL)
         if self.max_tokens is not None:
             raise Invalid("max_tokens is not supported here; send max_output_tokens.")
         if self.n not in (None, 1):
@@ -95,10 +85,10 @@ class ResponseRequest(GenerationRequest):
                 raise Invalid(f"include: {name!r} is not supported here.")
         if self.text:
             neutral = {"verbosity": ("medium",)}
-            refuse_unsupported(self.text.model_extra or {}, (), neutral, "text.")
+            openai.refuse_unsupported(self.text.model_extra or {}, (), neutral, "text.")
         if self.reasoning:
             harmless = {"summary", "generate_summary"}
-            refuse_unsupported(self.reasoning.model_extra or {}, harmless, {}, "reasoning.")
+            openai.refuse_unsupported(self.reasoning.model_extra or {}, harmless, {}, "reasoning.")
 
     def chat(self) -> Chat:
         """Return the chat. Raises Invalid for a wrong item, tool or choice."""
@@ -113,10 +103,8 @@ class ResponseRequest(GenerationRequest):
         )
 
     def template_messages(self) -> list[Message]:
-        """Return the messages for a chat template. Consecutive items of the model are joined.
-
-        Raises:
-            Invalid: an item is neither text nor a tool's.
+        """Return the messages for a chat template. Consecutive items of the model are joined. Raises Invalid: an item
+        is neither text nor a tool's.
         """
         chat: list[Message] = []
         if self.instructions:
@@ -146,7 +134,7 @@ def _message(item: dict[str, Any], where: str) -> Message:
         return {"role": "assistant", "content": "", "reasoning_content": text}
     if kind != "message":
         raise Invalid(f"{where}.type: {kind!r} is not supported here.")
-    role = ROLES.get(str(item.get("role")))
+    role = openai.ROLES.get(str(item.get("role")))
     if role in (None, "tool"):
         raise Invalid(f"{where}.role: {item.get('role')!r} is not supported here.")
     return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
@@ -159,7 +147,7 @@ def _text(content: Any, where: str) -> str:
     if not isinstance(content, list):
         raise Invalid(f"{where} must be a text or a list of parts.")
     parts = [part if isinstance(part, dict) else {} for part in content]
-    return text_of(
+    return openai.text_of(
         [part | {"type": "text"} if part.get("type") in _TEXT_PARTS else part for part in parts],
         where,
     )

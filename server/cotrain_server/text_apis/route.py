@@ -38,8 +38,7 @@ class Refusal(NamedTuple):
     message: str
     code: str
     retry_after_s: float | None = None
-    is_too_long: bool = False
-    """True if the prompt is longer than the context of the model."""
+    is_too_long: bool = False  # True if the prompt is longer than the context of the model
 
     @property
     def is_of_model(self) -> bool:
@@ -63,8 +62,7 @@ class InferenceRoute(DataRoute):
     """A tenant's route with its own error format (`error_body`)."""
 
     json_limits: ClassVar[JsonLimits] = CHATS
-    base_url: ClassVar[str]
-    """Path of the API, for clients."""
+    base_url: ClassVar[str]  # Path of the API, for clients
 
     @override
     def get_route_handler(self) -> Handler:

@@ -15,15 +15,12 @@ _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def byte_reader(vocabulary: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
     """Return a function from a token's spelling to its bytes, or to None if only its text is known."""
-    kinds = {part["type"] for part in _decoders(vocabulary)}
+    decoder = vocabulary.decoder
+    parts = () if decoder is None else _flat(json.loads(decoder.__getstate__()))
+    kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
         return _byte_level
     return _byte_fallback if "ByteFallback" in kinds else lambda _: None
-
-
-def _decoders(vocabulary: tokenizers.Tokenizer) -> Iterator[dict[str, Any]]:
-    if vocabulary.decoder is not None:
-        yield from _flat(json.loads(vocabulary.decoder.__getstate__()))
 
 
 def _flat(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:

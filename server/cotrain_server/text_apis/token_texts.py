@@ -43,9 +43,7 @@ class VisibleText:
         """Stop string that ended the text; None if none did."""
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Add tokens, and return the further text to show. A possible start of a stop string is
-        withheld.
-        """
+        """Add tokens, and return the further text to show. A possible start of a stop string is withheld."""
         grown = self._growth.push(token for token in tokens if token not in self._final)
         return self._show(self._pending + grown, at_end=False)
 
@@ -112,9 +110,7 @@ class TokenTexts:
         return hidden + [self._add(token, special=True) for token in prompt[added:]]
 
     def of_answer(self, tokens: Sequence[int]) -> list[Part]:
-        """Add tokens of the answer, and return their parts. Those of control and final tokens are
-        empty.
-        """
+        """Add tokens of the answer, and return their parts. Those of control and final tokens are empty."""
         return [
             Part("", b"", self._length, self._growth.begins)
             if token in self._final
@@ -123,9 +119,7 @@ class TokenTexts:
         ]
 
     def with_rest(self, parts: list[Part]) -> list[Part]:
-        """Return the parts at the end of the text, with bytes of an incomplete character in the
-        last one.
-        """
+        """Return the parts at the end of the text, with bytes of an incomplete character in the last one."""
         return parts and [
             *parts[:-1],
             replace(parts[-1], text=parts[-1].text + self._growth.finish()),

@@ -69,13 +69,11 @@ class Tokenizer:
         return cls(tokenizers.Tokenizer.from_str(text))
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of a text. With `special`, the control tokens that the model expects
-        around a plain text are added.
+        """Return the tokens of a text. With `special`, the control tokens that the model expects around a plain text
+        are added.
 
-        A million characters take seconds, so call it in a thread.
-
-        Raises:
-            Unreadable: half a surrogate pair, which JSON can contain and UTF-8 cannot.
+        A million characters take seconds, so call it in a thread. Raises Unreadable: half a surrogate pair, which JSON
+        can contain and UTF-8 cannot.
         """
         try:
             # Unlike `encode`, this releases the interpreter lock.
@@ -240,10 +238,8 @@ class Language:
 
 
 async def published_tokenizer(pool: PoolRecord, settings: ServerSettings) -> Path | None:
-    """Return the folder that the pool's workers published, or None if they had no tokenizer.
-
-    Raises:
-        StoreUnavailable: the object store does not answer now.
+    """Return the folder that the pool's workers published, or None if they had no tokenizer. Raises StoreUnavailable:
+    the object store does not answer now.
     """
     if not pool.tokenizer:
         return None
@@ -273,9 +269,7 @@ def _folder(blobs: Blobs, data_dir: Path, pool: PoolRecord) -> Path:
 
 
 async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
-    """Return the folder of `published_tokenizer`. Raises Invalid if there is none, and
-    StoreUnavailable.
-    """
+    """Return the folder of `published_tokenizer`. Raises Invalid if there is none, and StoreUnavailable."""
     folder = await published_tokenizer(pool, settings)
     if folder is None:
         raise Invalid(
@@ -285,9 +279,7 @@ async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
 
 
 async def language_of(pool: PoolRecord, settings: ServerSettings) -> Language:
-    """Return the tokenizer and chat template of a pool. Raises Invalid if there is no tokenizer, and
-    StoreUnavailable.
-    """
+    """Return the tokenizer and chat template of a pool. Raises Invalid if there is no tokenizer, and StoreUnavailable."""
     return await asyncio.to_thread(_current, await tokenizer_folder(pool, settings))
 
 

@@ -1,8 +1,7 @@
 """Tool calls in the forms of chat models: found in the text of an answer, one block at a time.
 
-A model writes calls as its chat template shows them. Qwen and Hermes put JSON between `<tool_call>`
-tags, and Qwen3-Coder XML. Llama 3 writes a JSON object in place of a text. Mistral writes
-`[TOOL_CALLS]` before its calls.
+A model writes calls as its chat template shows them. Qwen and Hermes put JSON between `<tool_call>` tags, and
+Qwen3-Coder XML. Llama 3 writes a JSON object in place of a text. Mistral writes `[TOOL_CALLS]` before its calls.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ class Markers(NamedTuple):
     """Texts around a block of calls."""
 
     opening: str
-    closing: str
-    """Empty if the block goes on to the end of the message."""
+    closing: str  # Empty if the block goes on to the end of the message
 
 
 class ToolForm(Enum):
@@ -58,8 +56,7 @@ class Call:
     id: str
     name: str
     arguments: dict[str, Any]
-    index: int = 0
-    """Number of calls before it in its message."""
+    index: int = 0  # Number of calls before it in its message
 
 
 class _Unreadable(ValueError):

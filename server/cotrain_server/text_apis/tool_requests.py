@@ -22,10 +22,8 @@ class ToolUse:
     functions: tuple[Mapping[str, Any], ...] = ()
     """Definitions in OpenAI's format, as templates read them."""
     choice: Literal["auto", "required"] = "auto"
-    name: str | None = None
-    """The only function to call, if the choice is one."""
-    is_single: bool = False
-    """True for at most one call in a message."""
+    name: str | None = None  # The only function to call, if the choice is one
+    is_single: bool = False  # True for at most one call in a message
 
     @property
     def schemas(self) -> Tools:
@@ -81,10 +79,8 @@ def anthropic_tools(tools: Sequence[Any] | None, choice: Mapping[str, Any] | Non
 
 
 def call_messages(calls: Sequence[tuple[Any, Any, Any]], where: str) -> list[dict[str, Any]]:
-    """Return the calls of a history for a template, from their ids, names and arguments.
-
-    Raises:
-        Invalid: the arguments are no JSON object, or the name is no text.
+    """Return the calls of a history for a template, from their ids, names and arguments. Raises Invalid: the arguments
+    are no JSON object, or the name is no text.
     """
     written = []
     for number, (id_, name, arguments) in enumerate(calls):

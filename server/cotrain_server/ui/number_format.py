@@ -80,9 +80,7 @@ def age(seconds: float) -> str:
 
 
 def ago(at: float | None, now: float) -> Markup:
-    """Return a time relative to `now`, with the absolute time as its title; seconds since the
-    epoch.
-    """
+    """Return a time relative to `now`, with the absolute time as its title; seconds since the epoch."""
     return escape(NOTHING) if at is None else _time(at, age(now - at))
 
 
@@ -108,14 +106,5 @@ def plural(amount: float, one: str, many: str = "") -> str:
     return f"{amount:,.0f} {one if amount == 1 else many or one + 's'}"
 
 
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    "count": count,
-    "short": short,
-    "size": size,
-    "duration": duration,
-    "percent": percent,
-    "decimal": decimal,
-    "ago": ago,
-    "old": old,
-    "plural": plural,
-}
+_FILTERS = (count, short, size, duration, percent, decimal, ago, old, plural)
+FILTERS: Mapping[str, Callable[..., Any]] = {each.__name__: each for each in _FILTERS}

@@ -38,17 +38,13 @@ class PageRequest:
 class Page:
     """A page under `/ui`."""
 
-    path: str
-    """Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin."""
+    path: str  # Route path: `/ui/runs/{run_id}`. The suffix `.json` gives the twin.
     name: str  # name in the navigation and the title
     template: str
     read: Callable[[PageRequest], Awaitable[dict[str, Any]]]
-    """Returns the page's data for the template and the twin. A tenant's data contains nothing of
-    other tenants.
-    """
+    """Returns the page's data for the template and the twin. A tenant's data contains nothing of other tenants."""
     poll_s: int = 0  # interval in seconds at which the browser updates the changing part; 0: never
-    for_operator: bool = False
-    """True for the operator only. For a tenant the page does not exist."""
+    for_operator: bool = False  # True for the operator only. For a tenant the page does not exist.
     for_tenant: bool = False
     """True to hide it from the operator's navigation, where every tenant has a page."""
     in_navigation: bool = True
@@ -60,9 +56,7 @@ class Page:
 
 
 def router_of(pages: Sequence[Page]) -> APIRouter:
-    """Return the routes of pages and their twins. Twins come first, because a page with an id would
-    match their path.
-    """
+    """Return the routes of pages and their twins. Twins come first, because a page with an id would match their path."""
     router = APIRouter(include_in_schema=False)
     for page in pages:
         router.add_api_route(page.twin, _twin_route(page), response_model=None)
@@ -83,12 +77,7 @@ def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
 
 def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float) -> dict[str, Any]:
     """Return the template variables that every page needs next to its data."""
-    return {
-        "page": page,
-        "pages": shown_to(visitor, pages),
-        "visitor": visitor,
-        "now": now,
-    }
+    return {"page": page, "pages": shown_to(visitor, pages), "visitor": visitor, "now": now}
 
 
 def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:

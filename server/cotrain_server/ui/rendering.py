@@ -88,9 +88,7 @@ def html(template: str, context: Mapping[str, Any], status: int = 200) -> HTMLRe
     return HTMLResponse(text, status, HEADERS)
 
 
-def guarded(
-    route: Callable[Given, Awaitable[Response]],
-) -> Callable[Given, Awaitable[Response]]:
+def guarded(route: Callable[Given, Awaitable[Response]]) -> Callable[Given, Awaitable[Response]]:
     """Return a route that answers refusals with an error page instead of JSON."""
 
     @functools.wraps(route)

@@ -21,13 +21,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source
 from cotrain_store.monitoring.failures import most_failures
-from cotrain_store.monitoring.fleet import (
-    PoolStatus,
-    QueueStatus,
-    RedisStatus,
-    read_fleet,
-    sum_of,
-)
+from cotrain_store.monitoring.fleet import PoolStatus, QueueStatus, RedisStatus, read_fleet, sum_of
 from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.run_bytes import largest_run_bytes
@@ -53,9 +47,7 @@ class _Families(Collector):
 
 
 async def fleet_metrics(services: Services) -> bytes:
-    """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the
-    metrics.
-    """
+    """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the metrics."""
     found = _Families()
     settings = services.settings
     disk = shutil.disk_usage(settings.data_dir)
@@ -82,9 +74,8 @@ async def fleet_metrics(services: Services) -> bytes:
             of = {"pool": pool.record.base_model}
             for tenant, count in failures.get(pool.record.id, ()):
                 found.add("cotrain_tenant_requests_failed_total", count, tenant=tenant, **of)
-        for base_model in fleet.unserved(
-            settings.base_models
-        ):  # its first worker measures the limits for validating requests
+        # Its first worker measures the limits for validating requests.
+        for base_model in fleet.unserved(settings.base_models):
             found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
     registry.register(found)

@@ -12,9 +12,7 @@ _PROCESS = 1
 
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one track per run: waiting, the cycle, and within it the passes and the optimizer
-    step.
-    """
+    """Return one track per run: waiting, the cycle, and within it the passes and the optimizer step."""
     runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=_order)
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [

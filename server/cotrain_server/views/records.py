@@ -7,23 +7,14 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from cotrain.wire.rest import (
-    Checkpoint,
-    CheckpointType,
-    HistoryPoint,
-    TrainingRun,
-)
+from cotrain.wire.checkpoints import TYPE_BY_KIND
+from cotrain.wire.rest import Checkpoint, HistoryPoint, TrainingRun
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
+from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.tenants.catalog import RunEntry
 from cotrain_store.tenants.run_list import RunPosition
 
-TYPE_BY_KIND: Mapping[CheckpointKind, CheckpointType] = {
-    "weights": "training",
-    "sampler_weights": "sampler",
-    "external_weights": "external",
-}
 #: Owner shown for published runs of others, because no tenant may learn another's id.
 ANOTHER_TENANT = "another tenant"
 

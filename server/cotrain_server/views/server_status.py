@@ -1,5 +1,4 @@
-"""Content of `/status`, `/fleet`, the list of workers and the pages, each as a function of the
-fleet.
+"""Content of `/status`, `/fleet`, the list of workers and the pages, each as a function of the fleet.
 
 The operator receives everything, a tenant its own part.
 """
@@ -206,9 +205,7 @@ def _fleet_worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
 
 
 def _unknown(base_model: str) -> FleetPool:
-    """Return the entry of a base model without a pool: nothing can wait for it before its first
-    worker starts.
-    """
+    """Return the entry of a base model without a pool: nothing can wait for it before its first worker starts."""
     return FleetPool(
         base_model=base_model, pool=None, workers_wanted=1, workers_unavailable=[], workers=[],
         ops=0, tokens=0, oldest_s=0.0, backlog_s=0.0, samples_waiting=0, samples_running=0,

@@ -2,26 +2,9 @@
 
 from datetime import UTC, datetime, timedelta
 
-from cotrain.wire.rest import (
-    AccessibleSearchOwner,
-    ActiveStatusQuery,
-    CheckpointSearchRequest,
-    ClientFinishedStatusQuery,
-    FailedRunReason,
-    FailedStatusQuery,
-    FinishReason,
-    OwnSearchOwner,
-    SearchOwner,
-    SessionActive,
-    SessionFailed,
-    SessionFinished,
-    SessionSearchCursor,
-    SessionSearchRequest,
-    SessionStatus,
-    SessionSummary,
-    StatusQuery,
-)
-from cotrain_server.views.records import TYPE_BY_KIND, text_by_name
+from cotrain.wire import rest as wire
+from cotrain.wire.checkpoints import TYPE_BY_KIND
+from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord, SessionRecord
@@ -32,14 +15,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
 
-def may_find(owner: SearchOwner, tenant: TenantId) -> bool:
+def may_find(owner: wire.SearchOwner, tenant: TenantId) -> bool:
     """Return True if a search includes the tenant's own sessions. It never sees others."""
-    if isinstance(owner, (OwnSearchOwner, AccessibleSearchOwner)):
+    if isinstance(owner, (wire.OwnSearchOwner, wire.AccessibleSearchOwner)):
         return True
     return tenant in owner.owner_urns
 
 
-def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+def matches(wanted: wire.SessionSearchRequest, entry: SessionEntry) -> bool:
     """Return True if a session matches a search."""
     session = entry.record
     in_project = wanted.project_ids is None or (session.project_id or "") in wanted.project_ids
@@ -49,7 +32,7 @@ def matches(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
 
 
 def has_checkpoint(
-    wanted: CheckpointSearchRequest,
+    wanted: wire.CheckpointSearchRequest,
     record: CheckpointRecord,
     run: RunRecord,
     session: SessionRecord,
@@ -64,10 +47,10 @@ def has_checkpoint(
     )
 
 
-def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> SessionSummary:
+def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> wire.SessionSummary:
     """Return a session in wire format."""
     session = entry.record
-    return SessionSummary(
+    return wire.SessionSummary(
         session_id=session.id,
         created_at=_time_of(entry.cursor),
         owner=tenant,
@@ -80,24 +63,26 @@ def summary_of(entry: SessionEntry, tenant: TenantId, stored: Stored) -> Session
     )
 
 
-def status_of(entry: SessionEntry) -> SessionStatus | None:
+def status_of(entry: SessionEntry) -> wire.SessionStatus | None:
     """Return the status of a session, or None if unknown."""
     if entry.failed_run is not None:
-        reason = FailedRunReason(training_run_id=entry.failed_run)
-        return SessionFailed(reason=reason, message=Reason.RUN_FAILED.message)
+        reason = wire.FailedRunReason(training_run_id=entry.failed_run)
+        return wire.SessionFailed(reason=reason, message=Reason.RUN_FAILED.message)
     if entry.record.finished_at is not None:
-        return SessionFinished(
-            reason=FinishReason.model_validate({"type": entry.record.finish_reason})
+        return wire.SessionFinished(
+            reason=wire.FinishReason.model_validate({"type": entry.record.finish_reason})
         )
-    return SessionActive() if entry.is_alive else None
+    return wire.SessionActive() if entry.is_alive else None
 
 
-def cursor_at(position: Cursor) -> SessionSearchCursor:
+def cursor_at(position: Cursor) -> wire.SessionSearchCursor:
     """Return a position in the list of sessions as a cursor."""
-    return SessionSearchCursor(last_created_at=_time_of(position), last_session_id=position.session)
+    return wire.SessionSearchCursor(
+        last_created_at=_time_of(position), last_session_id=position.session
+    )
 
 
-def position_of(cursor: SessionSearchCursor) -> Cursor:
+def position_of(cursor: wire.SessionSearchCursor) -> Cursor:
     """Parse the result of `cursor_at`."""
     return Cursor(us_of(cursor.last_created_at), cursor.last_session_id)
 
@@ -112,7 +97,7 @@ def time_at(us: int) -> datetime:
     return _EPOCH + _MICROSECOND * us
 
 
-def _is_named(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+def _is_named(wanted: wire.SessionSearchRequest, entry: SessionEntry) -> bool:
     if wanted.session_id is None and wanted.display_name is None:
         return True
     if entry.record.id == wanted.session_id:
@@ -122,19 +107,19 @@ def _is_named(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
     return bool(words) and all(word in name for word in words)
 
 
-def _has_status(wanted: SessionSearchRequest, entry: SessionEntry) -> bool:
+def _has_status(wanted: wire.SessionSearchRequest, entry: SessionEntry) -> bool:
     status = status_of(entry)
     return wanted.statuses is None or any(_asks_for(query, status) for query in wanted.statuses)
 
 
-def _asks_for(query: StatusQuery, status: SessionStatus | None) -> bool:
+def _asks_for(query: wire.StatusQuery, status: wire.SessionStatus | None) -> bool:
     match status:
-        case SessionActive():
-            return isinstance(query, ActiveStatusQuery)
-        case SessionFailed():
-            return isinstance(query, FailedStatusQuery)
-        case SessionFinished():
-            if not isinstance(query, ClientFinishedStatusQuery):
+        case wire.SessionActive():
+            return isinstance(query, wire.ActiveStatusQuery)
+        case wire.SessionFailed():
+            return isinstance(query, wire.FailedStatusQuery)
+        case wire.SessionFinished():
+            if not isinstance(query, wire.ClientFinishedStatusQuery):
                 return False
             return query.reasons is None or status.reason.type in query.reasons
     return False

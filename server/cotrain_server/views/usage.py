@@ -4,18 +4,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
-from cotrain.wire.usage import (
-    Amounts,
-    CheckpointUsage,
-    PrefillUsage,
-    SampleUsage,
-    SourceUsage,
-    TrainingUsage,
-    UsageEvent,
-    UsageInfo,
-)
+from cotrain.wire import usage as wire
 from cotrain_server.errors import Invalid
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import SessionRecord, Tenant
@@ -36,10 +27,8 @@ class Window:
 
 
 def window(starting_on: datetime, ending_before: datetime, now: datetime) -> Window:
-    """Validate a window by the rules of the hosted services. A time without a zone is UTC.
-
-    Raises:
-        Invalid: the message names the violated rule.
+    """Validate a window by the rules of the hosted services. A time without a zone is UTC. Raises Invalid: the message
+    names the violated rule.
     """
     start, end = _in_utc(starting_on, "starting_on"), _in_utc(ending_before, "ending_before")
     if start > now:
@@ -59,13 +48,13 @@ def last_day(now: datetime) -> Window:
 
 def events_of(
     rows: Iterable[UsageRow], sessions: Mapping[SessionId, SessionRecord], tenant: Tenant
-) -> list[UsageEvent]:
+) -> list[wire.UsageEvent]:
     """Return the usage of each session in each hour, by hour, then the largest first."""
     used: defaultdict[tuple[datetime, str, str], _Used] = defaultdict(_nothing)
     for row in rows:
         used[row.hour, row.base_model, row.session][row.what] += row.amount
     events = [
-        UsageEvent(
+        wire.UsageEvent(
             bucket_start=hour,
             bucket_end=hour + HOUR,
             base_model=base_model or None,
@@ -81,13 +70,13 @@ def events_of(
     return sorted(events, key=lambda event: (event.bucket_start, -_tokens(event.event_info)))
 
 
-def sources_of(rows: Iterable[UsageRow]) -> list[SourceUsage]:
+def sources_of(rows: Iterable[UsageRow]) -> list[wire.SourceUsage]:
     """Return the usage of each run and sampler, by device time in descending order."""
     used: defaultdict[tuple[str, str, str], _Used] = defaultdict(_nothing)
     for row in rows:
         used[row.source, row.session, row.base_model][row.what] += row.amount
     sources = [
-        SourceUsage(
+        wire.SourceUsage(
             source=source, session_id=session, base_model=base_model, amounts=_amounts(amounts)
         )
         for (source, session, base_model), amounts in used.items()
@@ -97,7 +86,7 @@ def sources_of(rows: Iterable[UsageRow]) -> list[SourceUsage]:
     )
 
 
-def total_of(rows: Iterable[UsageRow]) -> Amounts:
+def total_of(rows: Iterable[UsageRow]) -> wire.Amounts:
     """Return the total usage."""
     used = _nothing()
     for row in rows:
@@ -119,36 +108,30 @@ def _in_utc(time: datetime, name: str) -> datetime:
     return in_utc
 
 
-def _infos(amounts: _Used) -> list[UsageInfo]:
+def _infos(amounts: _Used) -> list[wire.UsageInfo]:
     """Return the kinds with usage. prefill_tokens includes the cached ones."""
     used = _amounts(amounts)
-    infos: list[UsageInfo] = [
-        TrainingUsage(token_count=used.training_tokens),
-        PrefillUsage(cached=False, token_count=used.prefill_tokens - used.cached_tokens),
-        PrefillUsage(cached=True, token_count=used.cached_tokens),
-        SampleUsage(token_count=used.sampled_tokens),
-        CheckpointUsage(count=used.checkpoints),
+    infos: list[wire.UsageInfo] = [
+        wire.TrainingUsage(token_count=used.training_tokens),
+        wire.PrefillUsage(cached=False, token_count=used.prefill_tokens - used.cached_tokens),
+        wire.PrefillUsage(cached=True, token_count=used.cached_tokens),
+        wire.SampleUsage(token_count=used.sampled_tokens),
+        wire.CheckpointUsage(count=used.checkpoints),
     ]
     return [info for info in infos if _quantity(info)]
 
 
-def _quantity(info: UsageInfo) -> int:
-    return info.count if isinstance(info, CheckpointUsage) else info.token_count
+def _quantity(info: wire.UsageInfo) -> int:
+    return info.count if isinstance(info, wire.CheckpointUsage) else info.token_count
 
 
-def _tokens(info: UsageInfo) -> int:
-    return 0 if isinstance(info, CheckpointUsage) else info.token_count
+def _tokens(info: wire.UsageInfo) -> int:
+    return 0 if isinstance(info, wire.CheckpointUsage) else info.token_count
 
 
-def _amounts(amounts: _Used) -> Amounts:
-    return Amounts(
-        training_tokens=round(amounts["training_tokens"]),
-        device_s=round(amounts["device_s"], 6),
-        prefill_tokens=round(amounts["prefill_tokens"]),
-        cached_tokens=round(amounts["cached_tokens"]),
-        sampled_tokens=round(amounts["sampled_tokens"]),
-        checkpoints=round(amounts["checkpoints"]),
-    )
+def _amounts(amounts: _Used) -> wire.Amounts:
+    counts = {what: round(amounts[what]) for what in get_args(What) if what != "device_s"}
+    return wire.Amounts(device_s=round(amounts["device_s"], 6), **counts)
 
 
 def _project(sessions: Mapping[SessionId, SessionRecord], session: str) -> str | None:

@@ -194,10 +194,11 @@ def _seconds(duration_s: float) -> str:
     return f"{max(0.0, duration_s):,.0f} s"
 
 
-async def read_why(services: Services, run: RunRecord, *, shows_exits: bool = False) -> WaitReason:
-    """Read the state of a run and its pool, and return the cause for which it waits."""
+async def read_why(
+    services: Services, run: RunRecord, position: RunPosition, *, shows_exits: bool = False
+) -> WaitReason:
+    """Return the cause for which a run at this position waits. Read the state of its pool."""
     now, connection = time.time(), services.connection
-    position = (await services.run_list.positions([run], now))[run.id]
     fleet = await read_fleet(connection)
     pool = next((each for each in fleet.pools if each.record.id == run.pool), None)
     known = [each.id for each in pool.ids] if pool else []

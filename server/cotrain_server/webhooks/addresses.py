@@ -1,7 +1,6 @@
 """Allowed addresses of webhooks: public ones, and networks that the operator configured.
 
-An address is checked when it is connected to, so a name cannot resolve to another address after the
-check.
+An address is checked when it is connected to, so a name cannot resolve to another address after the check.
 """
 
 import asyncio
@@ -42,9 +41,7 @@ class NameUnknown(httpcore.ConnectError):
 
 
 def is_allowed(address: Address, networks: Iterable[Network], *, encrypted: bool) -> bool:
-    """Return True if a webhook may connect to an address. Without encryption only configured
-    networks are allowed.
-    """
+    """Return True if a webhook may connect to an address. Without encryption only configured networks are allowed."""
     really = _behind(address)
     if any(each.version == really.version and really in each for each in networks):
         return True

@@ -1,8 +1,7 @@
-"""Delivery of all tenants' webhook events: by one process at a time, one event at a time per
-tenant.
+"""Delivery of all tenants' webhook events: by one process at a time, one event at a time per tenant.
 
-An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any
-other API process takes over. A slow receiver delays only its own tenant's events.
+An API process delivers, because the scheduler must not wait for external hosts. If it crashes, any other API process
+takes over. A slow receiver delays only its own tenant's events.
 """
 
 import asyncio
@@ -68,12 +67,10 @@ class Delivery:
                         await self._look()
                 except (*CONNECTION_LOST, Fenced):
                     pass  # another process delivers now, or the next poll detects it
-                except (
-                    Exception
-                ):  # one failed poll must not stop all tenants' events until a restart
-                    if (
-                        time.monotonic() >= self._log_unread_at
-                    ):  # while its cause lasts, once a minute
+                # One failed poll must not stop all tenants' events until a restart.
+                except Exception:
+                    # While its cause lasts, once a minute.
+                    if time.monotonic() >= self._log_unread_at:
                         log.exception("webhooks_unread")
                         self._log_unread_at = time.monotonic() + UNREAD_LOG_S
                 await asyncio.sleep(self._look_s)
@@ -99,9 +96,8 @@ class Delivery:
             self._backoffs.pop(first.tenant, None)
         except (*CONNECTION_LOST, Fenced):
             return  # the event is sent again: at-least-once delivery
-        except (
-            Exception
-        ):  # no attempt was counted, and the event is due: this process waits with it
+        # No attempt was counted, and the event is due: this process waits with it.
+        except Exception:
             before = self._backoffs.get(first.tenant)
             failures = before.failures + 1 if before else 1
             wait_s = retry_in(failures, 0.0) or LONGEST_RETRY_S
@@ -116,9 +112,8 @@ class Delivery:
             answer = await self._sender.send(event, int(time.time()))
         except Undelivered as failed:
             reason = str(failed)
-        except (
-            Exception
-        ):  # counts as an attempt, otherwise it would repeat every second without end
+        # Counts as an attempt, otherwise it would repeat every second without end.
+        except Exception:
             log.exception("webhook_failed", tenant=event.tenant, event_id=event.id)
             reason = "The server failed while it sent this; its log says how."
         else:

@@ -2,13 +2,7 @@
 
 from urllib.parse import urlsplit
 
-from cotrain.wire.usage import (
-    NewWebhook,
-    SetWebhookRequest,
-    Webhook,
-    WebhookRemoved,
-    WebhookTest,
-)
+from cotrain.wire.usage import NewWebhook, SetWebhookRequest, Webhook, WebhookRemoved, WebhookTest
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_store.tenants.audit_log import AuditEvent

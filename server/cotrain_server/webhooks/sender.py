@@ -36,9 +36,7 @@ class Undelivered(Exception):
 
 
 def signature(secret: str, event_id: str, timestamp: int, body: bytes) -> str:
-    """Return the signature: base64 of HMAC-SHA256 over `<id>.<timestamp>.<body>`, with a version
-    prefix.
-    """
+    """Return the signature: base64 of HMAC-SHA256 over `<id>.<timestamp>.<body>`, with a version prefix."""
     key = b64decode(secret.removeprefix(SECRET_PREFIX))
     signed = f"{event_id}.{timestamp}.".encode() + body
     return "v1," + b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()

@@ -257,7 +257,7 @@ class Engine:
     @property
     def recomputes(self) -> bool:
         """True if micro-batches of the full size recompute their decoder layers."""
-        return self._forward_backward.recomputes(self.facts.numerics.micro_batch_tokens)
+        return self._forward_backward.limits.recomputes(self.facts.numerics.micro_batch_tokens)
 
     @property
     def targets(self) -> Sequence[Target]:

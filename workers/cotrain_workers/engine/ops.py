@@ -65,6 +65,8 @@ class KlDatum:
     tokens: np.ndarray  # int64: tokens of the run
     reference: np.ndarray  # int64: tokens of the reference
     weights: np.ndarray  # float32 [n], n >= 1
+    routed_experts: np.ndarray | None = None
+    """Experts of the run's tokens, as in `Datum`; the reference has its own."""
 
     @property
     def shape(self) -> tuple[int, ...]:

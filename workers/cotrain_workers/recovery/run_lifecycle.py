@@ -153,6 +153,7 @@ class RunLifecycle:
             )
         try:
             yield from self._residents.rewind(op.run, target)
+            failpoint("worker.rewound", op.request_id)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             log.error("rewind_failed", run=op.run, step=step, reason=str(broken))
             yield from self._residents.ensure(op.run)

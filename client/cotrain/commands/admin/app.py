@@ -6,18 +6,19 @@
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from pydantic import TypeAdapter
 
 from cotrain.commands.admin import tenants
-from cotrain.commands.admin.asking import Server, ask
+from cotrain.commands.admin.asking import AdminKey, Server, ask
 from cotrain.commands.admin.tenants import TenantId
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
     AsJson,
+    BaseUrl,
+    DataDir,
     examples,
     minute,
     print_result,
@@ -39,7 +40,7 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
     rows = (
         (
             *(key.id, f"{key.prefix}…", key.name, key.role),
-            *(_date(at) for at in (key.created_at, key.not_after, key.last_used_at)),
+            *(at and minute(at) for at in (key.created_at, key.not_after, key.last_used_at)),
         )
         for key in found
     )
@@ -77,10 +78,6 @@ def revoke(
     ask(context, "DELETE", "tenants", tenant, "keys", key_id)
     text = f"Key {key_id} of {tenant} is revoked."
     print_result({"id": key_id, "revoked": True}, text, as_json=as_json)
-
-
-def _date(at: float | None) -> str | None:
-    return None if at is None else minute(at)
 
 
 runs_app = typer.Typer(help="Pause, resume, move or end a run of a tenant.", no_args_is_help=True)
@@ -190,13 +187,9 @@ app.add_typer(workers_app, name="workers")
 @app.callback()
 def server(
     context: typer.Context,
-    base_url: Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")] = DEFAULT_BASE_URL,
-    admin_key: Annotated[
-        str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")
-    ] = "",
-    data_dir: Annotated[
-        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
-    ] = DEFAULT_DATA_DIR,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    admin_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
 ) -> None:
     """Set the server and the key."""
     context.obj = Server(base_url, admin_key, data_dir)

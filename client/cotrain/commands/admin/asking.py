@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -11,6 +11,8 @@ import typer
 from cotrain.commands.terminal import checked, failing_in_a_sentence, kept_admin_key, plain_http
 from cotrain.errors import NotFoundError
 from cotrain.settings import ClientSettings, checked_url
+
+AdminKey = Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,19 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cotrain.commands.admin.asking import Server, ask
-from cotrain.commands.terminal import DEFAULT_DATA_DIR, AsJson, print_result, table
+from cotrain.commands.admin.asking import AdminKey, Server, ask
+from cotrain.commands.terminal import (
+    DEFAULT_DATA_DIR,
+    AsJson,
+    BaseUrl,
+    DataDir,
+    print_result,
+    table,
+)
 from cotrain.settings import DEFAULT_BASE_URL
 from cotrain.wire.admin import SelfCheckAsked, WorkerList, WorkerShown
 
@@ -27,13 +33,9 @@ def selfcheck(
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, help="Wait so many seconds for the results.")
     ] = 120.0,
-    base_url: Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")] = DEFAULT_BASE_URL,
-    admin_key: Annotated[
-        str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")
-    ] = "",
-    data_dir: Annotated[
-        Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
-    ] = DEFAULT_DATA_DIR,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    admin_key: AdminKey = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Check on live workers that an adapter alone and in a mix gives the same numbers.
@@ -56,7 +58,8 @@ def selfcheck(
         for pool, name in asked
     ]
     columns = ("pool", "worker", "result", *KINDS, "limit", "took")
-    print_result(rows, table(columns, map(_row, rows)), *_problems(rows), as_json=as_json)
+    problems = [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]
+    print_result(rows, table(columns, map(_row, rows)), *problems, as_json=as_json)
     if any(row["ok"] is False for row in rows):
         raise typer.Exit(FAILED)
     if not rows or any(row["ok"] is None for row in rows):
@@ -91,7 +94,3 @@ def _row(row: dict[str, Any]) -> Sequence[object]:
     result = "passed" if row["ok"] else "FAILED"
     numbers = (f"{row[kind]:.1e}" for kind in (*KINDS, "tolerance"))
     return row["pool"], row["worker"], result, *numbers, f"{row['took_s']:.2f} s"
-
-
-def _problems(rows: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]

@@ -9,19 +9,7 @@ from cotrain_server.errors import TooManyFailures, status_of
 from cotrain_server.http.auth import note_failure
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
-from cotrain_server.ui.access.session import (
-    CSRF_FIELD,
-    LOGIN_COOKIE,
-    drop_session,
-    end_session,
-    form_of,
-    is_csrf_token,
-    keep_session,
-    read_form,
-    session_of_key,
-    set_cookie,
-    visitor_of_cookie,
-)
+from cotrain_server.ui.access import session as access
 from cotrain_server.ui.rendering import guarded, html
 from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
 
@@ -39,7 +27,7 @@ STALE = "This form was open for too long. Try again."
 @guarded
 async def login_page(request: Request, services: ServicesDep, next: str = HOME) -> Response:
     """Show the form."""
-    if await visitor_of_cookie(request, services):
+    if await access.visitor_of_cookie(request, services):
         return RedirectResponse(_inside(next), 303)
     return _form(request, services, _inside(next))
 
@@ -48,17 +36,19 @@ async def login_page(request: Request, services: ServicesDep, next: str = HOME) 
 @guarded
 async def login(request: Request, services: ServicesDep) -> Response:
     """Check a key, and set a session cookie for it."""
-    fields = await read_form(request)
+    fields = await access.read_form(request)
     target = _inside(fields.get("next", HOME))
-    nonce = request.cookies.get(LOGIN_COOKIE, "")
-    if not is_csrf_token(nonce and services.signer.csrf(nonce), fields.get(CSRF_FIELD, "")):
+    nonce = request.cookies.get(access.LOGIN_COOKIE, "")
+    if not access.is_csrf_token(
+        nonce and services.signer.csrf(nonce), fields.get(access.CSRF_FIELD, "")
+    ):
         return _form(request, services, target, STALE, 403)
     try:
-        session = await session_of_key(services, fields.get("key", "").strip())
+        session = await access.session_of_key(services, fields.get("key", "").strip())
     except AuthenticationFailed as wrong:
         return _refused(request, services, target, wrong)
     response = RedirectResponse(target, 303)
-    keep_session(request, response, services, session)
+    access.keep_session(request, response, services, session)
     return response
 
 
@@ -66,13 +56,13 @@ async def login(request: Request, services: ServicesDep) -> Response:
 @guarded
 async def logout(request: Request, services: ServicesDep) -> Response:
     """End the browser's session. Copies of its cookie become invalid, too."""
-    if await visitor_of_cookie(request, services):
-        await form_of(request, services)
-        await end_session(request, services)
+    if await access.visitor_of_cookie(request, services):
+        await access.form_of(request, services)
+        await access.end_session(request, services)
     elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
         raise Refused(Reason.MISSING_FORM_TOKEN)
     response = RedirectResponse(LOGIN, 303)
-    drop_session(response)
+    access.drop_session(response)
     return response
 
 
@@ -94,7 +84,7 @@ def _form(
     nonce = secrets.token_hex(16)
     context = {"csrf": services.signer.csrf(nonce), "next": target, "error": error}
     response = html("login.html", context, status)
-    set_cookie(request, response, services, LOGIN_COOKIE, nonce, LOGIN_LIFE_S)
+    access.set_cookie(request, response, services, access.LOGIN_COOKIE, nonce, LOGIN_LIFE_S)
     return response
 
 

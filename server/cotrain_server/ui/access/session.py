@@ -1,8 +1,7 @@
-"""Browser sessions: a signed cookie that replaces the key after a login, and access checks of
-pages.
+"""Browser sessions: a signed cookie that replaces the key after a login, and access checks of pages.
 
-The cookie contains no key. A logout ends it. A tenant's session ends with its key, and has the
-key's current role. The operator's session ends if the admin key changes.
+The cookie contains no key. A logout ends it. A tenant's session ends with its key, and has the key's current role. The
+operator's session ends if the admin key changes.
 """
 
 import hashlib
@@ -59,10 +58,8 @@ async def session_of_key(services: Services, key: str) -> UiSession:
 
 
 async def visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
-    """Return the logged-in visitor of a browser, or None without a valid session.
-
-    Raises:
-        READ_ONLY_KEY: the session is a viewer's, and the request changes something.
+    """Return the logged-in visitor of a browser, or None without a valid session. Raises READ_ONLY_KEY: the session is
+    a viewer's, and the request changes something.
     """
     session = _session_of(request, services)
     if session is None or await services.tenants.has_logged_out(session.nonce):
@@ -98,9 +95,7 @@ def keep_session(
 def set_cookie(
     request: Request, response: Response, services: Services, name: str, value: str, life_s: int
 ) -> None:
-    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the
-    server uses it.
-    """
+    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the server uses it."""
     public = services.settings.public_url or ""
     response.set_cookie(
         name,
@@ -165,7 +160,8 @@ async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[s
     if visitor is None:
         raise NotLoggedIn
     fields = await read_form(request)
-    if not is_csrf_token(visitor.csrf, _shown_token(request, fields)):
+    token = request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")
+    if not is_csrf_token(visitor.csrf, token):
         raise Refused(Reason.MISSING_FORM_TOKEN)
     return visitor, fields
 
@@ -185,7 +181,3 @@ async def read_form(request: Request) -> dict[str, str]:
             raise BodyTooLarge
     text = body.decode("utf-8", "replace")
     return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=200))
-
-
-def _shown_token(request: Request, fields: dict[str, str]) -> str:
-    return request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")

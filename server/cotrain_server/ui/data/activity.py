@@ -1,7 +1,7 @@
 """Chart data: the last hour of a pool per second, and the history of runs per step. Pure."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
@@ -122,7 +122,7 @@ def curves_of(
         series = [
             {
                 "label": shown.get(run) or short_id(run) if len(steps) > 1 else heading,
-                "values": _on_axis(axis, points, _VALUES[name](points)),
+                "values": _on_axis(axis, points, _values(name, points)),
             }
             for run, points in steps.items()
         ]
@@ -134,9 +134,7 @@ def curves_of(
 
 
 def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
-    """Return the chart of the loss of forwards without a gradient, over the preceding step. None
-    without values.
-    """
+    """Return the chart of the loss of forwards without a gradient, over the preceding step. None without values."""
     seen = {point.step: mean_loss(point) for point in points if point.kind == "forward"}
     if not any(value is not None for value in seen.values()):
         return None
@@ -181,12 +179,7 @@ def _speeds(points: Sequence[HistoryPoint]) -> list[float | None]:
     return speeds
 
 
-_VALUES: Mapping[str, Callable[[Sequence[HistoryPoint]], list[float | None]]] = {
-    "loss": lambda points: [mean_loss(point) for point in points],
-    "grad_norm": lambda points: [point.grad_norm for point in points],
-    "learning_rate": lambda points: [point.learning_rate for point in points],
-    "rollout_gap": lambda points: [point.rollout_gap for point in points],
-    "effective_sample_size": lambda points: [point.effective_sample_size for point in points],
-    "clip_fraction": lambda points: [point.clip_fraction for point in points],
-    "tokens_per_s": _speeds,
-}
+def _values(name: str, points: Sequence[HistoryPoint]) -> list[float | None]:
+    if name == "tokens_per_s":
+        return _speeds(points)
+    return [mean_loss(each) if name == "loss" else getattr(each, name) for each in points]

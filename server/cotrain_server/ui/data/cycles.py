@@ -40,9 +40,7 @@ class Eyes:
 
 
 def timeline_of(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, Any]:
-    """Return the timeline of cycles, newest first in `records`: a row per worker, and the colours
-    of tenants.
-    """
+    """Return the timeline of cycles, newest first in `records`: a row per worker, and the colours of tenants."""
     colour = _colours(records, eyes)
     start, end = _span(records)
     workers = sorted({record["worker"] for record in records})
@@ -117,10 +115,6 @@ def runs_of(record: Mapping[str, Any], eyes: Eyes) -> list[dict[str, Any]]:
     ]
 
 
-def _key(tenant: str, eyes: Eyes) -> str:
-    return tenant if eyes.sees(tenant) else ""
-
-
 def _id(tenant: str, eyes: Eyes) -> str:
     return tenant if eyes.sees(tenant) else ""
 
@@ -130,7 +124,7 @@ def _totals(records: Sequence[Mapping[str, Any]], eyes: Eyes) -> dict[str, int]:
     totals: dict[str, int] = {}
     for record in records:
         for run in record["runs"]:
-            key = _key(run["tenant"], eyes)
+            key = _id(run["tenant"], eyes)
             totals[key] = totals.get(key, 0) + run["tokens"]
     return totals
 
@@ -172,7 +166,7 @@ def _stack(
     """Return shares of a bar's height by tokens. Ops without tokens, such as a save, count as one."""
     share: dict[str, float] = {}
     for run in record["runs"]:
-        key = _key(run["tenant"], eyes)
+        key = _id(run["tenant"], eyes)
         share[key] = share.get(key, 0) + max(1, run["tokens"])
     by_colour: dict[str, float] = {}
     for key, amount in share.items():

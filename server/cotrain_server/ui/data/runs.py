@@ -1,7 +1,6 @@
 """Tables of runs, of a run's requests, and of a worker's busiest runs. Pure.
 
-The tables show the state of each run and request, its waiting time, and the workers to which a run
-can move.
+The tables show the state of each run and request, its waiting time, and the workers to which a run can move.
 """
 
 from collections import Counter, defaultdict

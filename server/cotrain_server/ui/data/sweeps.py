@@ -28,8 +28,7 @@ class SettingsRow:
     label: str
     settings: Mapping[str, float]
     steps: int
-    loss: float | None
-    """Loss of the last optimizer step in nats per token; None if unknown."""
+    loss: float | None  # Loss of the last optimizer step in nats per token; None if unknown
 
 
 def settings_row(run: RunRecord, points: Sequence[HistoryPoint]) -> SettingsRow:

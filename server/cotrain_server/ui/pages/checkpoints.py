@@ -24,6 +24,7 @@ from cotrain_store.tenants.audit_log import Act, AuditEvent
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 
 SHOWN = 50
+_SHOWN = ("run", "name", "kind", "path", "base_model", "size", "created_at", "expires_at", "public")
 DAY_S = 24 * 3600
 DONE: Mapping[str, str] = {
     "delete": "The checkpoint is deleted. What was loaded from it stays.",
@@ -113,17 +114,7 @@ async def download(request: Request, services: ServicesDep) -> Response:
 
 
 def _row(record: CheckpointRecord) -> dict[str, Any]:
-    return {
-        "run": record.run,
-        "name": record.name,
-        "kind": record.kind,
-        "path": record.path,
-        "base_model": record.base_model,
-        "size": record.size,
-        "created_at": record.created_at,
-        "expires_at": record.expires_at,
-        "public": record.public,
-    }
+    return {name: getattr(record, name) for name in _SHOWN}
 
 
 def _whose(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:

@@ -9,7 +9,6 @@ from cotrain_server.ui.data.cycles import Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import PoolId, TenantId
-from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.status import cycle_record, cycle_records
 from cotrain_store.tenants.catalog import tenant_names
 
@@ -20,7 +19,8 @@ async def read(look: PageRequest) -> dict[str, Any]:
     """Return the data of the last cycles of one pool."""
     pools = await look.services.records.pools()
     count = chosen_count(look.query.get("last", ""))
-    pool = chosen_pool(pools, look.query.get("pool", ""))
+    named = (pool for pool in pools if pool.id == look.query.get("pool", ""))
+    pool = next(named, pools[0] if pools else None)
     found: dict[str, Any] = {
         "pools": [{"id": each.id, "base_model": each.base_model} for each in pools],
         "pool": pool.id if pool else "",
@@ -50,11 +50,6 @@ async def read_one(look: PageRequest) -> dict[str, Any]:
         "cycle": cycle_of(record, eyes),
         "runs": runs_of(record, eyes),
     }
-
-
-def chosen_pool(pools: Sequence[PoolRecord], wanted: str) -> PoolRecord | None:
-    """Return the requested pool, or the first one, or None without pools."""
-    return next((pool for pool in pools if pool.id == wanted), pools[0] if pools else None)
 
 
 def chosen_count(wanted: str) -> int:

@@ -61,11 +61,7 @@ async def read_overview(look: PageRequest) -> dict[str, Any]:
     shown = dict(itertools.islice(failures.items(), TENANTS_SHOWN))
     people = await tenant_names(connection, {tenant for tenant, _ in busiest} | shown.keys())
     page = overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
-    return {
-        **page,
-        "went_wrong": went_wrong(shown, people),
-        "went_wrong_tenants": len(failures),
-    }
+    return {**page, "went_wrong": went_wrong(shown, people), "went_wrong_tenants": len(failures)}
 
 
 def went_wrong(

@@ -1,6 +1,4 @@
-"""Playground: send one prompt with one seed to the base model and checkpoints, and compare the
-answers.
-"""
+"""Playground: send one prompt with one seed to the base model and checkpoints, and compare the answers."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -64,12 +62,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
         "tenants": tenants,
         "base_models": [pool.base_model for pool in pools],
         "checkpoints": [
-            {
-                "path": found.path,
-                "name": found.name,
-                "run": found.run,
-                "base_model": found.base_model,
-            }
+            {name: getattr(found, name) for name in ("path", "name", "run", "base_model")}
             for found in page.items
         ],
     }
@@ -155,9 +148,7 @@ def _refused(model: str, why: str) -> dict[str, Any]:
 async def _body(
     services: Services, tenant: TenantId, target: Target, model: str, fields: Mapping[str, str]
 ) -> SampleBody:
-    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same
-    answer.
-    """
+    """Return the sample request as the OpenAI endpoints build it: the same seed gives the same answer."""
     prompt, common = fields.get("prompt", ""), _common(model, fields)
     try:
         if fields.get("mode") == "chat":

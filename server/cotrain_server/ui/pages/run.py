@@ -12,14 +12,7 @@ from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
 from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
-from cotrain_server.ui.data.runs import (
-    STATES,
-    keeps,
-    log_rows,
-    mean_loss,
-    run_row,
-    targets_of,
-)
+from cotrain_server.ui.data.runs import STATES, keeps, log_rows, mean_loss, run_row, targets_of
 from cotrain_server.ui.data.sweeps import (
     differing,
     loss_by_rate,
@@ -64,10 +57,12 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     if row["last_loss"] is None:  # the newest step followed a failed pass
         losses = (mean_loss(point) for point in reversed(points))
         row["last_loss"] = next((loss for loss in losses if loss is not None), None)
+    # The same position as above, so that the sentence and the state agree.
+    reason = await read_why(services, run, position, shows_exits=look.visitor.is_operator)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": row,
-        "why": (await read_why(services, run, shows_exits=look.visitor.is_operator)).reason,
+        "why": reason.reason,
         "is_live": run.state is RunState.LIVE,
         "pause": pauses.runs.get(run.id),
         "pool": run.pool,
@@ -99,17 +94,8 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
 
 def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     """Return a checkpoint of a run for display."""
-    return {
-        "name": record.name,
-        "kind": record.kind,
-        "path": record.path,
-        "size": record.size,
-        "created_at": record.created_at,
-        "expires_at": record.expires_at,
-        "public": record.public,
-        "step": record.step,
-        "metrics": dict(record.metrics),
-    }
+    names = ("name", "kind", "path", "size", "created_at", "expires_at", "public", "step")
+    return {name: getattr(record, name) for name in names} | {"metrics": dict(record.metrics)}
 
 
 async def read_compared(look: PageRequest) -> dict[str, Any]:
@@ -125,13 +111,8 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
     by_rate = loss_by_rate(rows)
     return {
         "runs": [
-            {
-                "run": run.id,
-                "label": labels[run.id],
-                "base_model": run.base_model,
-                "rank": run.lora.rank,
-            }
-            for run in runs
+            {"run": r.id, "label": labels[r.id], "base_model": r.base_model, "rank": r.lora.rank}
+            for r in runs
         ],
         "by_rate": by_rate,
         "charts": curves_of(histories, labels),

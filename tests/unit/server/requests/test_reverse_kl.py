@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def test_a_request_without_a_run_is_unreadable(body: bytes) -> None:
         read_reverse_kl(body)
 
 
+EXPERTS = {"data": "AQIDBA==", "dtype": "int8", "shape": [4, 1, 1]}
 LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
 
 
@@ -116,7 +118,24 @@ LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
             "image",
         ),
         (with_datum(weights=None), "data[1].weights: "),
+        (with_datum(routed_experts=EXPERTS), "data[1].routed_experts: tiny/model has no experts"),
     ],
 )
 def test_an_invalid_request_is_refused_with_the_reason(body: dict[str, Any], message: str) -> None:
     assert message in refusal(body)
+
+
+def test_experts_of_the_student_are_kept_in_the_body() -> None:
+    pool = replace(POOL, expert_choices=(1, 1, 7))
+    for shape, message in (
+        ((4, 1, 1), ""),
+        ((2, 1, 2), "has shape [2, 1, 2], but must be [4, 1, 1]"),
+    ):
+        body = with_datum(routed_experts=EXPERTS | {"shape": shape})
+        op = reverse_kl_op(read_reverse_kl(json.dumps(body).encode()), None, pool)
+        if message:
+            assert message in json.loads(op.body)["error"]
+        else:
+            experts = decode_reverse_kl(op.body).datums[1].routed_experts
+            assert experts is not None
+            assert experts.tolist() == [[[1]], [[2]], [[3]], [[4]]]

@@ -16,7 +16,11 @@ from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef
 
 ONE = KlArrays(
-    np.array([5, 6, 7]), np.array([9]), np.array([1, 2, 3]), np.array([0.5, 0, -2], np.float32)
+    np.array([5, 6, 7]),
+    np.array([9]),
+    np.array([1, 2, 3]),
+    np.array([0.5, 0, -2], np.float32),
+    np.arange(30, dtype=np.int16).reshape(5, 3, 2),
 )
 OTHER = KlArrays(np.array([1]), np.array([2, 3]), np.array([4]), np.array([1.0], np.float32))
 BODY = ReverseKlBody(WeightsRef("session:train:0:7"), 0.7, (ONE, OTHER))
@@ -32,6 +36,7 @@ def test_a_body_is_unchanged_by_encoding_and_decoding() -> None:
         np.testing.assert_array_equal(ours.reference_context, theirs.reference_context)
         np.testing.assert_array_equal(ours.targets, theirs.targets)
         np.testing.assert_array_equal(ours.weights, theirs.weights, strict=True)
+        np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
 
 
 def test_the_base_model_is_not_a_reference_by_name() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.families import MODEL_TYPES
@@ -21,7 +22,10 @@ ModelFolder = Callable[..., Path]
 
 
 #: Families whose layers others have too.
-ALIKE = ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba")
+ALIKE = (
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba"),
+    *("granitemoehybrid-dense", "gemma4-moe-wrapped"),
+)
 
 
 @pytest.mark.parametrize("family", [variant(each) if each in ALIKE else each for each in EVERY])
@@ -34,6 +38,23 @@ def test_a_family_computes_as_transformers_and_peft(
     assert measured.is_alone_equal
     assert measured.is_restored
     assert measured.is_greedy_equal
+
+
+def test_experts_of_a_square_weight_are_merged_with_inputs_before_outputs(tmp_path: Path) -> None:
+    """The shape does not show the order, nor does that of gpt-oss-20b."""
+    folder = build_tiny("gpt_oss", tmp_path / "model", hidden=40)
+
+    assert measure(folder, tmp_path / "adapter").merged < TOLERANCE
+
+
+def test_experts_are_merged_in_the_order_of_the_file(tmp_path: Path) -> None:
+    """Published files of Qwen3-VL MoE have inputs before outputs, which transformers changes when it reads them."""
+    folder = build_tiny("qwen3-vl-moe", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    turned = {name: each.mT.contiguous() for name, each in weights.items() if ".experts." in name}
+    save_file(weights | turned, folder / "model.safetensors", {"format": "pt"})
+
+    assert measure(folder, tmp_path / "adapter").merged < TOLERANCE
 
 
 def test_every_supported_type_has_a_family() -> None:

@@ -33,7 +33,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Target
-from cotrain_workers.engine.training import forward_backward
+from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training import memory_probe as probe
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MAX_TOKENS
@@ -153,7 +153,7 @@ def test_sizes_are_measured(
 def test_sequences_of_any_length_fit_into_the_measured_memory(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (probe, forward_backward):
+    for module in (probe, batch_runner):
         monkeypatch.setattr(module, "CHUNK_ROWS", 32)
     engine = load(model_folder("qwen3"))
     base, lora = engine._base, engine._forward_backward._lora

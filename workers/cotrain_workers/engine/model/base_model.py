@@ -353,8 +353,6 @@ def refuse_unsupported(config: Any) -> None:
         )
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
-    if getattr(config, "enable_moe_block", None):
-        raise UnsupportedModel("it has experts (enable_moe_block).")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):
         raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
     for rope_type in rope_types(config):

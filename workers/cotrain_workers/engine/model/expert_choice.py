@@ -34,7 +34,8 @@ def expert_choices(config: Any, experts: Sequence[int]) -> ExpertChoices | None:
 
     Returns None without experts, or if layers differ in a number.
     """
-    count = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None)
+    names = "num_experts_per_tok", "moe_topk", "top_k_experts"
+    count = next(filter(None, (getattr(config, name, None) for name in names)), None)
     chosen = set(count) if isinstance(count, list | tuple) else {count}
     if len(set(experts)) != 1 or len(chosen) != 1:
         return None

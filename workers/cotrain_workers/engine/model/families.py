@@ -40,6 +40,7 @@ MAMBA = _modules(f"{APART} in_proj out_proj", "gate_proj up_proj down_proj")
 FALCON_H1 = _modules(f"{APART} in_proj", "gate_proj up_proj down_proj")
 LFM2 = _modules("q_proj k_proj v_proj in_proj out_proj", "w1 w2 w3")
 GRANITE_HYBRID = _modules(f"{APART} in_proj out_proj", "input_linear output_linear")
+OF_STATES = frozenset({"in_proj", "out_proj"})
 
 
 def _one(_config: Any) -> float:
@@ -159,7 +160,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen3_5_moe": ModelType("Qwen3.5 MoE", is_wrapper=True),
     "lfm2": ModelType("LFM2", LFM2),
     "lfm2_moe": ModelType("LFM2 MoE", LFM2),
-    "granitemoehybrid": ModelType("Granite 4", GRANITE_HYBRID, _by_logits_scaling),
+    "granitemoehybrid": ModelType("Granite 4", GRANITE_HYBRID, _by_logits_scaling, optional=OF_STATES),
     "falcon_h1": ModelType("Falcon-H1", FALCON_H1, _by_head_multiplier, in_tuple=True),
     "bamba": ModelType("Bamba", MAMBA, in_tuple=True),
 }  # fmt: skip

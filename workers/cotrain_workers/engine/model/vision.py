@@ -6,6 +6,7 @@ results are cached by tenant and digest. No tenant finds another one's image in 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -130,10 +131,21 @@ class Vision:
             self._cache.put(tenant, image.digest, found)
         return found
 
+    def compute_blank(self, most_tokens: int) -> torch.Tensor:
+        """Return the results of the tower for the largest blank image of at most `most_tokens`."""
+        tokens = min(most_tokens, self.facts.most_pixels // self.facts.side**2)
+        rows, merge = math.isqrt(tokens), self._processor.merge_size
+        grid = torch.tensor([[1, merge * rows, merge * (tokens // rows)]])
+        values = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
+        return self._run(torch.zeros(int(grid.prod()), values), grid)
+
     def _compute(self, image: Image) -> torch.Tensor:
-        pixels, grid = self._pixels(image)
-        where: torch.device = self._model.device
         self.runs += 1
+        return self._run(*self._pixels(image))
+
+    def _run(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """Return the results `[1 + L, n, d]` for patches `[4 n, values]` of one image, on the host."""
+        where: torch.device = self._model.device
         # Results of inference mode could not be used by a later pass with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
             output = self._model.get_image_features(

@@ -1,34 +1,24 @@
-"""Forward and backward: all passes of a cycle in as few base-model forwards as memory allows."""
+"""Execution of the passes of a cycle, in as few base-model forwards as memory allows."""
 
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
-
-import torch
 
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import (
     is_out_of_memory,
     release_memory,
-    to_device,
 )
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.expert_choice import experts_of_rows
-from cotrain_workers.engine.model.families import UNEMBED
-from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
-from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.ops import Pass, ReverseKl, UpcomingBatch
-from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
-from cotrain_workers.engine.training.batch_images import BatchImages
-from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
+from cotrain_workers.engine.ops import ReverseKl, UpcomingBatch
+from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
 from cotrain_workers.engine.training.memory_model import (
     BatchLimits,
@@ -54,12 +44,6 @@ from cotrain_workers.engine.training.pass_state import (
     needs_memory,
     upcoming_batch,
 )
-from cotrain_workers.engine.training.reverse_kl import (
-    KlHead,
-    References,
-    Referred,
-)
-from cotrain_workers.engine.training.shared_prompts import fold, repeat
 
 
 class ForwardBackward:
@@ -84,18 +68,23 @@ class ForwardBackward:
         self._lora = lora
         self._device = base.head_weight.device
         self.head_chunk_rows = head_chunk_rows
-        self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows, new_softmax)
-        self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
-        self._references = References(base, lora, micro_batch_tokens)
         self._micro_batch_tokens = micro_batch_tokens
         # The kernel of packed attention on CUDA takes queries and keys of one table, and a sequence of a hybrid
         # cannot begin with the state after its prompt.
         self._shares_prompts = self._device.type == "cpu" and not base.states
         self._long: WeakSet[LongSlice] = WeakSet()  # those that are, or may be, suspended
-        self._images = BatchImages(base.vision, self._device)
         self._may_recompute = recompute != "never"
         keep_tokens = {"always": 0, "auto": keep_tokens, "never": sys.maxsize}[recompute]
+        save_tokens = max(save_tokens, micro_batch_tokens)
         self.limits = BatchLimits(Budget(micro_batch_tokens, keep_tokens, save_tokens=save_tokens))
+        self._runner = BatchRunner(
+            base,
+            lora,
+            self.limits,
+            micro_batch_tokens=micro_batch_tokens,
+            head_chunk_rows=head_chunk_rows,
+            new_softmax=new_softmax,
+        )
         self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = lambda _: (
             nullcontext()
         )
@@ -174,7 +163,7 @@ class ForwardBackward:
                 continue
             if is_over():
                 return
-            unusable = yield from self._images.compute(waiting[0], passes, cost)
+            unusable = yield from self._runner.images.compute(waiting[0], passes, cost)
             if unusable is not None:
                 left = [batch.without(unusable) for batch in waiting]
                 waiting = deque(batch for batch in left if batch.op_slices)
@@ -234,12 +223,12 @@ class ForwardBackward:
         try:
             if long is None or work is None:
                 may_suspend &= len(self._long) < MAX_SUSPENDED
-                long = owner.long = self._begin_long(batch, passes)
+                long = owner.long = self._runner.long_slice(batch, passes)
                 work = owner.long_work = long.run()
                 if may_suspend:
                     self._long.add(long)
             else:
-                long.route, _ = self._route(batch, passes)
+                long.route, _ = self._runner.route(batch, passes)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -284,32 +273,6 @@ class ForwardBackward:
             cost.seconds += time.perf_counter() - began
             yield
 
-    def _begin_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> LongSlice:
-        route, row = self._route(batch, passes)
-        owner, op_slice = passes[batch.op_slices[0].owner], batch.op_slices[0]
-        op = owner.op
-        assert isinstance(op, Pass)
-
-        def head(route: Route, hidden: torch.Tensor) -> Yielding[tuple[HeadResult, torch.Tensor]]:
-            part = next(iter(route.lora.parts(UNEMBED)), None)
-            given = self._head.input(op, op_slice, part, 0)
-            grad = torch.zeros_like(hidden) if op_slice.needs_grad else hidden.new_empty(0)
-            (result,) = yield from self._head.visits([given], hidden, grad)
-            return result, grad
-
-        if owner.gradient is not None and owner.results:
-            owner.gradient_before = owner.gradient.flat.clone()
-        kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
-        self._base.recompute.is_on = False
-        long = LongSlice(self._base, row, kind, batch.tokens, route, head)
-        if self._saves_memory(batch):
-            long.save_memory()
-        return long
-
-    def _saves_memory(self, batch: MicroBatch) -> bool:
-        """Return True for a long datum whose layer inputs are on the host, and whose MLPs compute in chunks of rows."""
-        return batch.tokens > max(self.limits.save_tokens, self._micro_batch_tokens)
-
     def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
         if owner.long is not None:
@@ -332,7 +295,7 @@ class ForwardBackward:
                 (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
             ]
             with self.watch(upcoming_batch(batch, passes)):
-                return self._run_micro_batch(batch, passes)
+                return self._runner.run(batch, passes)
         except (RuntimeError, MemoryError) as error:
             # The other processes of this base model are in the middle of the same pass.
             if not is_out_of_memory(error) or self._base.lock_step.sharding:
@@ -358,8 +321,8 @@ class ForwardBackward:
         op_slice = batch.op_slices[0]
         owner = passes[op_slice.owner]
         lengths = [len(datum.tokens) for datum in owner.op.datums[op_slice.first : op_slice.last]]
-        can_recompute = self._may_recompute and not self.recomputes(batch.padded_tokens)
-        can_save = self._is_long(batch, passes) and not self._saves_memory(batch)
+        can_recompute = self._may_recompute and not self.limits.recomputes(batch.padded_tokens)
+        can_save = self._is_long(batch, passes) and not self.limits.saves_memory(batch.tokens)
         can_save &= self._may_recompute or not op_slice.needs_grad
         match after_oom(
             batch,
@@ -397,104 +360,3 @@ class ForwardBackward:
         """
         keep_tokens = tokens - 1 if self._may_recompute else sys.maxsize
         self.limits.lower_plan(tokens=max(1, tokens // 2), keep_tokens=keep_tokens)
-
-    def recomputes(self, padded_tokens: int) -> bool:
-        """Return True if layers are recomputed at this size; no bit depends on it."""
-        return padded_tokens > self.limits.keep_tokens
-
-    def _run_micro_batch(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
-        referred, ran = self._references.ask_for(
-            {each: passes[each.owner].op for each in batch.op_slices}
-        )
-        route, row = self._route(batch, passes)
-        kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
-        self._base.recompute.is_on = kind is Forward.RECOMPUTED
-        with self._base.router.use(route):
-            with torch.set_grad_enabled(kind.goes_back):
-                hidden = hidden_states(self._base, row)
-            results, hidden_grad = self._run_head(
-                batch, passes, route, hidden.detach()[0], referred
-            )
-            if hidden.requires_grad:
-                hidden.backward(hidden_grad[None])
-        collect(batch, passes, results)
-        return [*ran, batch]
-
-    def _route(self, batch: MicroBatch, passes: Sequence[PassState]) -> tuple[Route, TokenRow]:
-        datums = [passes[p.owner].op.datums[p.first : p.last] for p in batch.op_slices]
-        row = token_row(
-            ([datum.tokens for datum in each] for each in datums),
-            batch.padded_tokens,
-            batch.align,
-            [passes[each.owner].shared_in(each) for each in batch.op_slices],
-        )
-        segments = self._segments(batch, passes)
-        table = SequenceTable(row.lengths, self._device, row.prompts)
-        lora = self._lora.of(segments, batch.padded_tokens)
-        chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._saves_memory(batch) else None
-        row, images = self._images.insert(batch, passes, row)
-        starts = zip(batch.op_slices, batch.spans, strict=True)
-        given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
-        experts = experts_of_rows(
-            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
-        )
-        on_device = None if experts is None else to_device(experts, self._device)
-        return Route(segments, table, lora, on_device, images, chunks), row
-
-    def _kind_of(self, batch: MicroBatch, passes: Sequence[PassState]) -> Forward:
-        specs = [passes[p.owner].adapter.spec for p in batch.op_slices if p.needs_grad]
-        if not any(spec.train_attn or spec.train_mlp for spec in specs):
-            return Forward.PLAIN  # gradients of the unembedding are computed in the head
-        if self.recomputes(batch.padded_tokens):
-            return Forward.RECOMPUTED
-        return Forward.BACKWARD
-
-    def _segments(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[Segment]:
-        segments = []
-        for op_slice, (start, stop) in zip(batch.op_slices, batch.spans, strict=True):
-            state = passes[op_slice.owner]
-            adapter = state.adapter
-            if op_slice.needs_grad and state.gradient is None:
-                may_stay_open = state.allowance is not None
-                state.gradient = adapter.claim_gradient(may_stay_open=may_stay_open)
-            grads = state.gradient.views if state.gradient else None
-            if state.gradient and not self._lora.stores_first:
-                state.gradient.settle()
-            segments.append(Segment(start, stop, adapter, adapter.scale, grads))
-        return segments
-
-    def _run_head(
-        self,
-        batch: MicroBatch,
-        passes: Sequence[PassState],
-        route: Route,
-        hidden: torch.Tensor,
-        referred: Mapping[OpSlice, Referred],
-    ) -> tuple[dict[OpSlice, HeadResult], torch.Tensor]:
-        spans = {
-            start: of_slice
-            for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
-            if (of_slice := passes[op_slice.owner].spans(op_slice, start))
-        }
-        row_count = len(hidden)
-        hidden, starts = repeat(hidden, spans)
-        hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
-        part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
-        inputs: dict[OpSlice, HeadInput] = {}
-        results: dict[OpSlice, HeadResult] = {}
-        for op_slice, segment in zip(batch.op_slices, route.segments, strict=True):
-            op, part = passes[op_slice.owner].op, part_by_start.get(segment.start)
-            if isinstance(op, ReverseKl):
-                rows = slice(segment.start, segment.stop)
-                states = (hidden[rows], hidden_grad[rows])
-                datums = op.datums[op_slice.first : op_slice.last]
-                given = (datums, op.temperature, part, referred[op_slice])
-                results[op_slice] = self._kl_head.compare(*given, *states)
-            else:
-                start = starts.get(segment.start, segment.start)
-                inputs[op_slice] = self._head.input(op, op_slice, part, start)
-        found = self._head.run(list(inputs.values()), hidden, hidden_grad)
-        results.update(zip(inputs, found, strict=True))
-        if batch.needs_grad:
-            fold(hidden_grad, spans, starts)
-        return results, hidden_grad[:row_count]

@@ -40,6 +40,9 @@ UNDO_SHARE = 4 / 18
 #: Margin for fragments, workspaces and ragged lengths, which a line through two points does not
 #: cover.
 MARGIN = 0.95
+#: Largest share of the memory for micro-batches that is left free for the vision tower. An image that needs more fails
+#: alone.
+TOWER_SHARE = 0.25
 #: Waves of passes without a failure after which lowered limits double. Each further failure doubles
 #: the number, up to the second one. A retry costs at most one micro-batch.
 FIRST_WAIT, LONGEST_WAIT = 16, 1024
@@ -71,6 +74,14 @@ class Activations:
     recomputed: ActivationModel | None
     saving: ActivationModel | None = None
     """Recomputed layers, with their inputs on the host and their MLPs in chunks of rows."""
+
+    def with_images(self, bytes_per_token: float) -> "Activations":
+        """Return the models of rows in which each token belongs to an image and has `bytes_per_token` of results."""
+        models = (
+            each and replace(each, bytes_per_token=each.bytes_per_token + bytes_per_token)
+            for each in (self.kept, self.recomputed, self.saving)
+        )
+        return Activations(*models)
 
 
 @dataclass(frozen=True)
@@ -105,6 +116,14 @@ class BatchLimits:
     def __post_init__(self) -> None:
         self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
         self.save_tokens = self.planned.save_tokens
+
+    def recomputes(self, padded_tokens: int) -> bool:
+        """Return True if a micro-batch of this size recomputes its decoder layers."""
+        return padded_tokens > self.keep_tokens
+
+    def saves_memory(self, tokens: int) -> bool:
+        """Return True if a datum of this length has its layer inputs on the host, and its MLPs in chunks of rows."""
+        return tokens > self.save_tokens
 
     def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
         """Lower limits after a micro-batch ran out of memory."""
@@ -152,15 +171,18 @@ def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
     return ActivationModel(max(0.0, few - slope * tokens), slope)
 
 
-def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int) -> int:
+def micro_batch_bytes(
+    device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0
+) -> int:
     """Return the bytes for micro-batches on a device of which the base model takes `taken_bytes`.
 
-    It is based on all memory instead of the free memory: sizes move bits, so a restart must find
+    The vision tower takes `tower_bytes` for the largest image, while passes of long data are in progress. It is based on all memory instead of the free memory: sizes move bits, so a restart must find
     the same size.
     """
     left = device_bytes - taken_bytes - OWN_BYTES
     adapters = adapter_bytes * (1 + STACKED_SHARE + UNDO_SHARE)
-    return int((left * (1 - KV_SHARE) - adapters) * MARGIN)
+    free = (left * (1 - KV_SHARE) - adapters) * MARGIN
+    return int(free - min(tower_bytes, max(0.0, free) * TOWER_SHARE))
 
 
 def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:

@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.cycle import run_to_end
-from cotrain_workers.engine.device import free_host_bytes
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
@@ -84,12 +84,15 @@ def size_micro_batches(
     )
     if asked != "auto" and choice != "auto":
         return Budget(asked, unmeasured)
-    found = measure(base, new_forward_backward, bank, partial(cuda_peak, device))
+    peak = partial(cuda_peak, device)
+    found = measure(base, new_forward_backward, bank, peak)
+    tower_bytes, feature_bytes = measure_tower(base, peak)
+    found = found.with_images(feature_bytes)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    free_bytes = micro_batch_bytes(total, taken, adapter_bytes)
+    free_bytes = micro_batch_bytes(total, taken, adapter_bytes, tower_bytes)
     longest, save_tokens = longest_datum(
-        found, micro_batch_bytes(total, taken, 0), choice, host_tokens(base)
+        found, micro_batch_bytes(total, taken, 0, tower_bytes), choice, host_tokens(base)
     )
     if asked == "auto":
         sized = budget(found, free_bytes, choice)
@@ -139,6 +142,30 @@ def measure(
         return fit(fitting) if len(fitting) == len(sizes) else None
 
     return Activations(kept=line("never"), recomputed=line("always"), saving=saving())
+
+
+def measure_tower(base: BaseModel, peak: Peak) -> tuple[int, float]:
+    """Return the peak bytes of the vision tower for the largest image, and the bytes of its results for each token.
+
+    If no memory is left for the largest image, it is the largest of a half, a quarter, … of its tokens. (0, 0.0): no tower.
+    """
+    if base.vision is None:
+        return 0, 0.0
+    vision, tokens, found = base.vision, base.context_length, torch.empty(0)
+
+    def run() -> bool:
+        nonlocal found
+        try:
+            found = vision.compute_blank(tokens)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    while (peak_bytes := peak(run)) is None and tokens > 1:
+        tokens //= 2
+    return peak_bytes or 0, found.nbytes / max(1, found.shape[-2])
 
 
 def probe(

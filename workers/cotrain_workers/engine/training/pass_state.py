@@ -109,7 +109,7 @@ class PassState:
         """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
         datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
         for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
-            if isinstance(datum, Datum) and datum.routed_experts is not None:
+            if datum.routed_experts is not None:
                 yield start, datum.routed_experts[shared:]
             start += len(datum.tokens) - shared
 

@@ -22,7 +22,7 @@ from cotrain_workers.engine.model.forward import TokenRow
 from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
 from cotrain_workers.engine.routing import AttentionRule, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training import forward_backward as wave
+from cotrain_workers.engine.training import batch_runner
 from tests.support.shared_base import load_plain
 from tests.support.training import random_datum
 
@@ -94,7 +94,7 @@ def test_the_comparison_detects_wrong_positions_and_leaks(
         return replace(row, lengths=[len(row.ids)])
 
     for wrong in (positions_run_on, one_long_sequence):
-        monkeypatch.setattr(wave, "token_row", wrong)
+        monkeypatch.setattr(batch_runner, "token_row", wrong)
         together = together_logprobs(new_engine(family), datums())
         assert np.abs(together - alone).max() > 1e-2, wrong.__name__
 

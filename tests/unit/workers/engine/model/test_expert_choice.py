@@ -16,9 +16,10 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import experts
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model
 from cotrain_workers.engine.model.expert_choice import ExpertChoices, GivenExperts, expert_choices
-from cotrain_workers.engine.ops import Create, Datum, Pass, PassOutput
+from cotrain_workers.engine.ops import Create, Datum, KlDatum, Pass, PassOutput, ReverseKl
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import decoder_of, finish, output, request
+from tests.support.draws import variant
 from tests.support.mixtures import SOME, random_weights
 from tests.support.tiny_models import MIXTURES
 from tests.support.training import Tenant, random_datum, same_bits
@@ -35,7 +36,9 @@ def logprobs(engine: Engine, *datums: Datum) -> list[np.ndarray]:
     return list(found.logprobs)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize(
+    "family", [*MIXTURES, "granitemoehybrid", variant("qwen3_next"), variant("lfm2_moe")]
+)
 def test_every_family_computes_given_experts(
     new_engine: NewEngine, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,6 +74,14 @@ def test_every_family_computes_given_experts(
     np.testing.assert_array_equal(found[20:40], own)
     np.testing.assert_array_equal(two[1], plain)
     assert np.abs(two[0] - plain).max() > 1e-4
+
+    seen.clear()
+    kl = KlDatum(datum.tokens, datum.tokens, np.ones(20, np.float32), other)
+    engine.run([ReverseKl("r", 2, [kl], None, 1.0)])
+    reference, student = np.stack(seen, axis=1)[:20].reshape(20, 2, *own.shape[1:]).swapaxes(0, 1)
+    np.testing.assert_array_equal(reference, own)
+    np.testing.assert_array_equal(np.delete(student, 7, 0), np.delete(other, 7, 0))
+
     if family != "phimoe":  # its second expert is chosen among the others
         (swapped,) = logprobs(engine, replace(datum, routed_experts=own[..., ::-1]))
         np.testing.assert_allclose(swapped, plain, rtol=0, atol=1e-5)

@@ -120,16 +120,21 @@ def test_there_is_no_limit_on_the_number_of_adapters_times_experts() -> None:
     module.cotrain_router = SimpleNamespace(
         step=None, route=SimpleNamespace(lora=SegmentLora(segments), segments=segments)
     )
-    x = torch.randn(adapters, WIDTH, dtype=torch.float64)
+    x = torch.randn(adapters, WIDTH, dtype=torch.float64, requires_grad=True)
     index = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(adapters)])
     weights = torch.rand(adapters, 2, dtype=torch.float64)
 
     ours = experts_by_adapter(module, x, index, weights)
+    ours.square().sum().backward()
 
+    assert x.grad is not None
     for at in (0, 511, 1023):
         own = slice(at, at + 1)
-        theirs = merged(module, segments[at])(x[own], index[own], weights[own])
+        given = x.detach()[own].requires_grad_()
+        theirs = merged(module, segments[at])(given, index[own], weights[own])
+        theirs.square().sum().backward()
         torch.testing.assert_close(ours[own], theirs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(x.grad[own], given.grad, rtol=1e-12, atol=1e-12)
 
 
 def test_adapters_of_experts_have_the_sizes_of_tinker() -> None:

@@ -24,7 +24,8 @@ from cotrain_workers.engine.model import row_chunks
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training import forward_backward
+from cotrain_workers.engine.training import batch_runner
+from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
 from cotrain_workers.engine.training.memory_model import Budget
@@ -108,7 +109,7 @@ def test_a_datum_that_saves_memory_has_the_same_values(
     monkeypatch.setattr(
         engine_module, "size_micro_batches", lambda *_, **__: Budget(LIMIT, sys.maxsize, 0, LIMIT)
     )
-    monkeypatch.setattr(forward_backward, "CHUNK_ROWS", 32)
+    monkeypatch.setattr(batch_runner, "CHUNK_ROWS", 32)
     chunks, part_of = [], row_chunks.part_of
 
     def counted(*given: Any) -> Route:
@@ -141,7 +142,7 @@ def test_chunks_of_an_mlp_take_less_memory(tmp_path: Path, monkeypatch: pytest.M
     for save_tokens in (sys.maxsize, LIMIT):
         sized = Budget(LIMIT, 0, save_tokens=save_tokens)
         monkeypatch.setattr(engine_module, "size_micro_batches", lambda *_, at=sized, **__: at)
-        monkeypatch.setattr(forward_backward, "CHUNK_ROWS", 32)
+        monkeypatch.setattr(batch_runner, "CHUNK_ROWS", 32)
         engine = Engine.load(str(model), head_chunk_rows=32)
         engine.run([Create("long", 0, SPEC)])
         Kept.live = Kept.peak = 0
@@ -170,7 +171,7 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its sums then have other last bits, and the next one does not fail first."""
-    engine, begin = begun(new_engine, recompute="always"), ForwardBackward._begin_long
+    engine, begin = begun(new_engine, recompute="always"), BatchRunner.long_slice
     kinds: list[type] = []
 
     class Full(list[torch.Tensor]):
@@ -184,7 +185,7 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
         long.inputs = Full() if isinstance(long.inputs, list) else long.inputs
         return long
 
-    monkeypatch.setattr(ForwardBackward, "_begin_long", begin_full)
+    monkeypatch.setattr(BatchRunner, "long_slice", begin_full)
     exact = []
     for _ in range(2):
         output = engine.run([long_pass()])

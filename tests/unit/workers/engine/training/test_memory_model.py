@@ -24,6 +24,7 @@ from cotrain_workers.engine.training.memory_model import (
     OWN_BYTES,
     RECOMPUTED_TIME,
     STACKED_SHARE,
+    TOWER_SHARE,
     UNDO_SHARE,
     ActivationModel,
     Activations,
@@ -198,6 +199,12 @@ def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
         free - 9.5 * (1 + STACKED_SHARE + UNDO_SHARE) * GB
     )
     assert 0.7 < free / (124 * GB) < 0.75
+    assert micro_batch_bytes(141 * GB, 17 * GB, 0, 3 * GB) == free - 3 * GB
+    assert micro_batch_bytes(141 * GB, 17 * GB, 0, 60 * GB) == int(free * (1 - TOWER_SHARE))
+    rows = Activations(KEPT, RECOMPUTED).with_images(1e5)
+    assert rows == Activations(
+        *(replace(each, bytes_per_token=each.bytes_per_token + 1e5) for each in (KEPT, RECOMPUTED))
+    )
     # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 6,144 tokens are kept.
     assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 6144
 

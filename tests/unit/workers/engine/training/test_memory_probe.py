@@ -18,7 +18,12 @@ from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import Budget
-from cotrain_workers.engine.training.memory_probe import CPU_TOKENS, measure, size_micro_batches
+from cotrain_workers.engine.training.memory_probe import (
+    CPU_TOKENS,
+    measure,
+    measure_tower,
+    size_micro_batches,
+)
 
 NewEngine = Callable[..., Engine]
 
@@ -66,6 +71,29 @@ def test_a_probe_that_does_not_fit_is_reported(new_engine: NewEngine) -> None:
 
     assert found.kept is None
     assert found.recomputed is not None
+
+
+@pytest.mark.parametrize(("fitting", "tokens"), [(10**6, 64), (20, 16)])
+def test_the_tower_is_measured_with_the_largest_image_that_fits(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, fitting: int, tokens: int
+) -> None:
+    base, sizes = new_engine("qwen3-vl")._base, []
+    assert base.vision is not None
+    run = base.vision._run
+
+    def measured(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        if len(pixels) > 4 * fitting:
+            raise torch.OutOfMemoryError
+        sizes.append(len(pixels) // 4)
+        return run(pixels, grid)
+
+    monkeypatch.setattr(base.vision, "_run", measured)
+
+    peak_bytes, token_bytes = measure_tower(base, lambda run: 7 if run() else None)
+
+    assert (sizes, peak_bytes) == ([tokens], 7)
+    assert token_bytes == 2 * 64 * 4  # of the embedding and of one layer, 64 values in fp32
+    assert measure_tower(new_engine()._base, lambda _: 7) == (0, 0.0)
 
 
 @pytest.mark.parametrize(
