@@ -2,8 +2,8 @@
 
     python -m bench sampler_refresh --device cpu|cuda [--size 8b] [--tenants 32]
 
-It needs torch, transformers, safetensors and numpy. Each round every tenant's weights change and are saved, and a
-decoder loads them in place of the earlier ones, from the adapter if it is on the device, or from host memory. The
+It needs torch, transformers, safetensors and numpy. Each round every tenant's weights change and are saved. A
+decoder then loads them in place of the earlier ones, from the adapter if it is on the device, or from host memory. The
 limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and written once.
 Ways alternate, and the minimum counts. A step of all tenants runs once, for comparison.
 """

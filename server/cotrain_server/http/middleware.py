@@ -80,7 +80,7 @@ class RequestMiddleware:
 
         try:
             if (services := _services(scope)) and scope["path"] not in REPEATED:
-                await services.parser.turns.next()
+                await services.parser.loop_slots.take()
             await self.app(scope, receive, send_noted)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)

@@ -180,7 +180,7 @@ class BodyReader:
             if len(block) >= _GATHERED_BYTES:
                 blocks.append(block)
                 block = bytearray()
-                await self.parser.turns.next()
+                await self.parser.loop_slots.take()
         return b"".join((*blocks, block))
 
     async def _decompress(self, body: bytes) -> bytes:

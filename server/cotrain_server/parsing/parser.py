@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.parsing.child import ChildProcess
-from cotrain_server.parsing.turns import Turns
+from cotrain_server.parsing.loop_slots import LoopSlots
 from cotrain_store.messages.ids import TenantId
 
 
@@ -60,8 +60,8 @@ class Parser:
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
-        self._heavy = 0  # tasks that run, or wait for their turn
-        self.turns = Turns()
+        self._heavy = 0  # tasks that run, or wait for their tenant's earlier ones
+        self.loop_slots = LoopSlots()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
         self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
         self._children = [ChildProcess() for _ in range(AT_ONCE)]
@@ -126,11 +126,11 @@ class Parser:
     ) -> Answer:
         self._heavy += 1
         try:
-            return await self._in_turn(tenant, work)
+            return await self._one_by_one(tenant, work)
         finally:
             self._heavy -= 1
 
-    async def _in_turn(
+    async def _one_by_one(
         self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         async with self._locks.of(tenant):

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import asyncio
 
-from cotrain_server.parsing.turns import AT_ONCE, Turns
+from cotrain_server.parsing.loop_slots import AT_ONCE, LoopSlots
 
 
 async def test_few_requests_start_in_one_iteration_and_in_order_of_arrival() -> None:
-    turns, started = Turns(), list[int]()
+    slots, started = LoopSlots(), list[int]()
 
     async def request(number: int) -> None:
-        await turns.next()
+        await slots.take()
         started.append(number)
 
     tasks = [asyncio.create_task(request(number)) for number in range(10 * AT_ONCE)]
@@ -22,9 +22,9 @@ async def test_few_requests_start_in_one_iteration_and_in_order_of_arrival() -> 
     assert (most, started) == (AT_ONCE, list(range(len(tasks))))
 
 
-async def test_a_client_that_disconnects_takes_no_turn() -> None:
-    turns = Turns()
-    tasks = [asyncio.create_task(turns.next()) for _ in range(4 * AT_ONCE)]
+async def test_a_client_that_disconnects_takes_no_slot() -> None:
+    slots = LoopSlots()
+    tasks = [asyncio.create_task(slots.take()) for _ in range(4 * AT_ONCE)]
     await asyncio.sleep(0)
     for task in tasks[AT_ONCE : 3 * AT_ONCE]:
         task.cancel()
@@ -33,4 +33,4 @@ async def test_a_client_that_disconnects_takes_no_turn() -> None:
     assert [task.cancelled() for task in tasks] == [
         AT_ONCE <= number < 3 * AT_ONCE for number in range(len(tasks))
     ]
-    await asyncio.wait_for(turns.next(), 5)
+    await asyncio.wait_for(slots.take(), 5)

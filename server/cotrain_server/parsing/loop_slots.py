@@ -1,7 +1,7 @@
-"""Turns of requests in the event loop, so that a burst of them does not delay heartbeats and polls.
+"""Slots of requests in each iteration of the event loop, so that a burst does not delay heartbeats and polls.
 
 The event loop runs everything that is ready in one iteration. 500 requests that arrive together would take half a
-second in one iteration, and the answer to a heartbeat needs several iterations.
+second. The answer to a heartbeat needs several iterations.
 """
 
 import asyncio
@@ -11,23 +11,23 @@ from collections import deque
 AT_ONCE = 8
 
 
-class Turns:
-    """Turns in order of arrival, AT_ONCE in each iteration of the event loop."""
+class LoopSlots:
+    """Slots in order of arrival, AT_ONCE in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._left = AT_ONCE
         self._is_renewing = False
 
-    async def next(self) -> None:
-        """Return when it is the caller's turn: at once, if there are turns left in this iteration."""
+    async def take(self) -> None:
+        """Return when the caller has a slot: at once, if one is left in this iteration, else in a later one."""
         if self._left:
             self._left -= 1
             self._renew_soon()
             return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(slot)
+        await slot
 
     def _renew_soon(self) -> None:
         if not self._is_renewing:
@@ -38,9 +38,9 @@ class Turns:
         self._is_renewing = False
         self._left = AT_ONCE
         while self._waiting and self._left:
-            turn = self._waiting.popleft()
-            if not turn.done():  # its client has not disconnected
-                turn.set_result(None)
+            slot = self._waiting.popleft()
+            if not slot.done():  # its client has not disconnected
+                slot.set_result(None)
                 self._left -= 1
         if self._left < AT_ONCE:
             self._renew_soon()
