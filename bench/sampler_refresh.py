@@ -2,10 +2,10 @@
 
     python -m bench sampler_refresh --device cpu|cuda [--size 8b] [--tenants 32]
 
-It needs torch, transformers, safetensors and numpy. Each round every
-tenant's weights change and are saved, and a decoder loads them, from the adapter if it is on the device, or from host
-memory. The limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and
-written once. Ways alternate, and the minimum counts. A step of all tenants runs once, for comparison.
+It needs torch, transformers, safetensors and numpy. Each round every tenant's weights change and are saved. A
+decoder then loads them in place of the earlier ones, from the adapter if it is on the device, or from host memory. The
+limit by memory bandwidth is printed as well: each adapter is read once in fp32, its slot zeroed and written once.
+Ways alternate, and the minimum counts. A step of all tenants runs once, for comparison.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
     slot_bytes = layout.size * dtype.itemsize
     work = cycle(engine, Load(args.tenants, args.length, (args.tenants,)), args.tenants)
     best: dict[str, Took] = {"step": measure(work, args.device)}
+    weights: dict[str, HostWeights] = {}
+    decoder = engine.decoder(
+        weights.__getitem__,
+        kv_tokens=4096,
+        text=None,
+        weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
+    )
     for way in turns(("from the device", "from the host"), args.rounds + 1):
         for run in runs:
             engine.adapters[run].weights.add_(1e-6)
             engine.adapters[run].weights_changed()
-        weights: dict[str, HostWeights] = {}
-        decoder = engine.decoder(
-            weights.__getitem__,
-            kv_tokens=4096,
-            text=None,
-            weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
-        )
         took = {"save": measure(partial(save, engine, runs, weights), args.device)}
         if way == "from the host":
             took["arrive"] = measure(partial(flat_values, weights), args.device)
@@ -73,6 +73,7 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
                 run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
             }
         took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
+        drop_all(decoder.slots, runs)
         for name, each in took.items():
             best[name] = each.fastest(best.get(name, each))
     values = engine.adapters[runs[0]].weights.numel()
@@ -98,6 +99,13 @@ def pin_all(slots: WeightSlots, runs: Sequence[str]) -> None:
     """Load the weights of all runs into slots."""
     for run in runs:
         slots.pin(run)
+
+
+def drop_all(slots: WeightSlots, runs: Sequence[str]) -> None:
+    """Drop the weights of all runs, as at the end of their samplers."""
+    for run in runs:
+        slots.unpin(run)
+        slots.drop(run)
 
 
 def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> None:

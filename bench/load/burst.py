@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import local_server
+from bench.load.local_server import LocalServer, local_server
 from bench.support.timing import percentile
 from cotrain.wire.proto import wire_pb2
 
@@ -30,25 +30,26 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         server.start_api(keys)
         server.start_scheduler()
         server.start_worker("--ops-per-cycle=64")
-        return asyncio.run(_measure(server.address, keys, server.running))
+        return asyncio.run(_measure(server, keys))
 
 
-async def _measure(address: tuple[str, int], keys: list[str], running: Any) -> dict[str, Any]:
-    seen: Counter[str] = Counter()
+async def _measure(server: LocalServer, keys: list[str]) -> dict[str, Any]:
+    address, seen = server.address, Counter[str]()
     runs = [await new_run(Client(address, key), seen) for key in keys]
     samplers = [await _new_sampler(Client(address, key), seen) for key in keys]
     session = (await persist(Client(address, keys[0]), "create_session", {}, seen))["session_id"]
     context = get_context("spawn")
     stop = context.Manager().Event()
     loop, seen = asyncio.get_running_loop(), Counter()
+    datums = shared_datums()
     with ProcessPoolExecutor(1, context) as pool:
         beats = loop.run_in_executor(pool, _beat, address, keys[0], session, stop)
         await asyncio.sleep(2)
-        cpu_before, began = running["api"].cpu_s, time.perf_counter()
+        cpu_before, began = server.cpu_s(), time.perf_counter()
         accepted = await asyncio.gather(
             *(
                 _accepted(address, keys[at % TENANTS], "forward_backward",
-                          large_body(runs[at % TENANTS], 1 + at // TENANTS), seen)
+                          head(runs[at % TENANTS], 1 + at // TENANTS), seen, datums)
                 for at in range(PASSES)
             ),
             *(
@@ -57,16 +58,17 @@ async def _measure(address: tuple[str, int], keys: list[str], running: Any) -> d
                 for at in range(SAMPLES)
             ),
         )  # fmt: skip
-        took_s, api_s = time.perf_counter() - began, running["api"].cpu_s - cpu_before
+        took_s, cpu_after = time.perf_counter() - began, server.cpu_s()
         stop.set()
         beat_ms = await beats
+    cpu_s = {name: after - cpu_before[name] for name, after in cpu_after.items()}
     return {
         "requests": PASSES + SAMPLES,
-        "pass_mb": len(large_body(runs[0], 1)) / 1e6,
+        "pass_mb": len(datums) / 1e6,
         "all_accepted_s": took_s,
         "passes_accepted_p50_s": percentile(accepted[:PASSES], 0.5),
         "samples_accepted_p99_s": percentile(accepted[PASSES:], 0.99),
-        "api_cpu_s": api_s,
+        "cpu_s": cpu_s | {"all": sum(cpu_s.values())},
         "heartbeats": len(beat_ms),
         "heartbeat_p50_ms": percentile(beat_ms, 0.5),
         "heartbeat_p95_ms": percentile(beat_ms, 0.95),
@@ -82,19 +84,30 @@ async def _new_sampler(client: Client, seen: Counter[str]) -> str:
 
 
 async def _accepted(
-    address: tuple[str, int], key: str, path: str, body: Any, seen: Counter[str]
+    address: tuple[str, int],
+    key: str,
+    path: str,
+    body: Any,
+    seen: Counter[str],
+    tail: bytes = b"",
 ) -> float:
     began, client = time.perf_counter(), Client(address, key)
-    await persist(client, path, body, seen)
+    await persist(client, path, body, seen, tail)
     client.close()
     return time.perf_counter() - began
 
 
-def large_body(run: str, seq: int) -> bytes:
-    """Return a pass of DATUMS datums."""
-    one = wire_pb2.ForwardBackwardRequest.FromString(pass_body(run, seq, TOKENS))
-    one.data.extend([one.data[0]] * (DATUMS - 1))
-    return one.SerializeToString()
+def head(run: str, seq: int) -> bytes:
+    """Return the start of a pass, before its datums."""
+    return wire_pb2.ForwardBackwardRequest(
+        model_id=run, seq_id=seq, loss_fn="cross_entropy"
+    ).SerializeToString()
+
+
+def shared_datums() -> bytes:
+    """Return the rest of every pass: DATUMS datums."""
+    one = wire_pb2.ForwardBackwardRequest.FromString(pass_body("", 0, TOKENS))
+    return wire_pb2.ForwardBackwardRequest(data=[one.data[0]] * DATUMS).SerializeToString()
 
 
 def _sample(sampler: str, seq: int) -> dict[str, Any]:

@@ -31,20 +31,22 @@ class Client:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def post(
-        self, path: str, body: dict[str, Any] | bytes
+        self, path: str, body: dict[str, Any] | bytes, tail: bytes = b""
     ) -> tuple[int, dict[str, Any] | bytes]:
-        """POST JSON, or protobuf; return status and answer. Raises Dropped."""
+        """POST JSON, or protobuf whose end may be in `tail`; return status and answer. Raises Dropped."""
         payload, kind = (
             (body, "x-protobuf") if isinstance(body, bytes) else (json.dumps(body).encode(), "json")
         )
+        size = len(payload) + len(tail)
         head = (
             f"POST /api/v1/{path} HTTP/1.1\r\nhost: bench\r\nx-api-key: {self._key}\r\n"
             f"accept: application/x-protobuf, application/json\r\n"
-            f"content-type: application/{kind}\r\ncontent-length: {len(payload)}\r\n\r\n"
+            f"content-type: application/{kind}\r\ncontent-length: {size}\r\n\r\n"
         )
         try:
             reader, writer = await self._open()
             writer.write(head.encode() + payload)
+            writer.write(tail)
             return await self._answer(reader)
         except (OSError, asyncio.IncompleteReadError) as error:
             self.close()
@@ -73,12 +75,16 @@ class Client:
 
 
 async def persist(
-    client: Client, path: str, body: dict[str, Any] | bytes, seen: Counter[str]
+    client: Client,
+    path: str,
+    body: dict[str, Any] | bytes,
+    seen: Counter[str],
+    tail: bytes = b"",
 ) -> Any:
     """Ask as SDKs do: again after what they repeat silently. Anything else but 200 is a failure."""
     while True:
         try:
-            status, answer = await client.post(path, body)
+            status, answer = await client.post(path, body, tail)
         except Dropped:
             seen[f"{path} dropped"] += 1
             await asyncio.sleep(RETRY_S)

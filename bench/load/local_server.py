@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from bench.load.null_worker import publish_pool
 from bench.support.processes import PATIENCE_S, cpu_s, start_redis
 from cotrain_store.disk.spool import Spool, new_writer
@@ -44,8 +46,9 @@ class Running:
 
     @property
     def cpu_s(self) -> float:
-        """Processor time used so far in s."""
-        return cpu_s(self.process.pid)
+        """Processor time used so far in s, with that of its child processes."""
+        children = psutil.Process(self.process.pid).children()
+        return cpu_s(self.process.pid) + sum(cpu_s(child.pid) for child in children)
 
     def kill(self) -> None:
         self.process.kill()
@@ -95,6 +98,10 @@ class LocalServer:
         """Address of the API, shared by all API processes."""
         host, port = self.listener.getsockname()
         return host, port
+
+    def cpu_s(self) -> dict[str, float]:
+        """Return the processor time used so far by each process in s; `client` is this one."""
+        return {"client": cpu_s(), **{name: one.cpu_s for name, one in self.running.items()}}
 
     def start_redis(self) -> None:
         """Start or restart Redis with the flags of `cotrain serve`."""

@@ -18,7 +18,6 @@ from typing import Any
 from bench.load.http import Client, new_run, pass_body, trained
 from bench.load.local_server import LocalServer, local_server
 from bench.load.null_worker import TOKENS_PER_OP, run_record
-from bench.support.processes import cpu_s
 from bench.support.timing import percentile
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId, TenantId
@@ -73,18 +72,14 @@ async def drive(server: LocalServer, asks: Sequence[Ask], depth: int, seconds: f
         for _ in range(depth)
     ]
     await asyncio.sleep(WARM_S)
-    before = _cpu(server)
+    before = server.cpu_s()
     is_counting.set()
     await asyncio.sleep(seconds)
     is_counting.clear()
-    tally.cpu_s = {name: after - before[name] for name, after in _cpu(server).items()}
+    tally.cpu_s = {name: after - before[name] for name, after in server.cpu_s().items()}
     stop.set()
     await asyncio.gather(*clients)
     return tally
-
-
-def _cpu(server: LocalServer) -> dict[str, float]:
-    return {"this": cpu_s(), **{name: one.cpu_s for name, one in server.running.items()}}
 
 
 def measure_store(args: argparse.Namespace) -> dict[str, Any]:

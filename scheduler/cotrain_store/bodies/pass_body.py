@@ -120,7 +120,8 @@ def _datum(index: int, datum: wire_pb2.Datum) -> DatumArrays:
         else:
             chunks.append(_chunk_tokens(index, chunk))
         length += len(chunks[-1])
-    tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+    one = chunks[0] if chunks else np.zeros(0, np.int64)
+    tokens = np.concatenate(chunks) if len(chunks) > 1 else one
     inputs = {
         name: _tensor(f"datum {index}: loss_fn_inputs.{name}", tensor)
         for name, tensor in datum.loss_fn_inputs.items()

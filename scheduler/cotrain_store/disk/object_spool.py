@@ -11,7 +11,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from cotrain_store.blobs.protocol import Blobs
-from cotrain_store.disk.spool import Spool, SpoolRef, record_of
+from cotrain_store.disk.spool import Spool, SpoolRef, header_of
 from cotrain_store.failpoints import failpoint
 
 #: Factor of ORPHAN_AGE_S. A process may be suspended for up to an hour between the put of a body
@@ -52,15 +52,15 @@ class ObjectSpool(Spool):
     def _append_all(self, payloads: list[bytes]) -> list[str]:
         segment, offset = f"{self._writer}-{self._count}", 0
         self._count += 1  # also after a failed put, whose object may exist
-        records, refs = [], []
+        parts, refs = list[bytes](), []
         for payload in payloads:
-            record, digest = record_of(payload)
-            records.append(record)
+            header, digest = header_of(payload)
+            parts += (header, payload)
             refs.append(str(SpoolRef(segment, offset, len(payload), digest)))
-            offset += len(record)
+            offset += len(header) + len(payload)
         for moment in ("spool.before_write", "spool.half_written", "spool.before_sync"):
             failpoint(moment, refs)
-        self._blobs.put(segment, b"".join(records))
+        self._blobs.put(segment, b"".join(parts))
         failpoint("spool.after_sync", refs)
         return refs
 

@@ -236,14 +236,14 @@ class Spool:
         raise OSError(errno.ENOENT, "Another process removes the files of the spool")
 
     def _append(self, segment: _Segment, payload: bytes) -> SpoolRef:
-        encoded, digest = record_of(payload)
-        record = memoryview(encoded)
-        written = os.write(segment.file, record[: len(record) // 2])
+        header, digest = header_of(payload)
+        half = len(payload) // 2
+        _write_all(segment.file, header)
+        _write_all(segment.file, memoryview(payload)[:half])
         failpoint("spool.half_written")
-        while written < len(record):
-            written += os.write(segment.file, record[written:])
+        _write_all(segment.file, memoryview(payload)[half:])
         ref = SpoolRef(segment.name, segment.size, len(payload), digest)
-        segment.size += len(record)
+        segment.size += len(header) + len(payload)
         return ref
 
     def _open_segment(self) -> _Segment:
@@ -277,10 +277,16 @@ class Spool:
             os.close(segment.file)
 
 
-def record_of(payload: bytes) -> tuple[bytes, str]:
-    """Return an encoded record and the digest (hex) of its payload."""
+def header_of(payload: bytes) -> tuple[bytes, str]:
+    """Return the bytes of a record before its payload, and the digest (hex) of the payload."""
     digest = _digest(payload)
-    return _HEADER.pack(_MAGIC, len(payload), digest) + payload, digest.hex()
+    return _HEADER.pack(_MAGIC, len(payload), digest), digest.hex()
+
+
+def _write_all(file: int, content: bytes | memoryview) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]
 
 
 def _has_its_name(path: Path, file: int) -> bool:

@@ -26,7 +26,10 @@ MAX_CONNECTIONS = 20_000
 RESERVED_DESCRIPTORS = 256
 #: New connections accepted in one iteration of the event loop, before one above the limit is closed.
 #: The rest waits in the kernel, which holds BACKLOG.
-ACCEPTED_AT_ONCE = 64
+ACCEPTED_AT_ONCE = 16
+#: Bytes read from one connection in one iteration of the event loop. Less takes more time for each byte, and more
+#: delays the others.
+READ_AT_ONCE = 128 * 1024
 BACKLOG = 4096
 
 
@@ -48,6 +51,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the head timeout, or close the connection if there are too many."""
         super().connection_made(cast("asyncio.Transport", transport))
+        transport.max_size = READ_AT_ONCE  # type: ignore[attr-defined]  # of asyncio's transports; 256 KB by default
         if self.client:
             self.client = (plain_address(self.client[0]), self.client[1])
         if len(self.connections) > self.max_connections:

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error_at
-from cotrain_server.http.request_trace import begin_request, end_request
+from cotrain_server.http.request_trace import REPEATED, begin_request, end_request
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import looks_like_key
@@ -79,6 +79,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            if (services := _services(scope)) and scope["path"] not in REPEATED:
+                await services.parser.loop_slots.take()
             await self.app(scope, receive, send_noted)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
@@ -106,8 +108,13 @@ def _is_leaving(scope: Scope) -> bool:
     """Return True if this process drains: a repeated request must not reach a connection that is
     being closed.
     """
-    services: Services | None = getattr(scope["app"].state, "services", None)
+    services = _services(scope)
     return services is not None and services.draining
+
+
+def _services(scope: Scope) -> Services | None:
+    services: Services | None = getattr(scope["app"].state, "services", None)
+    return services
 
 
 def _log_answer(event: str, scope: Scope, route: str, status: int, duration_s: float) -> None:

@@ -104,6 +104,8 @@ def _blocks(body: bytes) -> Iterator[bytes]:
 #: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the
 #: connection.
 RECEIVE_TIMEOUT_S = 60.0
+#: Size from which received chunks are no longer gathered in one buffer.
+_GATHERED_BYTES = 64 * 1024
 #: Maximum decoder memory that a frame may request. The SDK's level 3 needs 2 MiB.
 MAX_WINDOW_BYTES = 8 * 1024 * 1024
 #: Maximum number of frames of a body. Tools that write several frames put 64 KiB into each. An
@@ -139,7 +141,7 @@ class BodyReader:
         """
         try:
             async with asyncio.timeout(RECEIVE_TIMEOUT_S):
-                body = await _receive(request, self.limit_bytes, self.take)
+                body = await self._receive(request)
         except TimeoutError as late:
             raise Refused(Reason.BODY_TOO_SLOW) from late
         encoding = request.headers.get("content-encoding", "identity").lower()
@@ -161,6 +163,25 @@ class BodyReader:
             weight = max(len(body), JSON_VALUE_WEIGHT * values)
         request.state.body_weight = weight
         return body
+
+    async def _receive(self, request: Request) -> bytes:
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self.limit_bytes:
+            raise BodyTooLarge(_too_large("Request body", self.limit_bytes))
+        # One buffer for the whole body would be copied each time that it grows, and one object for each chunk costs
+        # more than its bytes if the chunks are small.
+        blocks, block, received = list[bytearray](), bytearray(), 0
+        async for chunk in request.stream():
+            self.take(len(chunk))
+            received += len(chunk)
+            if received > self.limit_bytes:
+                raise BodyTooLarge(_too_large("Request body", self.limit_bytes))
+            block += chunk
+            if len(block) >= _GATHERED_BYTES:
+                blocks.append(block)
+                block = bytearray()
+                await self.parser.loop_slots.take()
+        return b"".join((*blocks, block))
 
     async def _decompress(self, body: bytes) -> bytes:
         # The decompressed size is still unknown, so even a small body counts as large.
@@ -216,19 +237,6 @@ def decompress(body: bytes, limit_bytes: int) -> bytes:
         return b"".join(_frames(body, limit_bytes))
     except zstandard.ZstdError as error:
         raise Unreadable("The request body is not readable zstd.") from error
-
-
-async def _receive(request: Request, limit_bytes: int, take: Callable[[int], None]) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit_bytes:
-        raise BodyTooLarge(_too_large("Request body", limit_bytes))
-    received = bytearray()
-    async for chunk in request.stream():
-        take(len(chunk))
-        received += chunk
-        if len(received) > limit_bytes:
-            raise BodyTooLarge(_too_large("Request body", limit_bytes))
-    return bytes(received)
 
 
 def _frames(body: bytes, limit_bytes: int) -> Iterator[bytes]:

@@ -26,8 +26,8 @@ from cotrain_store.monitoring.tracing import (
 )
 
 _TRACED = ("/api/v1/", "/oai/", "/anthropic/")
-#: Requests that waiting clients and health checks repeat every few seconds.
-_NOT_TRACED = frozenset(
+#: Paths of requests that waiting clients and health checks repeat every few seconds. They have no span, and start at once.
+REPEATED = frozenset(
     f"/api/v1/{name}"
     for name in (
         "retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "healthz",
@@ -49,7 +49,7 @@ def begin_request(scope: Scope) -> Span | None:
         return None
     sent = [value for name, value in scope["headers"] if name == b"traceparent"]
     parent = context_of(sent[0].decode("latin-1") if len(sent) == 1 else "")
-    if not scope["path"].startswith(_TRACED) or scope["path"] in _NOT_TRACED:
+    if not scope["path"].startswith(_TRACED) or scope["path"] in REPEATED:
         attach(parent)
         return None
     span = traces.start_span(scope["method"], parent, SpanKind.SERVER)

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from cotrain_server.limits.tenant_slots import TenantSlots
 from cotrain_server.parsing.child import ChildProcess
+from cotrain_server.parsing.loop_slots import LoopSlots
 from cotrain_store.messages.ids import TenantId
 
 
@@ -36,6 +37,9 @@ Answer = TypeVar("Answer")
 THREAD_ABOVE = 256 * 1024
 #: Weight above which JSON is parsed in a child process: 32,768 values, which can yield errors for a third of a second.
 CHILD_ABOVE = 2 * 1024**2
+#: Weight above which a binary pass is parsed in a child process if others are being parsed: 1 MB. A thread takes
+#: less processor time, but several of them keep the interpreter lock from the event loop.
+SHARED_ABOVE = 16 * 1024**2
 #: Weights in bytes of Python objects: of one JSON value, and of one byte of a message that becomes many objects.
 JSON_VALUE_WEIGHT = 64
 BINARY_BYTE_WEIGHT = 16
@@ -56,6 +60,8 @@ class Parser:
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
+        self._heavy = 0  # tasks that run, or wait for their tenant's earlier ones
+        self.loop_slots = LoopSlots()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
         self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
         self._children = [ChildProcess() for _ in range(AT_ONCE)]
@@ -63,6 +69,11 @@ class Parser:
         self._idle = deque(self._children)
         self._trim: asyncio.TimerHandle | None = None
         self._end_of_idle: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """True if a task runs outside the event loop. Another thread would then share the interpreter with it."""
+        return self._heavy > 0
 
     def close(self) -> None:
         """Stop the threads and the child processes."""
@@ -111,6 +122,15 @@ class Parser:
         return await self._alone(tenant, partial(self._in_child, work, args))
 
     async def _alone(
+        self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
+    ) -> Answer:
+        self._heavy += 1
+        try:
+            return await self._one_by_one(tenant, work)
+        finally:
+            self._heavy -= 1
+
+    async def _one_by_one(
         self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
     ) -> Answer:
         async with self._locks.of(tenant):

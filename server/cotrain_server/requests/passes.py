@@ -143,16 +143,18 @@ class AddressedFields:
     fields: dict[str, Any]
 
 
-def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
+def read_binary_pass(
+    body: bytes, *, forward_only: bool, max_fields: int = FEW_FIELDS
+) -> ParsedPass:
     """Parse a pass as SDK 0.38 sends it. `forward_only` is set for the endpoint of forward passes.
 
-    If it has more than FEW_FIELDS, only its head is parsed, and `pass_op` parses the rest.
+    If it has more than `max_fields`, only its head is parsed, and `pass_op` parses the rest.
 
     Raises:
         Unreadable: not the message, or without a run.
     """
     try:
-        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+        message = parse_pass(strip_unknown_fields(body, max_fields))
     except TooManyObjects:
         return _read_head(body, forward_only=forward_only)
     except MalformedBody as error:
@@ -196,8 +198,7 @@ def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if not message.model_id:
         raise Unreadable(
-            f"model_id must come before the first datum, within the first {HEAD_BYTES} bytes, in a request "
-            f"of more than {FEW_FIELDS} fields."
+            f"model_id must come before the first datum, within the first {HEAD_BYTES} bytes, in a large request."
         )
     address = _address_in(message)
     return ParsedPass(address.model_id, address.seq_id, None, "", body, forward_only, is_read=False)

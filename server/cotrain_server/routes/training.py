@@ -28,6 +28,7 @@ from cotrain_server.http.tenant_routes import (
     queued_body,
     tenant_router,
 )
+from cotrain_server.parsing.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
 from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
@@ -135,8 +136,7 @@ async def _queue_pass(
 ) -> UntypedAPIFuture:
     body, weight = await request.body(), body_weight(request)
     if is_protobuf(request):
-        read = partial(passes.read_binary_pass, body, forward_only=forward_only)
-        addressed = await services.parser.run(tenant.id, weight, read)
+        addressed = await _read_pass(services, tenant, body, weight, forward_only=forward_only)
     elif is_json(request):
         read = partial(passes.read_json_pass, body, forward_only=forward_only)
         addressed = await services.parser.parse_json(tenant.id, weight, read)
@@ -148,6 +148,17 @@ async def _queue_pass(
         raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
     op = await _pass_op(services, tenant, weight, addressed, pool, is_json=not is_protobuf(request))
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
+
+
+async def _read_pass(
+    services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool
+) -> passes.ParsedPass:
+    """Parse a binary pass, or only its head if a child process parses the rest."""
+    parser = services.parser
+    if weight > SHARED_ABOVE and parser.is_busy:
+        return passes.read_binary_pass(body, forward_only=forward_only, max_fields=0)
+    read = partial(passes.read_binary_pass, body, forward_only=forward_only)
+    return await parser.run(tenant.id, weight, read)
 
 
 async def _pass_op(

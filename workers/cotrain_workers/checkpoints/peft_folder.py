@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.numpy import save  # takes half the time of the one for tensors
+from safetensors.torch import load
 
 from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs
@@ -199,7 +200,7 @@ def _contents(weights: HostWeights, layout: Layout, base_model: str, name: str) 
     views = layout.views(weights.flat)
     plain = ((tensor_names(each.name), views[each.name]) for each in _plain(layout))
     for (name_a, name_b), (a, b) in (*plain, *stacked(layout, views)):
-        tensors[name_a], tensors[name_b] = a.contiguous(), b.contiguous()
+        tensors[name_a], tensors[name_b] = a.contiguous().numpy(), b.contiguous().numpy()
     config = json.dumps(adapter_config(weights.spec, layout, base_model), indent=2)
     contents = {TENSORS: _sorted(save(tensors, header)), CONFIG: f"{config}\n".encode()}
     # For the API, which sends the files and cannot compute their digest.

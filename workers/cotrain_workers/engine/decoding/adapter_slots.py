@@ -10,17 +10,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
+from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.decoding.slot_pool import (
     ZERO_SLOTS,
+    Filling,
     Pool,
     Slot,
     SlotLayout,
-    lay_out,
+    filling_of,
     slot_layout,
 )
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.ops import HostWeights
-from cotrain_workers.engine.spec import AdapterSpec, Target, has_experts, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Target, has_experts, shape_of
 
 DEFAULT_SLOTS, DEFAULT_RANK = 32, 32  # default size of the cache
 #: Seconds for which an unused slot is protected from pools of another rank. Resizing a pool copies it, and a GPU
@@ -57,6 +59,7 @@ class WeightSlots:
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least recently used first
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._last_loaded: tuple[str, HostWeights] | None = None
+        self._filling_by_shape: dict[tuple[object, ...], Filling] = {}
         self._waiting: dict[str, SlotLayout] = {}  # weights for which `pin` found no slot
 
     def pin(self, key: str, *, at_once: bool = False) -> Slot | None:
@@ -114,7 +117,7 @@ class WeightSlots:
     def _fill(self, key: str, *, at_once: bool) -> Slot | None:
         layout = self._waiting.get(key)
         if layout is None:
-            layout = layout_for(self._loaded(key).spec, self._targets)
+            layout = self._filling(self._loaded(key).spec).layout
         pool = self._pools.setdefault(layout.kind, self._new_pool(layout))
         if not (pool.free or self._free_slot(pool, at_once=at_once)):
             self._wait(key, layout)
@@ -122,9 +125,10 @@ class WeightSlots:
         self._waiting.pop(key, None)
         host = self._loaded(key)
         self._last_loaded = None
-        slot = Slot(pool, pool.free.pop(), trained_modules(host, self._targets))
+        filling = self._filling(host.spec)
+        slot = Slot(pool, pool.free.pop(), filling.modules)
         weights = to_device(found_weights(host), self._device)
-        lay_out(weights, host.spec, layout, pool.flat[slot.index])
+        filling.write(weights, host.spec.scale, pool.flat[slot.index])
         self._slots[key] = slot
         return slot
 
@@ -144,11 +148,19 @@ class WeightSlots:
     def _check(self, host: HostWeights) -> None:
         """Raise WeightsUnfit or WeightsNotFinite; waits for the device."""
         weights = found_weights(host)
-        size = plan_layout(host.spec, self._targets).size
+        size = self._filling(host.spec).arena_size
         if weights.shape != (size,):
             raise WeightsUnfit(f"The weights hold {weights.numel()} values, not {size}.")
-        if not torch.isfinite(weights).all():
+        if not is_all_finite(weights):
             raise WeightsNotFinite
+
+    def _filling(self, spec: AdapterSpec) -> Filling:
+        shape = shape_of(spec)
+        if shape not in self._filling_by_shape:
+            per_expert = spec.per_expert and has_experts(self._targets)
+            layout = slot_layout(self._targets, spec.rank, per_expert=per_expert)
+            self._filling_by_shape[shape] = filling_of(spec, self._targets, layout)
+        return self._filling_by_shape[shape]
 
     def _new_pool(self, layout: SlotLayout) -> Pool:
         return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
@@ -219,11 +231,6 @@ class WeightSlots:
         return sum(pool.bytes for pool in self._pools.values())
 
 
-def layout_for(spec: AdapterSpec, targets: Sequence[Target]) -> SlotLayout:
-    """Return the layout of the slot of an adapter."""
-    return slot_layout(targets, spec.rank, per_expert=spec.per_expert and has_experts(targets))
-
-
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:
     """Return the default size of the cache in bytes."""
     slots = DEFAULT_SLOTS + ZERO_SLOTS
@@ -234,11 +241,6 @@ def found_weights(host: HostWeights) -> torch.Tensor:
     """Return the flat weights, from the device if they are resident there."""
     found = host.on_device()
     return host.flat if found is None else found
-
-
-def trained_modules(host: HostWeights, targets: Sequence[Target]) -> frozenset[str]:
-    """Return the names of the modules that the weights change."""
-    return frozenset(target.name for target in targets if host.spec.trains(target.family))
 
 
 class PinnedWeights:

@@ -175,21 +175,72 @@ def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
             yield from ([target] for target in together)
 
 
-def lay_out(
-    weights: torch.Tensor, spec: AdapterSpec, layout: SlotLayout, slot: torch.Tensor
-) -> None:
-    """Write an adapter's arena `[size]` to a slot `[layout.size]` of the same device."""
-    rank = spec.rank
-    own = plan_layout(spec, list(layout.target_by_name.values()))
-    scaled = own.views(weights * spec.scale)
-    to, found = [], []
-    for name, pair in own.views(weights).items():
-        at_a, at_b = layout.offset_by_name[name]
-        target = layout.target_by_name[name]
-        width = aligned(target.outputs)
-        of_a = matrices(slot, at_a, 1, target.experts_a, layout.rank, target.inputs)
-        of_b = matrices(slot, at_b, 1, target.experts_b, layout.rank, width)
-        to += [of_a[:, :rank], of_b[:, :rank, : target.outputs]]
-        found += [pair.a.view_as(to[-2]), scaled[name].bt.view_as(to[-1])]
-    slot.zero_()
-    torch._foreach_copy_(to, found)
+@dataclass(frozen=True)
+class _Block:
+    """Position of one module's A or B^T matrices in an arena, and in a slot with padded ranks and widths."""
+
+    shape: tuple[int, ...]
+    arena_strides: tuple[int, ...]
+    arena_at: int
+    slot_strides: tuple[int, ...]
+    slot_at: int
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Positions of the matrices of all adapters of one shape in their arenas and in slots, computed once."""
+
+    layout: SlotLayout
+    arena_size: int
+    modules: frozenset[str]  # modules that the adapters change
+    a_blocks: tuple[_Block, ...]
+    b_blocks: tuple[_Block, ...]
+
+    def write(self, weights: torch.Tensor, scale: float, slot: torch.Tensor) -> None:
+        """Write an arena `[arena_size]` to a slot `[layout.size]` of the same device, with B times `scale`."""
+        of_a = [_in_arena(weights, block) for block in self.a_blocks]
+        of_b = torch._foreach_mul([_in_arena(weights, block) for block in self.b_blocks], scale)
+        slot.zero_()
+        to = [_in_slot(slot, block) for block in (*self.a_blocks, *self.b_blocks)]
+        torch._foreach_copy_(to, [*of_a, *of_b])
+
+
+def filling_of(spec: AdapterSpec, targets: Sequence[Target], layout: SlotLayout) -> Filling:
+    """Return the positions for adapters of the shape of `spec` in slots of `layout`."""
+    own = plan_layout(spec, targets)
+    a_blocks, b_blocks = [], []
+    for target in own.targets:
+        (arena_a, arena_b), (slot_a, slot_b) = (
+            each.offset_by_name[target.name] for each in (own, layout)
+        )
+        inputs, outputs = target.inputs, target.outputs
+        size_a, size_b = (
+            (target.experts_a, spec.rank, inputs),
+            (target.experts_b, spec.rank, outputs),
+        )
+        a_blocks.append(_block(size_a, arena_a, layout.rank, inputs, slot_a))
+        b_blocks.append(_block(size_b, arena_b, layout.rank, aligned(outputs), slot_b))
+    names = frozenset(target.name for target in own.targets)
+    return Filling(layout, own.size, names, tuple(a_blocks), tuple(b_blocks))
+
+
+def _block(
+    size: tuple[int, int, int], arena_at: int, slot_rank: int, slot_width: int, slot_at: int
+) -> _Block:
+    """Return the block of `size` (count, rank, width). One without a gap is a single row."""
+    count, rank, width = size
+    if width == slot_width and (count == 1 or rank == slot_rank):
+        return _Block((count * rank * width,), (1,), arena_at, (1,), slot_at)
+    arena_strides = (rank * width, width, 1)
+    slot_strides = (slot_rank * slot_width, slot_width, 1)
+    return _Block(size, arena_strides, arena_at, slot_strides, slot_at)
+
+
+def _in_arena(arena: torch.Tensor, block: _Block) -> torch.Tensor:
+    return arena.as_strided(
+        block.shape, block.arena_strides, arena.storage_offset() + block.arena_at
+    )
+
+
+def _in_slot(slot: torch.Tensor, block: _Block) -> torch.Tensor:
+    return slot.as_strided(block.shape, block.slot_strides, slot.storage_offset() + block.slot_at)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.decoding import adapter_slots, row_lora
 from cotrain_workers.engine.decoding.adapter_slots import (
     WeightSlots,
@@ -276,13 +277,12 @@ def test_waiting_weights_are_checked_only_once(monkeypatch: pytest.MonkeyPatch) 
     slots = slots_of({key: host(8, seed) for seed, key in enumerate("ab")}, capacity=1)
     slots.pin("a")
     looks: list[int] = []
-    plain = torch.isfinite
 
     def noted(values: torch.Tensor) -> torch.Tensor:
         looks.append(len(values))
-        return plain(values)
+        return is_all_finite(values)
 
-    monkeypatch.setattr(torch, "isfinite", noted)
+    monkeypatch.setattr(adapter_slots, "is_all_finite", noted)
     assert [slots.pin("b") for _ in range(3)] == [None] * 3
     slots.unpin("a")
     assert slots.pin("b") is not None
