@@ -95,7 +95,7 @@ class ScriptedDecoder:
         ]
         for name, _ in finished:
             del self.held[name]
-        return Progress(finished, (), len(finished), 0)
+        return Progress(finished, decoded_tokens=len(finished))
 
     @property
     def kv_cache_ratio(self) -> float | None:
@@ -130,7 +130,7 @@ async def bench(empty_redis: EmbeddedRedis, tmp_path: Path) -> AsyncIterator[Ben
         weights = WeightsStore(samples.saved, files, layout_of, 10**6, 10**6)
         publisher = TokenPublisher(samples.log.redis)
         service = SamplingService(
-            decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,),
+            decoder, ScriptedDecoder, samples.sampling, weights, publisher, (2,),  # type: ignore[arg-type]
             WorkerMetrics(MODEL, WorkerId("w0")),
         )  # fmt: skip
         yield Bench(samples, decoder, weights, service)

@@ -45,16 +45,16 @@ def member(folder: str, out: Path, recompute: Choice, names: Sequence[str]) -> N
         device="cpu",
         micro_batch_tokens=MICRO_BATCH,
         recompute=recompute,
-        load_base=partial(load_sharded, links=links, lock_step=lock_step),
+        load_base=partial(load_sharded, lock_step=lock_step),
     )
     found: dict[str, Any] = {
         "base_bytes": own_bytes(own._base),
         "sharding": own.facts.numerics.sharding,
     }
     if links.number:
-        follow(own, links, lock_step)
+        follow(own, lock_step)
     else:
-        engine = GroupEngine(own, links, lock_step)
+        engine = GroupEngine(own, lock_step)
         found["numerics_id"] = engine.facts.numerics_id
         for name in names:
             found[name] = SCENARIOS[name](engine)

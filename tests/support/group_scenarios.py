@@ -1,6 +1,4 @@
-"""Scenarios that a group and a single engine must compute equally. Each returns the digest of every
-run.
-"""
+"""Scenarios that a group and a single engine must compute equally. Each returns the digest of every run."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from tests.support.training import MIX, Tenant, random_datum
 
 CYCLES = 2
@@ -49,9 +47,7 @@ def one_alone(engine: Trainer) -> dict[str, str]:
 
 
 def head_alone(engine: Trainer) -> dict[str, str]:
-    """Train the unembedding of one run only, so that its passes have no backward through the base
-    model.
-    """
+    """Train the unembedding of one run only, so that its passes have no backward through the base model."""
     return _train(engine, [HEAD_ONLY])
 
 

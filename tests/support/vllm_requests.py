@@ -30,7 +30,9 @@ from cotrain_workers.engine.ops import (
     PassOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
+from cotrain_workers.sampling.vllm.requests import VllmSampler
 from tests.support.training import random_datum
 
 BASE = "tiny/qwen3"
@@ -65,16 +67,9 @@ class Trained:
 
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:
         """Return a decoder that uses the server at `url` for these runs."""
-        defaults: dict[str, Any] = {
-            "folder": self.folders.__getitem__,
-            "targets": self.engine.targets,
-        }
+        folder = settings.pop("folder", self.folders.__getitem__)
         return VllmDecoder(
-            url,
-            api_key="",
-            base_model=BASE,
-            vocab_size=VOCAB,
-            **{**defaults, **settings},
+            VllmSampler(VllmServer(url, ""), BASE, self.engine.targets, **settings), folder
         )
 
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:

@@ -33,7 +33,6 @@ from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel
 from cotrain_workers.engine.progress import listen, report
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
 from cotrain_workers.group.launch import launch
@@ -122,10 +121,8 @@ def _run(
         record = replace(record, tokenizer=tokenizer.folder)
     writer = new_writer(settings.worker_id)
     spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
-    text = tokenizer.text if tokenizer else None
-    grammar_of = tokenizer.grammar_of if tokenizer else None
     cost = measure_replay_cost(engine)
-    loop = enter_pool(engine, connection, spools, record, settings, text, tuning, cost, grammar_of)
+    loop = enter_pool(engine, connection, spools, record, settings, tokenizer, tuning, cost)
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: loop.stop())
     log.info(
@@ -137,17 +134,12 @@ def _run(
             loop.run()
     except Fenced:
         log.warning("worker_fenced")
-        _end_group(engine, links)
-        return 0
-    _end_group(engine, links)
-    log.info("worker_stopped")
-    return 0
-
-
-def _end_group(engine: Trainer, links: Links | None) -> None:
-    if links is not None and isinstance(engine, GroupEngine):
+    else:
+        log.info("worker_stopped")
+    if isinstance(engine, GroupEngine) and links is not None:
         engine.followers.end()
         links.close()
+    return 0
 
 
 def _claim_worker_id(

@@ -152,8 +152,12 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
     """Return a load with its weights; a Failure if they are missing."""
     request = LoadRequest.parse(body)
     try:
-        weights = _weights(request, checkpoints)
-        optimizer = _optimizer(request, checkpoints)
+        sources = [(each.coefficient, checkpoints.host(each.ref)) for each in request.sources]
+        is_whole = len(sources) == 1 and sources[0][0] == 1.0
+        weights = sources[0][1] if is_whole else mix(sources, checkpoints.layout_of)
+        # A mix of several sources has no optimizer state.
+        has_one = request.optimizer and len(sources) == 1
+        optimizer = checkpoints.optimizer(request.sources[0].ref) if has_one else None
     except WeightsMissing as missing:
         why = f": {missing.reason}" if missing.reason else "."
         return Failure(f"Checkpoint {request.path} cannot be read on the server{why}", "server")
@@ -162,20 +166,6 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
     kind = request.lora.optimizer if request.lora else "adamw"
     creates = request.lora is not None
     return Load(op.run, op.seq, request.path, weights, optimizer, creates, kind)
-
-
-def _weights(request: LoadRequest, checkpoints: Checkpoints) -> HostWeights:
-    sources = [(source.coefficient, checkpoints.host(source.ref)) for source in request.sources]
-    if len(sources) == 1 and sources[0][0] == 1.0:
-        return sources[0][1]
-    return mix(sources, checkpoints.layout_of)
-
-
-def _optimizer(request: LoadRequest, checkpoints: Checkpoints) -> HostOptimizer | None:
-    """Return the optimizer state of the weights; None for a mix of several sources."""
-    if not request.optimizer or len(request.sources) > 1:
-        return None
-    return checkpoints.optimizer(request.sources[0].ref)
 
 
 def import_op(op: QueuedOp, body: bytes) -> Import | Failure:

@@ -69,9 +69,7 @@ class StepRun:
     outputs: Mapping[tuple[str, int], Output]
     cost: CycleOutput | None  # cost of the cycle; None if the step did not run as a whole
     is_exact: bool
-    """False if memory ran out, so that the last bits of some op differ from this worker's
-    numerics.
-    """
+    """False if memory ran out, so that the last bits of some op differ from this worker's numerics."""
     history: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
     """History entries of the finished passes and optimizer steps."""
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
@@ -80,16 +78,11 @@ class StepRun:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Times of a step, in seconds of the wall clock."""
+    """Start of a step on the wall clock, and its durations, in s."""
 
     started: float
-    finished: float
+    duration_s: float
     sampling_s: float  # time at yield points, used by the decoder and others
-
-    @property
-    def duration_s(self) -> float:
-        """Duration of the step in s."""
-        return self.finished - self.started
 
 
 @dataclass(frozen=True)
@@ -369,9 +362,7 @@ def must_not_rerun(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> b
 
 
 def ends_run(op: QueuedOp, body: bytes) -> bool:
-    """Return True for a save after which the run ends. An empty body means that the run has
-    already ended.
-    """
+    """Return True for a save after which the run ends. An empty body means that the run has already ended."""
     return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
 
 

@@ -72,7 +72,7 @@ OUTPUTS: dict[tuple[str, int], Output] = {
     (B, 1): StepOutput(0.5),
 }
 COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25)
-TIMES = StepTimes(started=101.0, finished=101.8, sampling_s=0.125)
+TIMES = StepTimes(started=101.0, duration_s=0.8, sampling_s=0.125)
 
 
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:

@@ -1,6 +1,4 @@
-"""Number of cores for the threads of this process, and the choice between one core and all of
-them.
-"""
+"""Number of cores for the threads of this process, and the choice between one core and all of them."""
 
 import os
 import threading

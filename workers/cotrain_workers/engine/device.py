@@ -1,6 +1,4 @@
-"""Device of the engine: errors, memory use, copies to it and deterministic kernels. Also the memory
-of the host.
-"""
+"""Device of the engine: errors, memory use, copies to it and deterministic kernels. Also the memory of the host."""
 
 import contextlib
 import ctypes
@@ -193,9 +191,7 @@ def resident_bytes() -> int:
 
 
 def _page_cache_bytes(statistics: Path) -> int:
-    """Return the bytes of files in the page cache of a control group. They count as used, but can
-    be reclaimed.
-    """
+    """Return the bytes of files in the page cache of a control group. They count as used, but can be reclaimed."""
     try:
         lines = statistics.read_text().splitlines()
     except OSError:

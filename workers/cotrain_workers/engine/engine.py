@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -41,12 +41,18 @@ from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
 
 LoadBase = Callable[..., BaseModel]  # signature of `load_base_model`
+
+
+class ProcessUse(NamedTuple):
+    """Resources of one process of a worker."""
+
+    runs: int
+    memory_bytes: int  # resident memory in bytes
 
 
 class Engine:

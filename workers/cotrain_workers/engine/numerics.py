@@ -1,6 +1,4 @@
-"""Conditions that may change a bit of a result under one plan: hardware, libraries, threads,
-sizes.
-"""
+"""Conditions that may change a bit of a result under one plan: hardware, libraries, threads, sizes."""
 
 from __future__ import annotations
 
@@ -132,9 +130,7 @@ def cpu_hardware() -> str:
 
 
 def processor_of(cpuinfo: str) -> str:
-    """Return the vendor and model of the first processor in Linux' `cpuinfo`, and a digest of
-    DISTINGUISHED_BY.
-    """
+    """Return the vendor and model of the first processor in Linux' `cpuinfo`, and a digest of DISTINGUISHED_BY."""
     first = cpuinfo.split("\n\n", maxsplit=1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     facts = {name.strip(): value.strip() for name, _, value in pairs}

@@ -144,9 +144,7 @@ class ReverseKl:
 
 @dataclass(frozen=True)
 class OptimStep:
-    """Optimizer step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is
-    no limit.
-    """
+    """Optimizer step with the run's summed gradient, which is then zeroed. A `grad_clip_norm` of 0 is no limit."""
 
     run: str
     seq: int
@@ -161,9 +159,7 @@ class OptimStep:
 
 @dataclass(frozen=True)
 class Save:
-    """Copy of a run's weights to the host, after its ops so far; with `optimizer`, of its AdamW
-    state, too.
-    """
+    """Copy of a run's weights to the host, after its ops so far; with `optimizer`, of its AdamW state, too."""
 
     run: str
     seq: int
@@ -340,9 +336,7 @@ class CycleOutput:
     """Outputs and cost of one cycle."""
 
     outputs: Mapping[tuple[str, int], Output]
-    """By (run, seq): one for every op of the cycle, except open passes and the ops deferred behind
-    them.
-    """
+    """By (run, seq): one for every op of the cycle, except open passes and the ops deferred behind them."""
     forwards: int  # passes of the base model
     tokens: int
     padded_tokens: int  # tokens plus the filler of every micro-batch
@@ -352,9 +346,7 @@ class CycleOutput:
         True  # False: memory ran out, and an op has other last bits than with more memory
     )
     divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
-    """Progress of passes that stay open, or were open in an earlier cycle. Those without an output
-    are open.
-    """
+    """Progress of passes that stay open, or were open in an earlier cycle. Those without an output are open."""
     parts: Sequence[CyclePart] = ()  # waves and optimizer steps, in order
 
     @cached_property

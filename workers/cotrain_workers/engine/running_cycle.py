@@ -142,9 +142,7 @@ class RunningCycle:
     def _admit(
         self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
     ) -> list[PassState]:
-        """Return the started or resumed passes that can run; write a failure for each of the
-        others.
-        """
+        """Return the started or resumed passes that can run; write a failure for each of the others."""
         admitted = []
         for op in ops:
             if op.run not in adapters:

@@ -15,9 +15,7 @@ ALIGN = 16
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Parameters that a tenant chose when creating a run. Effective weight: `W + (alpha / rank) *
-    B @ A`.
-    """
+    """Parameters that a tenant chose when creating a run. Effective weight: `W + (alpha / rank) * B @ A`."""
 
     rank: int
     seed: int

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 
 import structlog
 
-from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState
+from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, StateCopy
 from cotrain_workers.engine.adapters.lifecycle import begins_run
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Import, Op
 from cotrain_workers.engine.spec import AdapterSpec, Layout
-from cotrain_workers.engine.trainer import StateCopying
 from cotrain_workers.group.followers import Followers, MemberFacts, facts_of
 
 
@@ -43,7 +42,7 @@ class Arrived:
 
 
 class GroupBank:
-    """Implementation of `Adapters` over all members, for use by the first member."""
+    """Stand-in of `AdapterBank` over all members, for use by the first member."""
 
     def __init__(self, own: Engine, followers: Followers) -> None:
         self._engine = own
@@ -64,7 +63,7 @@ class GroupBank:
         """Return a run's adapter, copied to the host of the first member. Raises KeyError for an unknown run."""
         return self.copy_out(run).state()
 
-    def copy_out(self, run: str) -> StateCopying:
+    def copy_out(self, run: str) -> StateCopy | Arrived:
         """Start to copy a run's adapter to the host. A copy from another member is complete on return.
 
         Raises KeyError for an unknown run.

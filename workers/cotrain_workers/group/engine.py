@@ -1,32 +1,32 @@
-"""Engine of a group, with the interface of any other engine. Each run's ops go to the member with its adapter."""
+"""Engine of a group, with the interface of `Engine`. Each run's ops go to the member with its adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
+from typing import TypeAlias
 
 from cotrain_workers.engine.cycle import Yielding, run_to_end
-from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.engine import Engine, ProcessUse
 from cotrain_workers.engine.model_facts import ModelFacts
 from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.engine.trainer import ProcessUse
 from cotrain_workers.group.bank import GroupBank
 from cotrain_workers.group.followers import Followers, run_cycle
-from cotrain_workers.group.links import GroupLost, Links
+from cotrain_workers.group.links import GroupLost
 from cotrain_workers.group.lock_step import GroupLockStep
 
 
 class GroupEngine:
-    """Implementation of `Trainer` for the first member. Not thread-safe.
+    """Stand-in of `Engine` for the first member. Not thread-safe.
 
     An exception of any member leaves the others in the middle of a pass. It therefore ends the group and this
     process (GroupLost). The next group finds the open step and its crash count.
     """
 
-    def __init__(self, own: Engine, links: Links, lock_step: GroupLockStep) -> None:
+    def __init__(self, own: Engine, lock_step: GroupLockStep) -> None:
         self._own = own
         self._lock_step = lock_step
-        self.followers = Followers(links)
+        self.followers = Followers(lock_step.links)
         self.adapters = GroupBank(own, self.followers)
         self.open_passes = GroupOpenPasses(self.adapters)
 
@@ -98,8 +98,12 @@ class GroupEngine:
         return self._own.device_memory
 
 
+#: Engine of a worker: of this process, or of a group.
+Trainer: TypeAlias = Engine | GroupEngine
+
+
 class GroupOpenPasses:
-    """Implementation of `Open` over all members."""
+    """Open passes of all members."""
 
     def __init__(self, adapters: GroupBank) -> None:
         self._adapters = adapters

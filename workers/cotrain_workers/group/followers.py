@@ -122,8 +122,9 @@ def facts_of(engine: Engine) -> MemberFacts:
     )
 
 
-def follow(engine: Engine, links: Links, lock_step: GroupLockStep) -> None:
+def follow(engine: Engine, lock_step: GroupLockStep) -> None:
     """Execute orders until the order to end. After any exception the group cannot continue."""
+    links = lock_step.links
     while order := links.await_order():
         function, args = order
         links.answer((function(engine, lock_step, *args), facts_of(engine)))

@@ -30,7 +30,7 @@ class GroupLockStep:
     """Implementation of `LockStep` for one member."""
 
     def __init__(self, links: Links) -> None:
-        self._links = links
+        self.links = links
         self._name = f"member-{links.number}"
         self._filler: Filler | None = None
         self._is_over_here: Callable[[], bool] = lambda: False
@@ -41,7 +41,7 @@ class GroupLockStep:
     @property
     def sharding(self) -> str:
         """Description of the sharding of the base model."""
-        return f"fsdp2/{self._links.size}"
+        return f"fsdp2/{self.links.size}"
 
     def use_for_fillers(self, base: BaseModel) -> None:
         """Use this base model for filler passes from now on."""
@@ -88,7 +88,7 @@ class GroupLockStep:
 
     def _agree(self, wanted: Forward) -> Forward:
         """Return the greatest kind that any member requests. All members must call it at the same time."""
-        kind, is_over = self._links.agree(wanted, self._is_over_here())
+        kind, is_over = self.links.agree(wanted, self._is_over_here())
         self._is_over_at_first = bool(is_over)
         return Forward(kind)
 

@@ -6,7 +6,7 @@ unembedding is not divided, because the head multiplies by it chunk by chunk.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from cotrain_workers.engine.model.model_source import (
 )
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import has_experts
-from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 
 INDEX, ONE_FILE = "model.safetensors.index.json", "model.safetensors"
@@ -60,7 +59,6 @@ def load_sharded(
     device: torch.device,
     dtype: torch.dtype,
     local_files_only: bool,
-    links: Links,
     lock_step: GroupLockStep,
 ) -> BaseModel:
     """Load this member's part of a hub id or a folder. Return when all members have loaded theirs.
@@ -68,12 +66,12 @@ def load_sharded(
     Raises the errors of `load_base_model`, and NoModel if the weights are not in safetensors.
     """
     try:
-        base = _load(model, device, dtype, links, lock_step, local_files_only=local_files_only)
+        base = _load(model, device, dtype, lock_step, local_files_only=local_files_only)
     except UnusableModel as unusable:
         raise type(unusable)(f"Base model {model} cannot be served: {unusable}") from unusable
     lock_step.use_for_fillers(base)
     report(f"its part of the base model takes {own_bytes(base) / 1e9:.2g} GB")
-    links.await_all()
+    lock_step.links.await_all()
     return base
 
 
@@ -81,11 +79,11 @@ def _load(
     model: str,
     device: torch.device,
     dtype: torch.dtype,
-    links: Links,
     lock_step: GroupLockStep,
     *,
     local_files_only: bool,
 ) -> BaseModel:
+    links = lock_step.links
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
@@ -255,14 +253,6 @@ def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
 
 def own_bytes(base: BaseModel) -> int:
     """Return the bytes of this member's part of the base model, including the unembedding."""
-    return sum(_local(each).nbytes for each in _weights(base))
-
-
-def _weights(base: BaseModel) -> Iterator[torch.Tensor]:
-    yield base.head_weight
-    yield from (each for each in base.backbone.parameters() if each is not base.head_weight)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    local: torch.Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local
+    others = (each for each in base.backbone.parameters() if each is not base.head_weight)
+    parts = (each.to_local() if isinstance(each, DTensor) else each for each in others)
+    return base.head_weight.nbytes + sum(part.nbytes for part in parts)

@@ -142,24 +142,16 @@ def export(
     as_json: AsJson = False,
 ) -> None:
     """Write a recorded cycle, or one run of it, to a file of its own."""
-    from cotrain_store.messages.ids import RunId
     from cotrain_workers.recorder.file import RecordingUnreadable, only_run, read_cycle, write_cycle
 
     try:
         cycle = read_cycle(file)
-        if run is not None:
-            cycle = only_run(_with_run(cycle, RunId(run)), RunId(run))
+        cycle = cycle if run is None else only_run(cycle, RunId(run))
         write_cycle(output, cycle)
     except (RecordingUnreadable, OSError, ValueError) as unusable:
         typer.echo(harmless(str(unusable)), err=True)
         raise typer.Exit(UNUSABLE) from unusable
     print_result({"file": output, **_sized(output), **_facts(cycle.facts)}, as_json=as_json)
-
-
-def _with_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
-    if run not in cycle.facts.step.tenant_by_run:
-        raise ValueError(f"Run {run} is not in this cycle.")
-    return cycle
 
 
 def _describe(cycle: RecordedCycle, engine: Engine) -> None:

@@ -16,8 +16,9 @@ The outcome is added at the end of the cycle. A cycle during which the process e
 import json
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from safetensors import torch as tensors
 
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.ids import OpId, RunId, WeightsRef, encode
+from cotrain_store.messages.ids import OpId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.saves import LoadRequest
 from cotrain_workers.engine.adapters.bank import AdapterState
@@ -95,8 +96,11 @@ def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
     """Return the part of a cycle that belongs to one run.
 
     It gives the same results, because these do not depend on other runs. On a GPU the last bits may differ.
+    Raises ValueError for a run that is not in it.
     """
     step = cycle.facts.step
+    if run not in step.tenant_by_run:
+        raise ValueError(f"Run {run} is not in this cycle.")
     kept = [(op, body) for op, body in zip(step.ops, cycle.bodies, strict=True) if op.run == run]
     refs = {ref for op, body in kept for ref, _ in checkpoints_of(op, body)}
     ops, tenants = tuple(op for op, _ in kept), {run: step.tenant_by_run[run]}
@@ -108,14 +112,11 @@ def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
             {ref: weights for ref, weights in cycle.read.weights.items() if ref in refs},
             {ref: optimizer for ref, optimizer in cycle.read.optimizers.items() if ref in refs},
         ),
-        cycle.found and _findings_of_run(cycle.found, run),
-    )
-
-
-def _findings_of_run(found: Findings, run: RunId) -> Findings:
-    return Findings(
-        {op_id: each for op_id, each in found.by_op.items() if op_id[0] == run},
-        {name: each for name, each in found.by_run.items() if name == run},
+        cycle.found
+        and Findings(
+            {op_id: each for op_id, each in cycle.found.by_op.items() if op_id[0] == run},
+            {name: each for name, each in cycle.found.by_run.items() if name == run},
+        ),
     )
 
 
@@ -153,7 +154,8 @@ def write_inputs(
         for at, body in enumerate(bodies):
             archive.writestr(f"bodies/{at}", body)
         for at, (run, state) in enumerate(before):
-            content = encode_snapshot(run, _seq_before(facts.step, run), facts.numerics.id, state)
+            seq = min(op.seq for op in facts.step.ops if op.run == run) - 1
+            content = encode_snapshot(run, seq, facts.numerics.id, state)
             archive.writestr(f"before/{at}.safetensors", content)
         for at, weights in enumerate(read.weights.values()):
             archive.writestr(f"weights/{at}.safetensors", tensors.save({"flat": weights.flat}))
@@ -189,18 +191,21 @@ def read_cycle(path: Path) -> RecordedCycle:
     Raises:
         RecordingUnreadable: with the reason as a sentence.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return _read(archive, path)
-    except _READ_ERRORS as error:
-        raise RecordingUnreadable(f"{path} cannot be read: {error}") from error
+    with _opened(path) as archive:
+        return _read(archive, path)
 
 
 def read_facts(path: Path) -> CycleFacts:
     """Read the facts of a recorded cycle, without its tensors. Raises RecordingUnreadable."""
+    with _opened(path) as archive:
+        return _parse_facts(_json(archive, "cycle.json"), path)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     try:
         with zipfile.ZipFile(path) as archive:
-            return _parse_facts(_json(archive, "cycle.json"), path)
+            yield archive
     except _READ_ERRORS as error:
         raise RecordingUnreadable(f"{path} cannot be read: {error}") from error
 
@@ -277,12 +282,7 @@ def _fingerprint_json(fingerprint: Fingerprint) -> dict[str, Any]:
 def _facts_json(facts: CycleFacts, read: ReadCheckpoints) -> dict[str, Any]:
     return {
         "format": FORMAT,
-        "recorded_at": facts.recorded_at,
-        "pool": facts.pool,
-        "base_model": facts.base_model,
-        "model": facts.model,
-        "numerics": asdict(facts.numerics),
-        "step": json.loads(encode(facts.step)),
+        **asdict(facts),
         "weights": {ref: weights.spec.stored() for ref, weights in read.weights.items()},
         "optimizers": {
             ref: optimizer and {"spec": optimizer.spec.stored(), "step": optimizer.step}
@@ -296,19 +296,9 @@ def _parse_facts(raw: Mapping[str, Any], path: Path) -> CycleFacts:
         raise RecordingUnreadable(
             f"{path} is of format {raw['format']}; this version reads {FORMAT}."
         )
-    return CycleFacts(
-        recorded_at=raw["recorded_at"],
-        pool=raw["pool"],
-        base_model=raw["base_model"],
-        model=raw["model"],
-        numerics=Numerics(**raw["numerics"]),
-        step=Step.parse(json.dumps(raw["step"])),
-    )
-
-
-def _seq_before(step: Step, run: RunId) -> int:
-    """Return the seq of a run's last op before a step."""
-    return min(op.seq for op in step.ops if op.run == run) - 1
+    given = {each.name: raw[each.name] for each in fields(CycleFacts)}
+    given |= {"numerics": Numerics(**raw["numerics"]), "step": Step.parse(json.dumps(raw["step"]))}
+    return CycleFacts(**given)
 
 
 def _json(archive: zipfile.ZipFile, name: str) -> Any:

@@ -6,6 +6,7 @@ A full disk affects recordings only. See docs/operate/recorder.md.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -14,8 +15,8 @@ from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Checkpoints
 from cotrain_workers.recorder.file import (
     CycleFacts,
@@ -31,38 +32,30 @@ log = structlog.get_logger()
 SUFFIX = ".zip"
 
 
+@dataclass
 class Recorder:
-    """Recorder of one worker's cycles. It keeps the last `kept` cycles in its own `folder`; 0 records nothing."""
+    """Recorder of one worker's cycles."""
 
-    def __init__(
-        self,
-        engine: Trainer,
-        checkpoints: Checkpoints,
-        folder: Path,
-        *,
-        pool: str,
-        base_model: str,
-        epoch: int,
-        kept: int,
-    ) -> None:
-        self._engine = engine
-        self._checkpoints = checkpoints
-        self._folder = folder
-        self._pool = pool
-        self._base_model = base_model
-        self._epoch = epoch
-        self._kept = kept
-        self._recording: Path | None = None
-        if kept:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    engine: Trainer
+    checkpoints: Checkpoints
+    folder: Path
+    pool: str
+    base_model: str
+    epoch: int
+    kept: int  # last cycles in `folder`; 0 records nothing
+    _recording: Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.kept:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def begin(self, step: Step, bodies: Mapping[tuple[str, int], bytes]) -> None:
         """Write the inputs of a step just before it runs. Idempotent."""
         self._recording = None
-        if not self._kept:
+        if not self.kept:
             return
         # With the epoch, a re-run does not overwrite the recording of the cycle that killed a predecessor.
-        path = self._folder / f"{step.cycle:012}-{self._epoch}{SUFFIX}"
+        path = self.folder / f"{step.cycle:012}-{self.epoch}{SUFFIX}"
         in_order = [bodies[op.run, op.seq] for op in step.ops]
         try:
             read = self._read_by(step.ops, in_order)
@@ -94,17 +87,17 @@ class Recorder:
     def _facts(self, step: Step) -> CycleFacts:
         return CycleFacts(
             recorded_at=time.time(),
-            pool=self._pool,
-            base_model=self._base_model,
-            model=self._engine.facts.model,
-            numerics=self._engine.facts.numerics,
+            pool=self.pool,
+            base_model=self.base_model,
+            model=self.engine.facts.model,
+            numerics=self.engine.facts.numerics,
             step=step,
         )
 
     def _states(self, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
         for run in dict.fromkeys(op.run for op in step.ops):
-            if run in self._engine.adapters:
-                yield run, self._engine.adapters.state(run)
+            if run in self.engine.adapters:
+                yield run, self.engine.adapters.state(run)
 
     def _read_by(self, ops: Sequence[QueuedOp], bodies: Sequence[bytes]) -> ReadCheckpoints:
         """Return the checkpoints that ops will read. Missing ones are left out; they are missing for the ops, too."""
@@ -113,13 +106,13 @@ class Recorder:
         for op, body in zip(ops, bodies, strict=True):
             for ref, with_optimizer in checkpoints_of(op, body):
                 try:
-                    weights[ref] = self._checkpoints.host(ref)
+                    weights[ref] = self.checkpoints.host(ref)
                     if with_optimizer:
-                        optimizers[ref] = self._checkpoints.optimizer(ref)
+                        optimizers[ref] = self.checkpoints.optimizer(ref)
                 except WeightsMissing:
                     continue
         return ReadCheckpoints(weights, optimizers)
 
     def _forget_old(self) -> None:
-        for path in sorted(self._folder.glob(f"*{SUFFIX}"))[: -self._kept]:
+        for path in sorted(self.folder.glob(f"*{SUFFIX}"))[: -self.kept]:
             path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()
 
@@ -67,7 +67,7 @@ class Risks:
 
     def is_poison(self, op: Op) -> bool:
         """Return True if processes crashed during this op alone, too often for chance."""
-        return self._crash_counts.get(_request(op), 0) >= MAX_CRASHES
+        return self._crash_counts.get(request_of(op), 0) >= MAX_CRASHES
 
     def note(self, group: Sequence[Op]) -> None:
         """Count a crash in advance. `survived` removes it, if this process still runs to call it."""
@@ -75,12 +75,10 @@ class Risks:
         self._await_writes()
         self._noted = name_of(group)
         self._execution.crash_counts.risk(self._noted)
-        failpoint("worker.before_risk", map(_request, group))
+        failpoint("worker.before_risk", map(request_of, group))
 
     def survived(self) -> None:
-        """Remove the record of the current group, including a predecessor's, because it does not
-        crash.
-        """
+        """Remove the record of the current group, including a predecessor's, because it does not crash."""
         if self._noted is not None:
             failpoint("worker.after_risk", self._noted)
             self._execution.crash_counts.survived(self._noted)
@@ -88,9 +86,7 @@ class Risks:
 
 
 def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]:
-    """Split ops, those of a run adjacent, until no group is one during which a process crashed.
-    Pure.
-    """
+    """Split ops, those of a run adjacent, until no group is one during which a process crashed. Pure."""
     if len(ops) == 1 or name_of(ops) not in crashed:
         return [ops]
     half = len(ops) // 2
@@ -101,7 +97,7 @@ def groups_of(ops: Sequence[Op], crashed: Collection[str]) -> list[Sequence[Op]]
 
 def name_of(group: Sequence[Op]) -> str:
     """Return the name of a group of ops: its request, or its first and last."""
-    first, last = _request(group[0]), _request(group[-1])
+    first, last = request_of(group[0]), request_of(group[-1])
     return first if len(group) == 1 else f"{first}..{last}"
 
 
@@ -169,7 +165,7 @@ def _run_one_by_one(
         try:
             answers.add(engine.run([op]))
         except Exception:
-            log.exception("op_failed", request=_request(op), run=op.run, seq=op.seq)
+            log.exception("op_failed", request=request_of(op), run=op.run, seq=op.seq)
         else:
             if risks is not None:
                 risks.survived()
@@ -179,5 +175,6 @@ def _run_one_by_one(
     return None
 
 
-def _request(op: Op) -> RequestId:
+def request_of(op: Op) -> RequestId:
+    """Return the request of an op."""
     return request_id(RunId(op.run), op.seq)

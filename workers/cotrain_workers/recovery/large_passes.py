@@ -18,9 +18,9 @@ from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.device import memory_limit_bytes
 from cotrain_workers.engine.ops import Failure, Op, Pass, ReverseKl, UpcomingBatch
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import LEAST_TOKENS
-from cotrain_workers.recovery.bisection import MAX_CRASHES
+from cotrain_workers.group.engine import Trainer
+from cotrain_workers.recovery.bisection import MAX_CRASHES, request_of
 
 log = structlog.get_logger()
 
@@ -77,7 +77,7 @@ class LargePasses:
     def part_of(self, ops: Sequence[Op]) -> Part:
         """Return the ops of a step that run now: all of them, if no process ended during one."""
         self._running_alone = ""
-        requests = [_request(op) for op in ops]
+        requests = [request_of(op) for op in ops]
         kills = [kill for kill in self._kills if kill.request in requests]
         if not kills:
             return Part(ops)
@@ -85,9 +85,9 @@ class LargePasses:
         self._deferred.update(kill.request for kill in kills)
         for op in ops:
             if (op.run, op.seq) in part.failures:
-                log.error("pass_too_large", request=_request(op), tokens=longest_of(op))
+                log.error("pass_too_large", request=request_of(op), tokens=longest_of(op))
         if part.is_alone:
-            self._running_alone = _request(part.ops[0])
+            self._running_alone = request_of(part.ops[0])
             log.warning("large_pass_apart", request=self._running_alone, tokens=part.killing_tokens)
         return part
 
@@ -159,7 +159,7 @@ def careful_part(
     failures: dict[tuple[str, int], Failure] = {}
     remaining: list[Op] = []
     for op in ops:
-        own = [kill for kill in kills if kill.request == _request(op)]
+        own = [kill for kill in kills if kill.request == request_of(op)]
         if isinstance(op, Pass | ReverseKl) and sum(kill.count for kill in own) >= MAX_CRASHES:
             tokens = min(kill.tokens for kill in own)
             if longest_of(op) >= tokens:
@@ -170,14 +170,14 @@ def careful_part(
     dangerous = {kill.request for kill in kills}
     first_dangerous: dict[str, Op] = {}  # by run
     for op in remaining:
-        if _request(op) in dangerous:
+        if request_of(op) in dangerous:
             first_dangerous.setdefault(op.run, op)
     harmless = [
         op
         for op in remaining
         if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq
     ]
-    may_wait = any(_request(op) not in deferred for op in first_dangerous.values())
+    may_wait = any(request_of(op) not in deferred for op in first_dangerous.values())
     if not first_dangerous or (harmless and may_wait):
         return Part(harmless, failures, killing_tokens)
     return Part([next(iter(first_dangerous.values()))], failures, killing_tokens, is_alone=True)
@@ -200,7 +200,3 @@ def too_large(tokens: int, limit_bytes: int) -> Failure:
         "user",
         "too_large",
     )
-
-
-def _request(op: Op) -> str:
-    return request_id(RunId(op.run), op.seq)

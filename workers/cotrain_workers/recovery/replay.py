@@ -27,9 +27,8 @@ from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recovery.restore_progress import RestoreProgress
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
 from cotrain_workers.results import CYCLE_METRIC, result_of, saved_of
 
@@ -40,11 +39,17 @@ def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
         return False
     tolerance = 0.0 if exact else 1e-2
     if stored.kind is not ResultKind.PASS:
-        return _same_metrics(_json_metrics(stored), _json_metrics(replayed), tolerance)
-    before = wire_pb2.ForwardBackwardOutput.FromString(stored.payload)
-    after = wire_pb2.ForwardBackwardOutput.FromString(replayed.payload)
-    metrics_agree = _same_metrics(dict(before.metrics), dict(after.metrics), tolerance)
-    return metrics_agree and _same_logprobs(_logprobs(before), _logprobs(after), tolerance)
+        before, after = (each.json().get("metrics", {}) for each in (stored, replayed))
+        return _same_metrics(before, after, tolerance)
+    then, now = (
+        wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in (stored, replayed)
+    )
+    old, new = _logprobs(then), _logprobs(now)
+    return (
+        _same_metrics(then.metrics, now.metrics, tolerance)
+        and old.shape == new.shape
+        and np.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)
+    )
 
 
 def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
@@ -52,19 +57,10 @@ def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
     return np.frombuffer(b"".join(records), "<f4")
 
 
-def _same_logprobs(before: np.ndarray, after: np.ndarray, tolerance: float) -> bool:
-    return before.shape == after.shape and np.allclose(
-        before, after, rtol=tolerance, atol=tolerance, equal_nan=True
-    )
-
-
-def _json_metrics(result: Result) -> dict[str, float]:
-    metrics: dict[str, float] = result.json().get("metrics", {})
-    return metrics
-
-
-def _same_metrics(before: dict[str, float], after: dict[str, float], tolerance: float) -> bool:
-    names = (before.keys() | after.keys()) - {CYCLE_METRIC}
+def _same_metrics(
+    before: Mapping[str, float], after: Mapping[str, float], tolerance: float
+) -> bool:
+    names = {*before, *after} - {CYCLE_METRIC}
     return all(
         name in before
         and name in after
@@ -95,34 +91,69 @@ class Restored:
     replayed: int  # number of replayed ops
     from_newest: bool  # False if its newest snapshot could not be used
     is_exact: bool
-    """False if memory ran out, so that the last bits of the state may differ from this engine's
-    numerics.
-    """
+    """False if memory ran out, so that the last bits of the state may differ from this engine's numerics."""
 
 
+class RestoreProgress:
+    """Runs being restored, and the ops of their logs: counted by the worker's loop, read by its heartbeat."""
+
+    def __init__(self) -> None:
+        self._ops: dict[RunId, int] = {}
+        self._done: dict[RunId, int] = {}
+        self._runs_done = 0
+
+    def begin(self, ops_by_run: Mapping[RunId, int]) -> None:
+        """Start the progress of these runs, each with the number of ops after its newest copy."""
+        self._ops, self._done, self._runs_done = dict(ops_by_run), {}, 0
+
+    def expect(self, run: RunId, ops: int) -> None:
+        """Correct the number of ops of one run: more ops follow an older copy."""
+        if run in self._ops:
+            self._ops = self._ops | {run: ops}
+
+    def reach(self, run: RunId, ops: int) -> None:
+        """Record the number of finished ops of a run."""
+        if run in self._ops:
+            self._done = self._done | {run: min(ops, self._ops[run])}
+
+    def finish(self, run: RunId) -> None:
+        """Count a run as finished, whether it was restored or not."""
+        if run in self._ops:
+            self.reach(run, self._ops[run])
+            self._runs_done += 1
+
+    def end(self) -> None:
+        """Clear the progress after the restore."""
+        self._ops, self._done, self._runs_done = {}, {}, 0
+
+    @property
+    def now(self) -> dict[str, int] | None:
+        """Return the value of `WorkerHeartbeat.restoring`: None while nothing is restored."""
+        ops, done, runs_done = self._ops, self._done, self._runs_done
+        if not ops:
+            return None
+        return {
+            "runs_done": runs_done,
+            "runs": len(ops),
+            "ops_done": sum(done.values()),
+            "ops": sum(ops.values()),
+        }
+
+
+@dataclass(frozen=True)
 class Replay:
-    """Restoration of runs into one engine, from their logs and the recovery copies in `snapshots`."""
+    """Restoration of runs into one engine, from their logs and recovery copies."""
 
-    def __init__(
-        self,
-        engine: Trainer,
-        execution: Execution,
-        weights: WeightsStore,
-        snapshots: Blobs,
-        progress: RestoreProgress,
-        *,
-        exact: bool,
-    ) -> None:
-        """With `exact` a replayed result must equal the stored one to the bit. This holds on a
-        CPU, where a run's results do not depend on its neighbours. A log of other numerics
-        (another CPU, another torch) is exempt, because no exact replay of it is possible.
-        """
-        self._engine = engine
-        self._execution = execution
-        self._weights = weights
-        self._snapshots = snapshots
-        self._progress = progress
-        self._exact = exact
+    engine: Trainer
+    execution: Execution
+    weights: WeightsStore
+    snapshots: Blobs  # recovery copies
+    progress: RestoreProgress
+    exact: bool
+    """True if a replayed result must equal the stored one to the bit. This holds on a CPU, where a run's results do not
+    depend on its neighbours. A log of other numerics (another CPU, another torch) is exempt, because no exact replay of
+    it is possible.
+    """
 
     def restore(self, run: RunId) -> Yielding[Restored]:
         """Load a run into the engine as of its committed `done`; yields like the engine's cycles.
@@ -133,7 +164,7 @@ class Replay:
             ReplayDiverged: the run must not continue; its log has the reason.
             SpoolCorrupt: a part of its log, or of the base of the log, is missing.
         """
-        position = self._execution.logs.position(run)
+        position = self.execution.logs.position(run)
         if position is None or position.state is RunState.FAILED:
             raise SpoolCorrupt(f"Run {run} has no log to restore from.")
         return (yield from self.restore_at(run, position, position.done))
@@ -144,7 +175,7 @@ class Replay:
         for base in bases_of(position):
             if base.seq > last:
                 continue
-            self._progress.expect(run, last - base.seq)
+            self.progress.expect(run, last - base.seq)
             try:
                 replayed, is_exact = yield from self._run_log(run, base, position, last)
             except (SnapshotUnreadable, SpoolCorrupt) as unusable:
@@ -160,16 +191,16 @@ class Replay:
                     done=last,
                 )
             return Restored(position, replayed, base.seq == position.snap, is_exact)
-        self._engine.adapters.drop(run)
+        self.engine.adapters.drop(run)
         raise lost
 
     def _load(self, run: RunId, base: Base) -> None:
         """Load a base's state into the engine; raises SnapshotUnreadable."""
         if not base.file:
             return  # its first op creates the run
-        state = read_snapshot(self._snapshots, base.file, base.sha256, run, base.seq)
+        state = read_snapshot(self.snapshots, base.file, base.sha256, run, base.seq)
         try:
-            self._engine.adapters.restore(run, state)
+            self.engine.adapters.restore(run, state)
         except ValueError as foreign:
             raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
@@ -184,13 +215,13 @@ class Replay:
         """
         logged = [
             op
-            for op in self._execution.logs.logged_ops(run, base.seq + 1, last)
+            for op in self.execution.logs.logged_ops(run, base.seq + 1, last)
             if op.kind not in _STATELESS
-            and (op.kind is not OpKind.SAVE or self._weights.is_lost(WeightsRef(op.request_id)))
+            and (op.kind is not OpKind.SAVE or self.weights.is_lost(WeightsRef(op.request_id)))
         ]
         ran, is_exact = 0, True
         for ops in timelines(logged, base.seq, position.rewinds):
-            self._engine.adapters.drop(run)
+            self.engine.adapters.drop(run)
             self._load(run, base)
             ops = _from_last_load(ops)
             is_exact = yield from self._run_ops(run, base, ops)
@@ -200,23 +231,21 @@ class Replay:
     def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
         """Run ops from a loaded base; return False if memory ran out."""
         is_exact = True
-        asks_for_bits = self._exact and not _is_foreign(self._engine, base.numerics_id)
+        asks_for_bits = self.exact and not is_foreign(self.engine, base.numerics_id)
         for group in _cycles(ops):
-            bodies = _bodies(self._execution, group)
-            cycle = yield from self._engine.cycle(self._requests(group, bodies))
+            bodies = _bodies(self.execution, group)
+            cycle = yield from self.engine.cycle(self._requests(group, bodies))
             is_exact = is_exact and cycle.is_exact
             self._check(group, cycle.outputs, exact=asks_for_bits and is_exact)
             self._put_saves_again(group, bodies, cycle.outputs)
-            self._progress.reach(run, group[-1].seq - base.seq)
+            self.progress.reach(run, group[-1].seq - base.seq)
         return is_exact
 
     def _requests(self, group: Sequence[QueuedOp], bodies: Sequence[bytes]) -> list[Op]:
-        """Decode the ops to replay. A client's invalid request failed, and fails again without a
-        run.
-        """
+        """Decode the ops to replay. A client's invalid request failed, and fails again without a run."""
         runnable: list[Op] = []
         for op, body in zip(group, bodies, strict=True):
-            request = engine_op(op, body, self._weights)
+            request = engine_op(op, body, self.weights)
             if isinstance(request, Failure):
                 if request.category == "server":  # it ran before, so the request is not the cause
                     raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")
@@ -233,7 +262,7 @@ class Replay:
     ) -> None:
         """Compare the replayed results with the stored ones; raises ReplayDiverged."""
         for op in group:
-            stored = self._execution.logs.stored_result(op)
+            stored = self.execution.logs.stored_result(op)
             output = outputs.get((op.run, op.seq))
             if stored is None or output is None or isinstance(output, SaveOutput):
                 continue  # expired, or an op that never ran, or one whose result holds no numbers
@@ -250,7 +279,7 @@ class Replay:
             output = outputs.get((op.run, op.seq))
             if isinstance(output, SaveOutput):
                 saved = saved_of(SaveRequest.parse(body), output)
-                self._weights.put_again(WeightsRef(op.request_id), saved)
+                self.weights.put_again(WeightsRef(op.request_id), saved)
 
 
 @dataclass(frozen=True)
@@ -277,12 +306,8 @@ def bases_of(position: LogPosition) -> list[Base]:
     return [base for base in dict.fromkeys((newest, older)) if base.file or base.seq == -1]
 
 
-def has_other_numerics(engine: Trainer, position: LogPosition) -> bool:
-    """Return True if this engine may produce other bits than the writers of this log."""
-    return _is_foreign(engine, position.numerics_id)
-
-
-def _is_foreign(engine: Trainer, numerics_id: str) -> bool:
+def is_foreign(engine: Trainer, numerics_id: str) -> bool:
+    """Return True if this engine may produce other bits than the writers of a log."""
     return numerics_id not in ("", engine.facts.numerics_id)
 
 
@@ -350,9 +375,7 @@ def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
 
 
 def _cycles(ops: Sequence[QueuedOp]) -> Iterator[list[QueuedOp]]:
-    """Split a log into groups that fit into one engine cycle: passes, an optimizer step, saves and
-    loads.
-    """
+    """Split a log into groups that fit into one engine cycle: passes, an optimizer step, saves and loads."""
     group: list[QueuedOp] = []
     for op in ops:
         if group and group[-1].kind in _LAST and op.kind not in _TAIL:

@@ -13,18 +13,20 @@ import structlog
 from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import OpId, RunId
+from cotrain_store.messages.ids import OpId, RunId, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.runs import RunState
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.adapters.bank import AdapterState, StateCopy
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.trainer import StateCopying, Trainer
+from cotrain_workers.engine.ops import WeightsMissing
+from cotrain_workers.group.bank import Arrived
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
-from cotrain_workers.recovery.replay import Replay, Restored, bases_of, has_other_numerics
-from cotrain_workers.recovery.restore_progress import RestoreProgress
-from cotrain_workers.recovery.rollback import roll_back
+from cotrain_workers.recovery.replay import Replay, Restored, RestoreProgress, bases_of, is_foreign
 from cotrain_workers.recovery.snapshot_file import (
     ReplayBacklog,
     ReplayCost,
@@ -54,7 +56,6 @@ class ResidentRuns:
         settings: WorkerSettings,
         policy: SnapshotPolicy,
         metrics: WorkerMetrics,
-        progress: RestoreProgress,
         cost: ReplayCost,
         *,
         exact: bool,
@@ -66,16 +67,14 @@ class ResidentRuns:
         self._metrics = metrics
         self._snapshots = settings.blob_store.below("snapshots")
         self._cost = cost
-        self.progress = progress
-        self._replay = Replay(engine, execution, weights, self._snapshots, progress, exact=exact)
+        self.progress = RestoreProgress()
+        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress, exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
         self._rewound = set[RunId]()
         """Runs in memory whose REWIND is not committed."""
         self._uncovered_s: dict[RunId, float] = {}
-        """Training in copies that are taken and not yet registered, whether they can be written or
-        not.
-        """
+        """Training in copies that are taken and not yet registered, whether they can be written or not."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._sweep = Sweep(execution, settings)
 
@@ -117,7 +116,7 @@ class ResidentRuns:
         # Copy it out, so that a successor does not replay it again. A state with other last bits waits for
         # the commit that marks it.
         backlog.is_due = restored.replayed > 0 and restored.is_exact
-        if has_other_numerics(self._engine, position):
+        if is_foreign(self._engine, position.numerics_id):
             backlog.is_due = True  # a log mixes no numerics
         if not restored.from_newest:
             # The newest copy is damaged, so another one is due.
@@ -167,15 +166,39 @@ class ResidentRuns:
             self._copy_out(run, free[run])
 
     def roll_back(self, run: RunId) -> bool:
-        """Roll a run with a lost newest state back to its newest checkpoint. Return False if it
-        has none.
+        """Replace the lost newest state of a run by its newest readable checkpoint. Return False if it has none.
 
-        The run is not in memory then: `ensure` restores it.
+        The run is not in memory then: `ensure` restores it. A rollback is never silent. The run's `weights_epoch` grows,
+        and requests for the lost state fail with that reason; later ones run. Idempotent: a repeated call finds a
+        readable snapshot.
+
+        Raises:
+            OSError: the snapshot cannot be written now.
+            Fenced: another process took over this worker id.
         """
         self.forget_state(run)
         # A copy of the lost state, not registered because the log holds an unstored save.
         self._writing.pop(run, None)
-        return roll_back(self._engine, self._execution, self._weights, self._snapshots, run)
+        execution, position = self._execution, self._execution.logs.position(run)
+        if position is None or position.state is RunState.FAILED:
+            return False
+        for checkpoint in execution.logs.checkpoints(run):
+            ref = checkpoint.weights
+            if seq_of(ref) > position.done:
+                continue
+            try:
+                adapter, moments = self._weights.host(ref), self._weights.optimizer(ref)
+            except WeightsMissing:
+                continue
+            state = AdapterState.of(adapter.spec, adapter, moments)
+            numerics, writer = self._engine.facts.numerics_id, execution.writer
+            snapshot = write_snapshot(self._snapshots, run, position.done, writer, numerics, state)
+            failpoint("worker.before_rollback", run)
+            epoch = execution.roll_back(checkpoint, snapshot.file, snapshot.sha256)
+            failpoint("worker.after_rollback", run)
+            log.error("run_rolled_back", run=run, checkpoint=checkpoint.path, weights_epoch=epoch)
+            return True
+        return False
 
     def done(self, run: RunId) -> int:
         """Return the last seq whose effect is in memory; -1 for a run that is not in memory."""
@@ -236,9 +259,7 @@ class ResidentRuns:
         self._sweep.maintain(now, self._writing)
 
     def is_copied(self, run: RunId) -> bool:
-        """Return True if a registered copy contains all committed ops of a run in memory;
-        otherwise start one.
-        """
+        """Return True if a registered copy contains all committed ops of a run in memory; otherwise start one."""
         backlog, position = self._backlogs[run], self._execution.logs.position(run)
         if position is not None and position.snap == backlog.seq:
             return True
@@ -246,9 +267,7 @@ class ResidentRuns:
         return False
 
     def hand_over(self) -> None:
-        """Copy out changed runs and release completely copied ones, because another worker
-        continues them.
-        """
+        """Copy out changed runs and release completely copied ones, because another worker continues them."""
         for run, backlog in list(self._backlogs.items()):
             if backlog.ops:
                 self._copy_out(run, backlog)
@@ -355,7 +374,7 @@ class ResidentRuns:
 
 
 def _write(
-    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopying
+    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy | Arrived
 ) -> tuple[Snapshot, float]:
     """Write a snapshot once its state has arrived; return it and the writing time in s."""
     began = time.perf_counter()

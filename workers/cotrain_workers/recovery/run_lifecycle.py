@@ -34,27 +34,8 @@ REWINDS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Ready:
-    """State of a run in memory, as of its last committed op."""
-
-    done: int  # last seq whose effect is in memory
-    is_exact: bool
-    """False if memory ran out while restoring it; its last bits may differ (`Restored.is_exact`).
-    """
-
-
-@dataclass(frozen=True)
 class RolledBack:
-    """Outcome of a rollback: the run continues from a checkpoint, and requests for the lost state
-    fail.
-    """
-
-
-@dataclass(frozen=True)
-class Stopped:
-    """Outcome for a run that cannot continue."""
-
-    failure: Failure  # failure of all its requests
+    """Outcome of a rollback: the run continues from a checkpoint, and requests for the lost state fail."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +102,12 @@ class RunLifecycle:
         with self._counted(first):
             for run in dict.fromkeys(op.run for op in step.ops):
                 match (yield from self._ensure(run, step.tenant_by_run[run])):
-                    case Stopped(failure):
+                    case Failure() as failure:
                         stopped[run] = failure
                     case RolledBack() as rolled_back:
                         pass
-                    case Ready(last, exactly):
-                        done[run], is_exact = last, is_exact and exactly
+                    case exactly:
+                        done[run], is_exact = self._residents.done(run), is_exact and exactly
             for op in step.ops if rolled_back is None else ():
                 if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
                     rewinds[op.run, op.seq] = yield from self._rewind(op)
@@ -197,9 +178,7 @@ class RunLifecycle:
         return Failure(RUN_STOPPED.json()["error"], "server")
 
     def _forget_unless(self, run: RunId, done: int) -> None:
-        """Drop a run from memory unless its state is that after seq `done`: another worker may have
-        changed it.
-        """
+        """Drop a run from memory unless its state is that after seq `done`: another worker may have changed it."""
         if self._residents.done(run) != done:
             self._residents.forget_state(run)
 
@@ -225,16 +204,19 @@ class RunLifecycle:
                 if source.ref in lost and self._weights.is_lost(source.ref):
                     yield from self.recreate_lost_weights(lost[source.ref])
 
-    def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[Ready | RolledBack | Stopped]:
-        """Load one run into memory; roll it back or stop it if it cannot be restored."""
+    def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[bool | RolledBack | Failure]:
+        """Load one run into memory; return False if its bits may differ.
+
+        If it cannot be restored, roll it back, or stop it and return the failure of all its requests.
+        """
         try:
             yield from self._recreate_sources(self._residents.logged(run))
             restored = yield from self._residents.ensure(run)
         except ReplayDiverged as diverged:
-            return Stopped(self.stop(run, tenant, diverged))
+            return self.stop(run, tenant, diverged)
         except SpoolCorrupt as lost:
             if not self._residents.roll_back(run):
-                return Stopped(self.stop(run, tenant, lost))
+                return self.stop(run, tenant, lost)
             for record in self._weights.lost():
                 if record.run == run:  # the log that would have recreated them was removed
                     self._weights.give_up(record.ref)
@@ -243,7 +225,7 @@ class RunLifecycle:
             self.progress.finish(run)
         if restored is not None:
             yield  # a copy of the restored run may be due
-        return Ready(self._residents.done(run), self._note_restored(run, restored))
+        return self._note_restored(run, restored)
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
         """Count the replayed ops; return True if the state has this engine's bits."""

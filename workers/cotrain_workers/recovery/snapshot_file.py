@@ -73,9 +73,7 @@ def read_snapshot(root: Blobs, file: str, sha256: str, run: str, seq: int) -> Ad
 
 
 def encode_snapshot(run: str, seq: int, numerics_id: str, state: AdapterState) -> bytes:
-    """Return a run's state as of `seq` as safetensors: the four arenas, and the other fields as
-    metadata.
-    """
+    """Return a run's state as of `seq` as safetensors: the four arenas, and the other fields as metadata."""
     header = {
         "format": FORMAT,
         "run": run,
@@ -221,9 +219,7 @@ class SnapshotPolicy:
         return max(self.replay_s, LEAST_GAIN * backlog.copy_s)
 
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
-        """Return True if a snapshot is due: replay would exceed the time, op or disk limit, or the
-        run is idle.
-        """
+        """Return True if a snapshot is due: replay would exceed the time, op or disk limit, or the run is idle."""
         if backlog.entries >= LOG_ENTRIES:
             return True
         if not backlog.ops:
@@ -256,7 +252,5 @@ class SnapshotPolicy:
         return due
 
     def may_evict(self, backlog: ReplayBacklog, now: float) -> bool:
-        """Return True if a run has been idle long enough, with nothing to replay, to free its
-        memory.
-        """
+        """Return True if a run has been idle long enough, with nothing to replay, to free its memory."""
         return not backlog.ops and now - backlog.used_at >= self.evict_idle_s

@@ -11,6 +11,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import structlog
 
@@ -24,8 +25,8 @@ from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import (
-    Decoder,
     NewTokens,
     Progress,
     SampleOutput,
@@ -35,6 +36,7 @@ from cotrain_workers.engine.ops import Failure
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 
 #: Time constant of the exponential decay in s.
 MEMORY_S = 10.0
@@ -45,9 +47,7 @@ class DecodeRate:
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
-        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read
-        it.
-        """
+        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read it."""
         self._tokens = self._seconds = 0.0
         self._since: float | None = None
         """End of the last step, if there was always work since then."""
@@ -87,6 +87,45 @@ FREE_GRAMMAR_S = 0.001
 RETRY_S = 1.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
 WEIGHTS_LOST = Failure("The weights of this sampler are lost; save them again.", "server")
+
+
+REFUSED = (
+    "This base model is held by a group of processes, which trains and does not sample: each token would gather all "
+    "its weights. Its operator can serve samples from a vLLM server (COTRAIN_SAMPLER=vllm, COTRAIN_VLLM_URL)."
+)
+
+
+class NoDecoder:
+    """Decoder of a group without a vLLM server."""
+
+    kv_cache_ratio = None
+
+    def refuse(self, _: SampleRequest) -> str | None:
+        """Return why no request can run."""
+        return REFUSED
+
+    def add(self, request: SampleRequest) -> None:
+        """Raise AssertionError, because `refuse` rejects every request."""
+        raise AssertionError(f"{request.id} was refused.")
+
+    def cancel(self, _: str) -> None:
+        """Do nothing: no request runs."""
+
+    def step(self) -> Progress:
+        """Return an empty progress."""
+        return Progress()
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """Return an empty counter."""
+        return Counter()
+
+    def drop_weights(self, _: str) -> None:
+        """Do nothing: there are no weights."""
+
+
+#: Generator of tokens for many requests at once. Not thread-safe.
+Decoder: TypeAlias = EngineDecoder | VllmDecoder | NoDecoder
 
 
 class SamplingService:
@@ -132,16 +171,12 @@ class SamplingService:
 
     @property
     def running(self) -> int:
-        """Number of claimed requests without a result. Other threads may read it, and the
-        properties below.
-        """
+        """Number of claimed requests without a result. Other threads may read it, and the properties below."""
         return len(self._running) + len(self._isolated) + len(self._arrived)
 
     @property
     def tokens_per_s(self) -> float:
-        """Recent token rate of requests, in tokens of prompts and continuations per s; 0 if
-        unknown.
-        """
+        """Recent token rate of requests, in tokens of prompts and continuations per s; 0 if unknown."""
         return self._rate.tokens_per_s
 
     @property
@@ -166,9 +201,7 @@ class SamplingService:
         return worked
 
     def drain(self) -> None:
-        """Store the finished results, and return the other requests to the queue: this process
-        stops sampling.
-        """
+        """Store the finished results, and return the other requests to the queue: this process stops sampling."""
         self._answer()
         for request in self._running:
             self._decoder.cancel(request)
@@ -387,39 +420,3 @@ def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
         cached_tokens=output.cached_prompt_tokens,
         sampled_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
     )
-
-
-REFUSED = (
-    "This base model is held by a group of processes, which trains and does not sample: each token would gather all "
-    "its weights. Its operator can serve samples from a vLLM server (COTRAIN_SAMPLER=vllm, COTRAIN_VLLM_URL)."
-)
-
-
-class NoDecoder:
-    """`Decoder` of a group without a vLLM server."""
-
-    busy = False
-    kv_cache_ratio = None
-
-    def refuse(self, _: SampleRequest) -> str | None:
-        """Return why no request can run."""
-        return REFUSED
-
-    def add(self, request: SampleRequest) -> None:
-        """Raise AssertionError, because `refuse` rejects every request."""
-        raise AssertionError(f"{request.id} was refused.")
-
-    def cancel(self, _: str) -> None:
-        """Do nothing: no request runs."""
-
-    def step(self) -> Progress:
-        """Return an empty progress."""
-        return Progress(finished=[], tokens=(), decoded_tokens=0, prompt_tokens=0)
-
-    @property
-    def waiting(self) -> Counter[str]:
-        """Return an empty counter."""
-        return Counter()
-
-    def drop_weights(self, _: str) -> None:
-        """Do nothing: there are no weights."""

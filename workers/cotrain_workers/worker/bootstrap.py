@@ -3,11 +3,12 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -28,29 +29,28 @@ from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
-from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
-from cotrain_workers.engine.trainer import Trainer
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
-from cotrain_workers.group.engine import GroupEngine
+from cotrain_workers.group.engine import GroupEngine, Trainer
 from cotrain_workers.group.followers import follow
 from cotrain_workers.group.links import Links
 from cotrain_workers.group.lock_step import GroupLockStep
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.restore_progress import RestoreProgress
-from cotrain_workers.recovery.snapshot_file import UNMEASURED, ReplayCost, SnapshotPolicy
-from cotrain_workers.sampling.service import NoDecoder, SamplingService
+from cotrain_workers.recovery.snapshot_file import ReplayCost, SnapshotPolicy
+from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
+from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
+from cotrain_workers.sampling.vllm.requests import VllmSampler
 from cotrain_workers.worker.loop import WorkerLoop
+from cotrain_workers.worker.tokenizer import PublishedTokenizer
 
 log = structlog.get_logger()
 
@@ -71,9 +71,7 @@ class BatchSizeCache:
         return self._read().get(circumstances)
 
     def remember(self, circumstances: str, tokens: int) -> None:
-        """Write a size. Of two workers that write at the same time, one may lose its size and
-        measure again.
-        """
+        """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
         known = {**self._read(), circumstances: tokens}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(f".{os.getpid()}")
@@ -131,19 +129,18 @@ def measured_engine(
             engine = load_engine(settings, device)
         else:
             lock_step = GroupLockStep(links)
-            engine = GroupEngine(load_part(settings, device, links, lock_step), links, lock_step)
+            own = load_engine(settings, device, lock_step)
+            engine = GroupEngine(own, lock_step)
         report("measuring how fast it trains")
         return engine, measure_throughput(engine, _PROBE_TOKENS[device])
 
 
 def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
-    """Load this member's part of the base model and execute the first member's messages until the
-    group ends.
-    """
+    """Load this member's part of the base model and execute the first member's messages until the group ends."""
     lock_step = GroupLockStep(links)
     with _refusing_what_is_too_large(settings):
-        engine = load_part(settings, device, links, lock_step)
-    follow(engine, links, lock_step)
+        engine = load_engine(settings, device, lock_step)
+    follow(engine, lock_step)
 
 
 @contextmanager
@@ -159,45 +156,39 @@ def _refusing_what_is_too_large(settings: WorkerSettings) -> Iterator[None]:
         raise
 
 
-def load_part(
-    settings: WorkerSettings, device: str, links: Links, lock_step: GroupLockStep
+def load_engine(
+    settings: WorkerSettings,
+    device: str,
+    lock_step: GroupLockStep | None = None,
 ) -> Engine:
-    """Load the engine of a group member. On a GPU no size is measured, because running out of
-    memory would end the group.
+    """Load the engine; with `lock_step`, that of a group member.
+
+    The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
+    running out of memory would end it.
     """
-    is_cuda, asked = device == "cuda", settings.micro_batch_tokens
-    return Engine.load(
-        settings.model_source,
-        device=device,
-        dtype=_DTYPES[settings.dtype],
-        micro_batch_tokens=ENOUGH_TOKENS if is_cuda and asked == "auto" else asked,
-        recompute="always" if is_cuda else "auto",
-        adapter_bytes=settings.adapter_bytes or None,
-        host_bytes=_host_bytes(settings) // links.size,
-        local_files_only=settings.offline,
-        load_base=partial(load_sharded, links=links, lock_step=lock_step),
-    )
-
-
-def _host_bytes(settings: WorkerSettings) -> int:
-    return settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
-
-
-def load_engine(settings: WorkerSettings, device: str) -> Engine:
-    """Load the engine. The micro-batch size is measured at most once per set of conditions."""
     asked, known = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
+    is_measured = asked == "auto" and device == "cuda"
     circumstances = _circumstances(settings, device)
+    host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
+    more: dict[str, Any] = {"quantization": settings.quantization}
+    if lock_step is not None:
+        host_bytes //= lock_step.links.size
+        load_base = partial(load_sharded, lock_step=lock_step)
+        more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
+        asked = ENOUGH_TOKENS if is_measured else asked
+    elif asked == "auto":
+        asked = known.tokens(circumstances) or asked
     engine = Engine.load(
         settings.model_source,
         device=device,
         dtype=_DTYPES[settings.dtype],
-        micro_batch_tokens=(known.tokens(circumstances) if asked == "auto" else None) or asked,
+        micro_batch_tokens=asked,
         adapter_bytes=settings.adapter_bytes or None,
-        host_bytes=_host_bytes(settings),
+        host_bytes=host_bytes,
         local_files_only=settings.offline,
-        quantization=settings.quantization,
+        **more,
     )
-    if asked == "auto" and device == "cuda":
+    if is_measured and lock_step is None:
         known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
 
@@ -216,47 +207,46 @@ def _circumstances(settings: WorkerSettings, device: str) -> str:
 
 
 def measure_throughput(engine: Trainer, num_tokens: int) -> float:
-    """Measure training throughput in tokens/s on one small batch. The first token budget is
-    derived from it.
-    """
+    """Measure training throughput in tokens/s on one small batch. The first token budget is derived from it."""
     length = min(256, engine.facts.context_length)
-    count = max(1, num_tokens // length)
     rng = np.random.default_rng(0)
-    datums = []
-    for _ in range(count):
-        tokens = rng.integers(0, engine.facts.vocab_size, length)
-        weights = np.ones(length, np.float32)
-        datums.append(Datum(tokens, {"target_tokens": tokens, "weights": weights}))
-    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
+    datums = [
+        _datum(rng.integers(0, engine.facts.vocab_size, length))
+        for _ in range(max(1, num_tokens // length))
+    ]
     probe = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=True)
-    engine.run([probe])
-    began = time.perf_counter()
-    engine.run([probe])
-    elapsed = time.perf_counter() - began
-    engine.adapters.drop("probe")
-    return count * length / elapsed
+    _, taken = _seconds(engine, [probe, probe])
+    return len(datums) * length / taken
 
 
 def measure_replay_cost(engine: Trainer) -> ReplayCost:
     """Measure the shortest pass and the shortest optimizer step of a run alone; the second of each counts."""
+    datums = [_datum(np.zeros(SHORTEST_TOKENS, np.int64))]
+    ops = [
+        op
+        for seq in (1, 3)
+        for op in (
+            Pass("probe", seq, datums, "cross_entropy", {}, needs_grad=True),
+            OptimStep("probe", seq + 1, 1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0),
+        )
+    ]
+    return ReplayCost(*_seconds(engine, ops)[-2:])
 
-    def seconds(op: Pass | OptimStep) -> float:
+
+def _datum(tokens: np.ndarray) -> Datum:
+    return Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
+
+
+def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
+    """Return the time in s of each op of a new run `probe`, in a cycle of its own."""
+    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
+    taken = []
+    for op in ops:
         began = time.perf_counter()
         engine.run([op])
-        return time.perf_counter() - began
-
-    tokens = np.zeros(SHORTEST_TOKENS, np.int64)
-    datum = Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
-    engine.run([Create("probe", 0, AdapterSpec(rank=8, seed=0))])
-    taken = [
-        (
-            seconds(Pass("probe", seq, [datum], "cross_entropy", {}, needs_grad=True)),
-            seconds(OptimStep("probe", seq + 1, 1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0)),
-        )
-        for seq in (1, 3)
-    ]
+        taken.append(time.perf_counter() - began)
     engine.adapters.drop("probe")
-    return ReplayCost(*taken[-1])
+    return taken
 
 
 def pool_record(
@@ -290,15 +280,14 @@ def enter_pool(
     spools: tuple[Spool, Spool],
     record: PoolRecord,
     settings: WorkerSettings,
-    text: TextOf | None,
+    tokenizer: PublishedTokenizer | None,
     tuning: Tuning,
-    cost: ReplayCost = UNMEASURED,
-    grammar_of: GrammarOf | None = None,
+    cost: ReplayCost,
 ) -> WorkerLoop:
     """Claim the worker id in the pool and return the worker loop. Open steps of a predecessor are
     re-executed.
 
-    `spools` are of bodies and of results; `text` decodes tokens, for stop strings; `grammar_of` compiles grammars; `cost` is of a replay.
+    `spools` are of bodies and of results; `cost` is of a replay.
     """
     worker = WorkerId(settings.worker_id)
     execution = Execution(connection, *spools, record.id, worker)
@@ -314,7 +303,7 @@ def enter_pool(
         settings.orphan_age_s,
         partial(metrics.resolved, OpKind.SAVE),
     )
-    make_decoder = decoder_factory(engine, settings, weights, text, grammar_of)
+    make_decoder = decoder_factory(engine, settings, weights, tokenizer)
     decoder = make_decoder()
     execution.publish(
         replace(
@@ -347,7 +336,7 @@ def enter_pool(
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
     residents = ResidentRuns(
-        engine, execution, weights, settings, policy, metrics, RestoreProgress(), cost, exact=exact
+        engine, execution, weights, settings, policy, metrics, cost, exact=exact
     )
     return WorkerLoop(
         engine, execution, residents, weights, sampler, recorder, record, settings, metrics
@@ -358,12 +347,9 @@ def decoder_factory(
     engine: Trainer,
     settings: WorkerSettings,
     weights: WeightsStore,
-    text: TextOf | None,
-    grammar_of: GrammarOf | None = None,
-) -> Callable[[], EngineDecoder | VllmDecoder | NoDecoder]:
-    """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without
-    vLLM.
-    """
+    tokenizer: PublishedTokenizer | None,
+) -> Callable[[], Decoder]:
+    """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without vLLM."""
 
     def host(key: str) -> HostWeights:
         return weights.host(WeightsRef(key))
@@ -372,6 +358,7 @@ def decoder_factory(
         if not isinstance(engine, Engine):
             return NoDecoder
         kv_tokens = settings.kv_cache_tokens or None
+        text, grammar_of = (tokenizer.text, tokenizer.grammar_of) if tokenizer else (None, None)
         return partial(engine.decoder, host, kv_tokens=kv_tokens, text=text, grammar_of=grammar_of)
     adapters, copies = settings.blob_store.below("weights"), None
     shared = adapters.folder or settings.adapter_copies_dir
@@ -384,20 +371,15 @@ def decoder_factory(
         digest = weights.digest(WeightsRef(key))
         return shared / key_of(digest) if digest else None
 
-    return partial(
-        VllmDecoder,
-        settings.vllm_url,
-        api_key=settings.vllm_api_key.get_secret_value(),
-        base_model=settings.model_name,
-        targets=engine.targets,
-        vocab_size=engine.facts.vocab_size,
-        shared=shared,
-        folder=folder,
-        copies=copies,
-    )
+    def decoder() -> VllmDecoder:
+        server = VllmServer(settings.vllm_url, settings.vllm_api_key.get_secret_value())
+        sampler = VllmSampler(server, settings.model_name, engine.targets, shared, copies)
+        return VllmDecoder(sampler, folder)
+
+    return decoder
 
 
-def longest_sequence(decoder: EngineDecoder | VllmDecoder | NoDecoder, record: PoolRecord) -> int:
+def longest_sequence(decoder: Decoder, record: PoolRecord) -> int:
     """Return the maximum number of tokens of a prompt and its continuation together."""
     if isinstance(decoder, VllmDecoder | NoDecoder):
         return record.context_length  # vLLM rejects longer requests

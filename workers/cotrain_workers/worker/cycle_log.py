@@ -35,9 +35,7 @@ def log_cycle(
     record: Mapping[str, Any],
     names: TenantNames,
 ) -> None:
-    """Write a committed cycle of these `requests` to the log, and its failures with the names of
-    their tenants.
-    """
+    """Write a committed cycle of these `requests` to the log, and its failures with the names of their tenants."""
     log_requests(
         log.info, "cycle_committed", requests, cycle=step.cycle,
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
@@ -88,9 +86,7 @@ def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
 def trace_cycle(
     tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int
 ) -> None:
-    """Record a committed cycle. Ops without a traced request are omitted; without any, so is the
-    cycle.
-    """
+    """Record a committed cycle. Ops without a traced request are omitted; without any, so is the cycle."""
     traced = [
         op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None
     ]

@@ -141,9 +141,7 @@ class Duty:
         self._seen: deque[tuple[float, dict[str, float]]] = deque()
 
     def shares(self, seconds: dict[str, float], now: float) -> dict[str, float]:
-        """Add the booked time until now. Return shares that add up to 1, or to 0 before anything
-        was booked.
-        """
+        """Add the booked time until now. Return shares that add up to 1, or to 0 before anything was booked."""
         self._seen.append((now, seconds))
         while len(self._seen) > 2 and now - self._seen[1][0] >= self._window_s:
             self._seen.popleft()
@@ -206,40 +204,34 @@ class Throughput:
 GAP_S = 0.1
 
 
+@dataclass
 class TimeSharing:
     """Measurement of training and decoding time, and of the decoder's turns."""
 
-    def __init__(
-        self,
-        sampler: SamplingService,
-        share: Share,
-        stopping: threading.Event,
-        device_time: DeviceTime,
-    ) -> None:
-        self._sampler = sampler
-        self._share = share
-        self._stopping = stopping
-        self._device_time = device_time
-        self._trained_until = 0.0
-        self._idle_since = -math.inf
-        self._decoded_idle_s = 0.0
+    sampler: SamplingService
+    share: Share
+    stopping: threading.Event
+    device_time: DeviceTime
+    _trained_until: float = 0.0
+    _idle_since: float = -math.inf
+    _decoded_idle_s: float = 0.0
 
     def training_begins(self) -> None:
         """Start to count time as training."""
         self._trained_until = time.monotonic()
         if self._trained_until - self._idle_since < GAP_S:
-            self._share.decoded(self._decoded_idle_s)
+            self.share.decoded(self._decoded_idle_s)
 
     def training_ends(self) -> None:
         """Mark training as idle, unless the next step begins within GAP_S."""
         self._idle_since = time.monotonic()
-        self._share.trained(self._idle_since - self._trained_until)
+        self.share.trained(self._idle_since - self._trained_until)
         self._decoded_idle_s = 0.0
 
     def decode_while_idle(self) -> bool:
         """Decode a step while no training is open. Return False if there was nothing to decode."""
         began = time.monotonic()
-        self._device_time.lap(Phase.IDLE)
+        self.device_time.lap(Phase.IDLE)
         worked = self._advance()
         self._decoded_idle_s += time.monotonic() - began
         return worked
@@ -251,20 +243,20 @@ class TimeSharing:
         successor again; the next decode step meets an unreadable file again.
         """
         now = time.monotonic()
-        self._device_time.lap(Phase.TRAIN)
-        self._share.trained(now - self._trained_until)
+        self.device_time.lap(Phase.TRAIN)
+        self.share.trained(now - self._trained_until)
         with contextlib.suppress(Fenced, OSError, *CONNECTION_LOST):
-            while self._share.may_decode and not self._stopping.is_set():
+            while self.share.may_decode and not self.stopping.is_set():
                 worked = self._advance()
                 before, now = now, time.monotonic()
-                self._share.decoded(now - before)
+                self.share.decoded(now - before)
                 if not worked:
-                    self._share.forfeit()
+                    self.share.forfeit()
         self._trained_until = time.monotonic()
 
     def _advance(self) -> bool:
-        worked = self._sampler.advance()
-        self._device_time.lap(Phase.SAMPLE if worked else Phase.IDLE)
+        worked = self.sampler.advance()
+        self.device_time.lap(Phase.SAMPLE if worked else Phase.IDLE)
         return worked
 
 
@@ -273,9 +265,7 @@ class Share:
     """Credit of the decoder."""
 
     sampling_share: float
-    """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is
-    idle.
-    """
+    """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is idle."""
     credit_s: float = 0.0
     """Remaining credit in s; negative after a decode step that took longer than the credit."""
 

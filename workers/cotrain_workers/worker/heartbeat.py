@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,7 +29,7 @@ from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import SamplingService
@@ -97,82 +98,68 @@ class Heartbeat:
             self._stopping.set()
 
 
+@dataclass
 class WorkerReport:
     """Collector of the contents of a heartbeat."""
 
-    backpressure: SaveBackpressure
+    execution: Execution
+    engine: Trainer
+    record: PoolRecord
+    residents: ResidentRuns
+    weights: WeightsStore
+    sampler: SamplingService
+    runs: RunLifecycle
+    throughput: Throughput
+    device_time: DeviceTime
+    drain: Drain
+    self_check: SelfCheck
+    duty: Duty = field(default_factory=Duty)
+    backpressure: SaveBackpressure = field(init=False)
     """Save backpressure; set before the first heartbeat, because it sends heartbeats itself."""
-
-    def __init__(
-        self,
-        execution: Execution,
-        engine: Trainer,
-        record: PoolRecord,
-        residents: ResidentRuns,
-        weights: WeightsStore,
-        sampler: SamplingService,
-        runs: RunLifecycle,
-        throughput: Throughput,
-        device_time: DeviceTime,
-        drain: Drain,
-        self_check: SelfCheck,
-    ) -> None:
-        self._execution = execution
-        self._engine = engine
-        self._record = record
-        self._residents = residents
-        self._weights = weights
-        self._sampler = sampler
-        self._runs = runs
-        self._throughput = throughput
-        self._device_time = device_time
-        self._drain = drain
-        self._self_check = self_check
-        self._duty = Duty()
 
     def describe(self) -> WorkerHeartbeat:
         """Return the current heartbeat. Raises connection errors."""
-        self._drain.look()
-        engine = self._engine
-        seconds = self._device_time.seconds
+        self.drain.look()
+        engine = self.engine
+        seconds = self.device_time.seconds
         memory_bytes, memory_limit_bytes = engine.device_memory
         adapters = engine.adapters.by_tier
-        snapshot_age_s, snapshot_due_s = self._residents.snapshot_age
+        snapshot_age_s, snapshot_due_s = self.residents.snapshot_age
         processes = engine.processes
         return WorkerHeartbeat(
-            id=self._execution.worker,
-            epoch=self._execution.epoch,
-            state=self._drain.state,
-            is_handing_over=self._drain.is_handing_over or self._drain.leaves,
-            device=self._record.device,
-            tokens_per_s=self._throughput.tokens_per_s(engine.safe_tokens),
-            runs=self._residents.runs,
+            id=self.execution.worker,
+            epoch=self.execution.epoch,
+            state=self.drain.state,
+            is_handing_over=self.drain.is_handing_over or self.drain.leaves,
+            device=self.record.device,
+            tokens_per_s=self.throughput.tokens_per_s(engine.safe_tokens),
+            runs=self.residents.runs,
             parked_runs=engine.adapters.offloaded,
             accepts_saves=self.backpressure.accepts_saves,
             memory_bytes=sum(process.memory_bytes for process in processes),
             seen_at=time.time(),
-            restored_ops=self._runs.replayed_ops,
-            restoring=self._runs.progress.now,
-            samples_running=self._sampler.running,
-            sample_tokens_per_s=self._sampler.tokens_per_s,
-            samples_waiting=self._sampler.waiting,
+            restored_ops=self.runs.replayed_ops,
+            restoring=self.runs.progress.now,
+            samples_running=self.sampler.running,
+            sample_tokens_per_s=self.sampler.tokens_per_s,
+            samples_waiting=self.sampler.waiting,
             safe_tokens=engine.safe_tokens,
             halvings=engine.halvings,
             lora=engine.facts.numerics.lora,
             lora_fallback=engine.facts.lora_fallback,
             host=socket.gethostname(),
             device_seconds=seconds,
-            duty=self._duty.shares(seconds, time.monotonic()),
+            duty=self.duty.shares(seconds, time.monotonic()),
             device_memory_bytes=memory_bytes,
             device_memory_limit_bytes=memory_limit_bytes,
-            kv_cache_ratio=self._sampler.kv_cache_ratio,
+            kv_cache_ratio=self.sampler.kv_cache_ratio,
             adapters={tier: count for tier, (count, _) in adapters.items()},
             adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
             adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
-            unstored_bytes=self._weights.unstored_bytes,
+            unstored_bytes=self.weights.unstored_bytes,
             snapshot_age_s=snapshot_age_s,
             snapshot_due_s=snapshot_due_s,
-            self_check=self._self_check.last,
+            self_check=self.self_check.last,
             members=[process._asdict() for process in processes] if len(processes) > 1 else [],
         )
 
@@ -257,9 +244,7 @@ def claim_free_worker_id(
 
 
 def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
-    """Return True if another host's process renews the heartbeat, False once its last one has
-    expired.
-    """
+    """Return True if another host's process renews the heartbeat, False once its last one has expired."""
     first, until = holder(), time.monotonic() + WATCHED_S
     heartbeat = first
     while heartbeat is not None and heartbeat.host not in ("", host):

@@ -29,7 +29,7 @@ from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.cycle import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
@@ -247,7 +247,7 @@ class WorkerLoop:
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
             times.note("run", Phase.TRAIN)
             failpoint("worker.after_run", requests)
-            took = StepTimes(times.began, times.began + time.monotonic() - began, sampling_s)
+            took = StepTimes(times.began, time.monotonic() - began, sampling_s)
             commit = commit_of(step, bodies, ran, took, self._record)
             self._commit(step, commit, requests)
             times.note("commit")
@@ -282,9 +282,7 @@ class WorkerLoop:
         return drive(work, at_micro_batch)[0]
 
     def _commit(self, step: Step, commit: StepCommit, requests: Sequence[RequestId]) -> None:
-        """Commit a step. Retry while Redis is unavailable or the disk is full: the results are
-        already computed.
-        """
+        """Commit a step. Retry while Redis is unavailable or the disk is full: the results are already computed."""
         counted = {**commit.counted, **self._runs.uncounted}
         records = {at: save.records for at, save in commit.saves.items()}
         failpoint("worker.before_commit", requests)
@@ -316,9 +314,7 @@ class WorkerLoop:
         return time.monotonic() > ends_at or self._stopping.is_set()
 
     def _at_yield_point(self) -> None:
-        """Use a yield point between two micro-batches: prefetch adapters of ready runs, then
-        decode samples.
-        """
+        """Use a yield point between two micro-batches: prefetch adapters of ready runs, then decode samples."""
         waiting = self._prefetcher.ready_runs()
         if waiting:
             self._prefetch(waiting)

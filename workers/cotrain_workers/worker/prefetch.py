@@ -39,9 +39,7 @@ class Prefetcher:
 
     @contextmanager
     def during(self, step: Step) -> Iterator[None]:
-        """Prefetch while a step runs. An error is ignored here, because it repeats when the op
-        itself runs.
-        """
+        """Prefetch while a step runs. An error is ignored here, because it repeats when the op itself runs."""
         is_over = threading.Event()
         thread = threading.Thread(target=self._look, args=(step, is_over), name="prefetch")
         thread.start()

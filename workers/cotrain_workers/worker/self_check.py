@@ -1,18 +1,187 @@
-"""Self-check of a live worker at the operator's request, between two steps."""
+"""Self-check of a live worker at the operator's request, between two steps.
+
+It compares a pass of each adapter alone with the same passes in one mixed cycle. The adapters are temporary and random,
+of several ranks and trained parts, and the lengths differ. A leak from one adapter into the rows, the gradient or the
+step of another makes the two results differ.
+"""
+
+from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import structlog
+import torch
 
 from cotrain_store.oplog.execution import Execution
+from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.trainer import Trainer
-from cotrain_workers.engine.training.mix_check import MixCheck, check_mix
+from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, TOLERANCE
+from cotrain_workers.engine.ops import (
+    Create,
+    Datum,
+    Failure,
+    OptimStep,
+    Output,
+    Pass,
+    PassOutput,
+    StepOutput,
+)
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()
+
+#: Maximum rank, so that the adapters of a large base model take little memory.
+MAX_RANK = 8
+#: Standard deviation of the random B. It moves log-probs by far more than rounding does.
+SCALE_B = 0.02
+#: A step with a large eps is a smooth function of the gradient, so rounding moves it little.
+RATES = (1.0, 0.9, 0.95, 1.0, 0.0)  # learning rate, betas, eps, weight decay
+
+
+@dataclass(frozen=True)
+class MixCheck:
+    """Result of a self-check. Differences are relative to the largest value of their kind."""
+
+    runs: int
+    tokens: int  # of all passes, alone and mixed
+    tolerance: float
+    logprobs: float
+    gradients: float
+    weights: float  # after an optimizer step
+    problem: str = ""
+    """Sentence about the largest difference, or about a pass that failed; empty if the check passed."""
+
+
+def check_mix(engine: Trainer) -> Yielding[MixCheck]:
+    """Compare each adapter's pass and step alone and in a mix. It yields like the engine's cycles.
+
+    On a CPU every bit must be equal. Otherwise, the tolerance is that of the LoRA self-check. The temporary adapters
+    are dropped in any case.
+    """
+    vocab, numerics = engine.facts.vocab_size, engine.facts.numerics
+    max_rank = min(engine.facts.max_rank, MAX_RANK)
+    specs = [replace(each, rank=min(each.rank, max_rank), seed=at) for at, each in enumerate(SPECS)]
+    ops = {f"self-check:{at}": _ops(f"self-check:{at}", at, vocab) for at in range(len(specs))}
+    try:
+        first = yield from _create(engine, dict(zip(ops, specs, strict=True)))
+        alone: dict[str, _Result] = {}
+        for run in ops:
+            engine.adapters.restore(run, first[run])
+            alone |= yield from _run(engine, {run: ops[run]})
+        for run in ops:
+            engine.adapters.restore(run, first[run])
+        mixed = yield from _run(engine, ops)
+    finally:
+        for run in ops:
+            engine.adapters.drop(run)
+    tokens = 2 * sum(len(datum.tokens) for at in range(len(specs)) for datum in _datums(at, vocab))
+    tolerance = 0.0 if numerics.device == "cpu" else TOLERANCE[getattr(torch, numerics.dtype)]
+    return _compare(alone, mixed, tokens, tolerance)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Numbers of one adapter, each a 1-D tensor; empty with the message of a failure."""
+
+    logprobs: torch.Tensor
+    gradients: torch.Tensor
+    weights: torch.Tensor
+    failure: str = ""
+
+
+def _datums(at: int, vocab: int) -> list[Datum]:
+    """Return the datums of an adapter: as long as the segments of the LoRA self-check, in two parts."""
+    generator = np.random.default_rng(at)
+    lengths = [max(1, LENGTHS[at] // 3), max(1, LENGTHS[at] - LENGTHS[at] // 3)]
+    return [
+        Datum(
+            generator.integers(0, vocab, length),
+            {
+                "target_tokens": generator.integers(0, vocab, length),
+                "weights": np.ones(length, np.float32),
+            },
+        )
+        for length in lengths
+    ]
+
+
+def _ops(run: str, at: int, vocab: int) -> tuple[Pass, OptimStep]:
+    datums = _datums(at, vocab)
+    forward_backward = Pass(run, 1, datums, "cross_entropy", {}, needs_grad=True)
+    return forward_backward, OptimStep(run, 2, *RATES, grad_clip_norm=0.0)
+
+
+def _create(engine: Trainer, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[str, AdapterState]]:
+    """Create the adapters with a random B, and return their states."""
+    yield from engine.cycle([Create(run, 0, spec) for run, spec in specs.items()])
+    states = {}
+    for run, spec in specs.items():
+        state = engine.adapters.state(run)
+        generator = torch.Generator().manual_seed(spec.seed)
+        for pair in engine.adapters.layout_of(spec).views(state.weights).values():
+            pair.b.copy_(SCALE_B * torch.randn(pair.b.shape, generator=generator))
+        states[run] = state
+    return states
+
+
+def _run(
+    engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]
+) -> Yielding[dict[str, _Result]]:
+    """Run the passes in one cycle, then the steps in another one."""
+    bank = engine.adapters
+    passed = (yield from engine.cycle([of_run[0] for of_run in ops.values()])).outputs
+    gradients = {run: bank.state(run).grads.clone() for run in ops}
+    stepped = (yield from engine.cycle([of_run[1] for of_run in ops.values()])).outputs
+    return {
+        run: _result(passed[run, 1], stepped[run, 2], gradients[run], bank.state(run).weights)
+        for run in ops
+    }
+
+
+def _result(
+    passed: Output, stepped: Output, gradients: torch.Tensor, weights: torch.Tensor
+) -> _Result:
+    if not (isinstance(passed, PassOutput) and isinstance(stepped, StepOutput)):
+        failure = passed if isinstance(passed, Failure) else stepped
+        message = failure.message if isinstance(failure, Failure) else str(failure)
+        return _Result(torch.zeros(0), torch.zeros(0), torch.zeros(0), message)
+    logprobs = torch.from_numpy(np.concatenate([each.ravel() for each in passed.logprobs]))
+    return _Result(logprobs, gradients, weights.clone())
+
+
+def _compare(
+    alone: Mapping[str, _Result], mixed: Mapping[str, _Result], tokens: int, tolerance: float
+) -> MixCheck:
+    worst = {"logprobs": 0.0, "gradients": 0.0, "weights": 0.0}
+    problem, largest = "", tolerance
+    for run, before in alone.items():
+        after = mixed[run]
+        if message := before.failure or after.failure:
+            problem = problem or f"The pass of {run} failed: {message}"
+            continue
+        for name in worst:
+            difference = _difference(getattr(before, name), getattr(after, name))
+            worst[name] = max(worst[name], difference)
+            if difference > largest:
+                largest = difference
+                problem = (
+                    f"The {name} of {run} in a mix differ from those alone by {difference:.1e} of the largest "
+                    f"value; the limit is {tolerance:.1e}."
+                )
+    return MixCheck(runs=len(alone), tokens=tokens, tolerance=tolerance, problem=problem, **worst)
+
+
+def _difference(before: torch.Tensor, after: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest value; inf for a value that is not finite."""
+    if not (before.isfinite().all() and after.isfinite().all()):
+        return float("inf")
+    largest = float(before.abs().max())
+    return float((before - after).abs().max()) / (largest or 1.0)
 
 
 class SelfCheck:
@@ -34,14 +203,8 @@ class SelfCheck:
         if asked_at is None:
             return False
         began = time.monotonic()
-        facts = self._engine.facts
         try:
-            found = run(
-                check_mix(
-                    self._engine.cycle, self._engine.adapters, facts.numerics.dtype,
-                    exact=facts.numerics.device == "cpu", vocab=facts.vocab_size, max_rank=facts.max_rank,
-                )
-            )  # fmt: skip
+            found = run(check_mix(self._engine))
         except Exception as error:  # the check must not stop the worker, only report
             log.exception("self_check_failed")
             self._engine.check_device()

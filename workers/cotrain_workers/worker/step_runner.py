@@ -19,7 +19,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
-from cotrain_workers.engine.trainer import Trainer
+from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Decoded, engine_op
 from cotrain_workers.recovery.bisection import (
     MAX_CRASHES,

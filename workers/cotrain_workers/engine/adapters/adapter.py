@@ -44,9 +44,7 @@ class Gradient:
 
     @property
     def views(self) -> dict[str, Sums]:
-        """Matrices by module, to add to. Callers that do not use `kept_share` must call `settle`
-        before.
-        """
+        """Matrices by module, to add to. Callers that do not use `kept_share` must call `settle` before."""
         self._norm = None
         return self._views
 
@@ -70,9 +68,7 @@ class Gradient:
             sums.is_stale = True
 
     def discard_unless(self, keep: torch.Tensor) -> None:
-        """Make the gradient count as zeros if the boolean `keep` is false; on CUDA without waiting
-        for the host.
-        """
+        """Make the gradient count as zeros if the boolean `keep` is false; on CUDA without waiting for the host."""
         if self.is_cuda:
             self._arena.masked_fill_(~keep, 0.0)
         elif not keep:
@@ -158,9 +154,7 @@ class Adapter:
     scale: float = field(init=False)  # factor on `B @ A`
     version: int = field(init=False)  # of `weights`; compared by holders of a copy
     steepest: Steepest | None = field(init=False, default=None)
-    """Steepest target among the passes of the pending gradient, if its slope is suspiciously
-    large.
-    """
+    """Steepest target among the passes of the pending gradient, if its slope is suspiciously large."""
     _compute: ComputeCopy | None = field(init=False, default=None)
     _gradient: Gradient | None = field(init=False, default=None)
 
@@ -208,7 +202,7 @@ class Adapter:
     def hold_compute(self) -> None:
         """Make later computation wait for pending copies of the arenas."""
         if self.arrival is not None:
-            self.arrival.hold_compute()
+            self.arrival.wait()
             self.arrival = None
 
     def weights_changed(self) -> None:
@@ -275,9 +269,7 @@ class Adapter:
         self.arenas.pop(OPEN_GRADIENT, None)
 
     def worth_copying(self) -> dict[str, torch.Tensor]:
-        """Return the arenas of an adapter on the device; a gradient that is not pending counts as
-        zeros.
-        """
+        """Return the arenas of an adapter on the device; a gradient that is not pending counts as zeros."""
         assert self.on_host is None
         zeros = set() if self.grads_pending else {"grads"}
         return {name: arena for name, arena in self.arenas.items() if name not in zeros}

@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -16,8 +17,6 @@ from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, aren
 from cotrain_workers.engine.adapters.copy_streams import (
     CopyStream,
     HostArenas,
-    InLine,
-    SideStream,
     carry_in,
     carry_out,
 )
@@ -30,6 +29,7 @@ from cotrain_workers.engine.adapters.residency import (
     prefetch_moves,
 )
 from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, shape_of
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
@@ -40,9 +40,7 @@ DRAWN_AT_ONCE = 1_000_000
 
 @dataclass(frozen=True)
 class AdapterState:
-    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena
-    layout.
-    """
+    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena layout."""
 
     spec: AdapterSpec
     weights: torch.Tensor
@@ -51,6 +49,14 @@ class AdapterState:
     v: torch.Tensor
     step: int  # optimizer steps taken
     grads_pending: bool  # a gradient waits for the next optimizer step
+
+    @classmethod
+    def of(cls, spec: AdapterSpec, weights: HostWeights, moments: HostOptimizer | None) -> Self:
+        """Return the state of a checkpoint, without a pending gradient; zero moments if it has none."""
+        zeros, flat = torch.zeros_like(weights.flat), weights.flat
+        if moments is None:
+            return cls(spec, flat, zeros, zeros, zeros, 0, grads_pending=False)
+        return cls(spec, flat, zeros, moments.m, moments.v, moments.step, grads_pending=False)
 
     def digest(self) -> str:
         """Return the SHA-256 (hex) of the whole state; equal digests mean equal bits."""
@@ -105,9 +111,7 @@ class AdapterBank:
         self._arena_dtype = arena_dtype(compute_dtype)
         self._adapter_bytes = adapter_bytes
         self._host_bytes = host_bytes
-        self._copy_stream = copy_stream or (
-            SideStream(device) if device.type == "cuda" else InLine()
-        )
+        self._copy_stream = copy_stream or CopyStream(device)
         # Order: the least recently used first.
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()
         self._in_use: frozenset[str] = frozenset()
@@ -169,9 +173,7 @@ class AdapterBank:
         return StateCopy(adapter.spec, adapter.step, adapter.grads_pending, copied)
 
     def copy_arenas(self, run: str, *arenas: str) -> HostArenas:
-        """Start a copy of some arenas of a run to the host, within a cycle that has it on the
-        device.
-        """
+        """Start a copy of some arenas of a run to the host, within a cycle that has it on the device."""
         adapter = self[run]
         copied = carry_out(self._copy_stream, {name: adapter.arenas[name] for name in arenas})
         adapter.arrival = copied.arrival
@@ -257,9 +259,7 @@ class AdapterBank:
 
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
-        """Number of adapters and their bytes, by location: `device` or `host`. Any thread may read
-        it.
-        """
+        """Number of adapters and their bytes, by location: `device` or `host`. Any thread may read it."""
         adapters = list(self._adapter_by_run.values())
         on_host = [copied.bytes for each in adapters if (copied := each.on_host) is not None]
         on_device = [self.device_bytes(each) for each in adapters if each.on_host is None]

@@ -4,9 +4,9 @@ On CUDA they run concurrently with the computation, in a second stream.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -15,96 +15,32 @@ import torch
 BLOCK_BYTES = 1 << 26
 
 
-class Arrival(Protocol):
-    """Completion of some copies."""
-
-    def hold_compute(self) -> None:
-        """Make later computation wait for the copies; the host continues."""
-
-    def wait(self) -> None:
-        """Block the host until the copies are complete."""
+#: Event after some copies: `wait` makes later computation wait for them, `synchronize` blocks the host.
+Arrival: TypeAlias = torch.cuda.Event | torch.cpu.Event
 
 
-class CopyStream(Protocol):
-    """Stream of copies."""
+class CopyStream:
+    """Copies in a CUDA stream of their own, in their order. On a CPU the streams of torch do nothing, and copies run at once."""
 
-    pins: bool  # True if host memory must be pinned for the copies
+    def __init__(self, device: torch.device, streams: Any = None) -> None:
+        """`streams` stands for `torch.cuda` in a test without a GPU."""
+        self.pins = device.type == "cuda"  # host memory must be pinned for the copies
+        self._device = device
+        self._streams = streams or torch.get_device_module(device)
+        self._stream = self._streams.Stream(device)
 
-    def copies(self) -> AbstractContextManager[Arrival]:
+    @contextmanager
+    def copies(self) -> Iterator[Arrival]:
         """Order the copies inside after all computation so far."""
-
-    def lend(self, arena: torch.Tensor) -> None:
-        """Keep the memory of a released arena until its copies are complete."""
-
-
-class Made:
-    """Arrival of copies that were complete when they returned."""
-
-    def hold_compute(self) -> None:
-        """Return at once."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
-class InLine:
-    """Copies in the stream of the computation, which on CPU is the program itself."""
-
-    pins = False
-
-    @contextmanager
-    def copies(self) -> Iterator[Arrival]:
-        """Yield at once: the copies inside run in order."""
-        yield Made()
-
-    def lend(self, arena: torch.Tensor) -> None:
-        """Do nothing: the arena is copied at once."""
-
-
-class Recorded:
-    """CUDA event after some copies."""
-
-    def __init__(self, cuda: Any, device: torch.device) -> None:
-        self._cuda = cuda
-        self._device = device
-        self._event = cuda.Event()
-
-    def record(self, stream: Any) -> None:
-        """Record the event after everything in the stream so far."""
-        self._event.record(stream)
-
-    def hold_compute(self) -> None:
-        """Make the stream of the computation wait for the event."""
-        self._cuda.current_stream(self._device).wait_event(self._event)
-
-    def wait(self) -> None:
-        """Block the host until the event."""
-        self._event.synchronize()
-
-
-class SideStream:
-    """Copies in a CUDA stream of their own. Copies in both directions keep their order."""
-
-    pins = True
-
-    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda` stands for `torch.cuda` in a test without a GPU."""
-        self._device = device
-        self._cuda = cuda
-        self._stream = cuda.Stream(device)
-
-    @contextmanager
-    def copies(self) -> Iterator[Arrival]:
-        """Order the copies after all computation so far, in the side stream."""
-        arrival = Recorded(self._cuda, self._device)
+        arrival = self._streams.Event()
         # Pending kernels may still use memory that was just released.
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
-        with self._cuda.stream(self._stream):
+        self._stream.wait_stream(self._streams.current_stream(self._device))
+        with self._streams.stream(self._stream):
             yield arrival
             arrival.record(self._stream)
 
     def lend(self, arena: torch.Tensor) -> None:
-        """Keep its memory until the side stream has finished with it."""
+        """Keep the memory of a released arena until its copies are complete."""
         if arena.is_cuda:
             arena.record_stream(self._stream)
 
@@ -124,7 +60,7 @@ class HostArenas:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Return the arenas in one read-only block each. Blocks until they have arrived."""
-        self.arrival.wait()
+        self.arrival.synchronize()
         return {
             name: blocks[0] if len(blocks) == 1 else torch.cat(blocks)
             for name, blocks in self.blocks_by_arena.items()

@@ -392,17 +392,8 @@ def _begin_with(
 ) -> None:
     if optimizer is None:
         bank.create(run, spec, weights.flat)
-        return
-    state = AdapterState(
-        spec,
-        weights.flat,
-        grads=torch.zeros_like(weights.flat),
-        m=optimizer.m,
-        v=optimizer.v,
-        step=optimizer.step,
-        grads_pending=False,
-    )
-    bank.restore(run, state)
+    else:
+        bank.restore(run, AdapterState.of(spec, weights, optimizer))
 
 
 def mix(

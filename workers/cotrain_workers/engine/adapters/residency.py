@@ -1,6 +1,4 @@
-"""Selection of the adapters on the device: those of the cycle first, then the most recently used.
-Pure.
-"""
+"""Selection of the adapters on the device: those of the cycle first, then the most recently used. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,9 +53,7 @@ def prefetch_moves(
     in_use: Collection[str],
     budget: int | None,
 ) -> Moves:
-    """Bring in the adapters of the next cycle, in its order, while they fit next to the adapters
-    in use.
-    """
+    """Bring in the adapters of the next cycle, in its order, while they fit next to the adapters in use."""
     adapter_by_run = {adapter.run: adapter for adapter in sizes}
     needed = set(in_use)
     taken = sum(adapter.bytes for adapter in sizes if adapter.run in needed)
@@ -100,9 +96,7 @@ def device_groups(
 
 
 def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str]:
-    """Return the runs to evict to free enough host memory; `bytes_by_run` has the least used
-    first.
-    """
+    """Return the runs to evict to free enough host memory; `bytes_by_run` has the least used first."""
     if budget is None:
         return []
     over, leaving = sum(bytes_by_run.values()) - budget, []

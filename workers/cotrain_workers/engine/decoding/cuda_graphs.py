@@ -21,7 +21,7 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
-from cotrain_workers.engine.decoding.step import Chunk, Item, MixedStep, looked_up
+from cotrain_workers.engine.decoding.step import Item, MixedStep, looked_up
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.routing import StepRoute
 
@@ -49,26 +49,35 @@ class PinnedBuffer:
         self.on_device.copy_(to_device(self._host, self.on_device.device), non_blocking=True)
 
 
-class HostInputs:
-    """Host side of the inputs of one graph, updated in place and only where a step differs."""
+class Inputs:
+    """Graph inputs that change with each step, in tensors with fixed addresses.
 
-    def __init__(
-        self, rows: int, max_pages: int, slots: Sequence[int], cache: KvCache, device: torch.device
-    ) -> None:
+    Their host side is updated in place, and only where a step differs.
+    """
+
+    def __init__(self, rows: int, max_pages: int, slots: Sequence[int], cache: KvCache) -> None:
         self._size, self._dump = cache.page_tokens, cache.dump
-        self.wide = PinnedBuffer(
-            3 * rows, torch.int64, device
-        )  # ids, positions and key-value slots
-        self.cuts = [rows, rows * max_pages, *slots]  # sizes within `narrow`: lengths, pages, ends
-        self.narrow = PinnedBuffer(sum(self.cuts), torch.int32, device)
-        self._ids, self._positions, self._kv_slots = self.wide.values.reshape(3, rows)
-        self._lengths, blocks, *self._ends = np.split(self.narrow.values, np.cumsum(self.cuts)[:-1])
+        self._wide = PinnedBuffer(3 * rows, torch.int64, cache.device)
+        self._ids, self._positions, self._kv_slots = self._wide.values.reshape(3, rows)
+        cuts = [rows, rows * max_pages, *slots]  # lengths, pages and the ends of each pool
+        self._narrow = PinnedBuffer(sum(cuts), torch.int32, cache.device)
+        self._lengths, blocks, *self._ends = np.split(self._narrow.values, np.cumsum(cuts)[:-1])
         self._blocks = blocks.reshape(rows, max_pages)
         self._blocks.fill(self._dump)
         self._pages: list[list[int]] = [[] for _ in range(rows)]  # current content of `_blocks`
+        ids, positions, kv_slots = self._wide.on_device.view(3, rows)
+        lengths, pages, *ends = self._narrow.on_device.split_with_sizes(cuts)
+        self.ids, self.positions = ids[None], positions[None]  # int64 [1, rows]
+        self.tables = graph_tables(kv_slots, lengths, pages.view(rows, max_pages), cache)
+        self.slot_ends: Sequence[torch.Tensor] = ends  # per pool, int32 [slots]
 
-    def fill(self, items: Sequence[Item], pools: Sequence[Pool]) -> None:
-        """Write the inputs of a step and send them; unused rows write to the dump page."""
+    def fill(
+        self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None
+    ) -> None:
+        """Write the inputs of a step and send them; unused rows write to the dump page.
+
+        Its tokens may be among `chosen`, on the device.
+        """
         n, left = len(items), len(self._ids) - len(items)
         for at, item in enumerate(items):
             self._set_pages(at, item.span.pages)
@@ -86,8 +95,10 @@ class HostInputs:
         for pool, ends in zip(pools, self._ends, strict=True):
             row = slot_per_row(slots, pool, left)
             np.cumsum(np.bincount(row, minlength=len(ends)), out=ends)
-        self.wide.send()
-        self.narrow.send()
+        self._wide.send()
+        self._narrow.send()
+        if chosen is not None:
+            self.ids.copy_(looked_up(self.ids, chosen))
 
     def _set_pages(self, at: int, pages: Sequence[int]) -> None:
         """Set the pages of a row. Most rows have the pages of the previous step."""
@@ -96,25 +107,6 @@ class HostInputs:
             self._blocks[at, len(pages) : len(had)] = self._dump
             self._blocks[at, : len(pages)] = pages
             self._pages[at] = list(pages)
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Graph inputs that change with each step, in tensors with fixed addresses."""
-
-    ids: torch.Tensor  # int64 [1, rows]
-    positions: torch.Tensor  # int64 [1, rows]
-    tables: KernelTables
-    slot_ends: Sequence[torch.Tensor]  # per pool, int32 [slots]
-    host: HostInputs
-
-    def fill(
-        self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None
-    ) -> None:
-        """Write the inputs of a step. Its tokens may be among `chosen`, on the device."""
-        self.host.fill(items, pools)
-        if chosen is not None:
-            self.ids.copy_(looked_up(self.ids, chosen))
 
 
 @dataclass(frozen=True)
@@ -153,7 +145,7 @@ class DecodeGraphs:
 
         `chosen` are the last tokens chosen on the device, among them the unread tokens of the sequences.
         """
-        if len(items) > ROWS[-1] or any(isinstance(item.work, Chunk) for item in items):
+        if len(items) > ROWS[-1] or any(item.work.is_prompt for item in items):
             return None
         # The rows are sorted by pool.
         pools = list(dict.fromkeys(item.slot.pool for item in items if item.slot is not None))
@@ -183,7 +175,7 @@ class DecodeGraphs:
         items: Sequence[Item],
         chosen: torch.Tensor | None,
     ) -> Captured | None:
-        inputs = self._inputs(rows, pools)
+        inputs = Inputs(rows, self._max_pages, [len(pool.flat) for pool in pools], self._cache)
         inputs.fill(items, pools, chosen)
         groups = [
             Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
@@ -209,15 +201,6 @@ class DecodeGraphs:
             self.refused.append(f"{rows} rows: hidden states differ by {gap:.3g} of {largest:.3g}")
             return None
         return Captured(replay, inputs, hidden)
-
-    def _inputs(self, rows: int, pools: Sequence[Pool]) -> Inputs:
-        device = self._cache.device
-        slots = [len(pool.flat) for pool in pools]
-        host = HostInputs(rows, self._max_pages, slots, self._cache, device)
-        ids, positions, kv_slots = host.wide.on_device.view(3, rows)
-        lengths, pages, *ends = host.narrow.on_device.split_with_sizes(host.cuts)
-        tables = graph_tables(kv_slots, lengths, pages.view(rows, self._max_pages), self._cache)
-        return Inputs(ids[None], positions[None], tables, ends, host)
 
 
 def graph_tables(

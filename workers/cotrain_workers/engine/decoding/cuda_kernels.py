@@ -5,22 +5,27 @@ The CPU tests do not run it. `tests/gpu` compares both with the plain implementa
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
-from cotrain_workers.engine.decoding.paged_attention import Span, positions
+from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, positions
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.attention import NARROW
+from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.kernel_check import agrees
 from cotrain_workers.engine.routing import AttentionRule
 
 MAX_GROUPS = 1023  # per grouped product
+
+#: Relative to the largest value of a row; probabilities are rounded to the type of the values.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 log = logging.getLogger(__name__)
 
@@ -179,15 +184,73 @@ def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedL
         first = slots[start]
         assert first is not None
         own = [slot.index for slot in slots if slot is not None and slot.pool is first.pool]
-        ends = to_device(torch.tensor(slot_ends(own, first.pool), dtype=torch.int32), device)
-        groups.append(Grouped(start, start + len(own), first.pool, ends))
+        ends = np.cumsum(np.bincount(own, minlength=len(first.pool.flat)), dtype=np.int32)
+        groups.append(Grouped(start, start + len(own), first.pool, to_device(ends, device)))
         start += len(own)
     return GroupedLora(groups)
 
 
-def slot_ends(indices: Sequence[int], pool: Pool) -> list[int]:
-    """Return the end of each slot's rows in a pool, given the slots of all rows."""
-    counts = [0] * pool.flat.shape[0]
-    for index in indices:
-        counts[index] += 1
-    return list(accumulate(counts))
+def kernel_is_right(
+    shape: KvShape,
+    heads: int,
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    softcap: float | None,
+) -> bool:
+    """Return True if the kernel matches the plain attention; a failure or a mismatch is logged.
+
+    `heads` is the number of query heads. Raises DeviceLost.
+    """
+    rules = [AttentionRule(shape.head_dim**-0.5, window, softcap) for window in (None, 8)]
+
+    def measure() -> float:
+        return max(difference(shape, heads, page_tokens, device, dtype, rule) for rule in rules)
+
+    what = "The attention kernel over pages, without which decoding is slow,"
+    return agrees(what, device, TOLERANCE[dtype], measure)
+
+
+@torch.no_grad()
+def difference(
+    shape: KvShape,
+    heads: int,
+    page_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    rule: AttentionRule,
+) -> float:
+    """Return the maximum difference from plain fp32 attention, relative to the largest value of a row.
+
+    One step computes two generated tokens, one of them with keys in several parts, and the start and the second page
+    of a prompt.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, count: int) -> torch.Tensor:
+        size = (rows, count, shape.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+
+    full = page_kernel.SPLIT // page_tokens + 1  # pages with more keys than one part
+    earlier = list(range(full))[::-1]
+    rows = [Span(0, full * page_tokens, full * page_tokens + 1, [*earlier, full])]
+    rows.append(Span(1, 0, 1, [full + 1]))
+    chunks = [Span(2, 0, 3, [full + 2])]
+    chunks.append(Span(5, page_tokens, 2 * page_tokens, [earlier[0], full + 3]))
+    pages, steps = full + 4, 5 + page_tokens
+    stored = [random(full * page_tokens, shape.heads) for _ in ("keys", "values")]
+    given = [random(steps, count) for count in (heads, shape.heads, shape.heads)]
+    found: list[torch.Tensor] = []
+    for kind in (dtype, torch.float32):
+        cache = KvCache(replace(shape, layers=1), pages, page_tokens, device, kind)
+        cache.prepare({}, range(pages))
+        at = torch.arange(full * page_tokens, device=device)
+        cache.write(0, at, *(each.to(kind) for each in stored))
+        attention: PagedAttention | KernelAttention = PagedAttention(cache, rows, chunks, device)
+        if not found:
+            tables = kernel_tables([*rows, *chunks], cache, heads // shape.heads, device)
+            attention = KernelAttention(cache, tables)
+        q, k, v = (each.to(kind) for each in given)
+        found.append(attention.attend(0, q, k, v, rule).double())
+    ours, theirs = found
+    return float(((ours - theirs).abs().amax((1, 2)) / theirs.abs().amax((1, 2))).max())

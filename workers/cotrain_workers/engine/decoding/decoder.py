@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import CopyStream, InLine, SideStream
+from cotrain_workers.engine.adapters.copy_streams import CopyStream
 from cotrain_workers.engine.cores import StepCores, keeps_bits
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
@@ -35,7 +35,11 @@ from cotrain_workers.engine.decoding.kv_cache import (
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
-from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores, asks_about_prompt
+from cotrain_workers.engine.decoding.prompt_logprobs import (
+    SKIPPED,
+    PromptScores,
+    asks_about_prompt,
+)
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
     GrammarOf,
@@ -46,20 +50,17 @@ from cotrain_workers.engine.decoding.requests import (
     SampleRequest,
     TextOf,
 )
-from cotrain_workers.engine.decoding.results import StepLog, output_of, sampled
 from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState
-from cotrain_workers.engine.decoding.step import Chunk
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
-from cotrain_workers.engine.decoding.validation import refuse_sample
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 
 
 class EngineDecoder:
-    """A `Decoder` over the base model of an engine. Not thread-safe; never steps inside a micro-batch."""
+    """Decoder over the base model of an engine. Not thread-safe; never steps inside a micro-batch."""
 
     def __init__(
         self,
@@ -100,7 +101,7 @@ class EngineDecoder:
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
         self._pinned = PinnedWeights(self.slots)  # of the running sequences
-        self._copies: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self._copies = CopyStream(device)
         self.overlaps = device.type == "cuda"  # on a CPU, host and device are the same cores
         chooses_cores = device.type == "cpu" and keeps_bits()
         self.cores: AbstractContextManager[object] = (
@@ -129,22 +130,31 @@ class EngineDecoder:
         return 1 - (self.pages.free + self.pages.idle) / self.pages.count
 
     def refuse(self, request: SampleRequest) -> str | None:
-        """Return the reason why this request can never run, as a sentence for the tenant, or None."""
-        return refuse_sample(
-            request,
-            vocab_size=self._vocab_size,
-            max_sequence_tokens=self.max_sequence_tokens,
-            has_text=self._text is not None,
-            has_vision=self._vision is not None,
-        ) or self._refuse_grammar(request)
+        """Return the reason why this request can never run here, as a sentence for the tenant, or None.
 
-    def _refuse_grammar(self, request: SampleRequest) -> str | None:
-        if request.grammar is None:
-            return None
-        try:
-            self._start_of_grammar(request)
-        except GrammarUnusable as reason:
-            return f"response_format: the grammar cannot be used: {reason}."
+        The API has checked its numbers. Tokens are checked again, because a wrong index on a GPU would crash the
+        process for every tenant.
+        """
+        size, vocab = len(request.prompt), self._vocab_size
+        if size > self.max_sequence_tokens:
+            return (
+                f"The prompt has {size} tokens; prompt and generated tokens together are at most "
+                f"{self.max_sequence_tokens} here."
+            )
+        if request.images and self._vision is None:
+            return "This sampler reads no images."
+        if request.stop_strings and self._text is None:
+            return "Stop strings need a tokenizer, and this model has none; stop at token ids."
+        if ((request.prompt < 0) | (request.prompt >= vocab)).any():
+            return f"The prompt holds a token outside the vocabulary (0..{vocab - 1})."
+        targets = request.target_prompt_logprobs
+        if targets is not None and ((targets < SKIPPED) | (targets >= vocab)).any():
+            return f"target_prompt_logprobs names a token outside the vocabulary (0..{vocab - 1})."
+        if request.grammar is not None:
+            try:
+                self._start_of_grammar(request)
+            except GrammarUnusable as reason:
+                return f"response_format: the grammar cannot be used: {reason}."
         return None
 
     def _start_of_grammar(self, request: SampleRequest) -> Grammar:
@@ -163,7 +173,7 @@ class EngineDecoder:
         group = Group(request, self._arrivals, self._page_tokens, limit, scores)
         self._arrivals += 1
         if group.generates_nothing and scores is None and not request.return_routed_experts:
-            self._empty.append((request.id, output_of(group)))
+            self._empty.append((request.id, group.output()))
             return
         self._groups[request.id] = group
         self.scheduler.add(group)
@@ -187,13 +197,13 @@ class EngineDecoder:
         running sequences. The next call then reads tokens without starting a step first. Results that
         such a step computes for a sequence that has ended are discarded.
         """
-        log = StepLog(finished=list(self._empty))
+        log = Progress(finished=list(self._empty))
         if self._vision is not None:
             self._compute_image(self._vision, log)
         with self.cores:
             return self._step(log)
 
-    def _compute_image(self, vision: Vision, log: StepLog) -> None:
+    def _compute_image(self, vision: Vision, log: Progress) -> None:
         """Run the vision tower for one image of a waiting request, so that other sequences wait for one at most."""
         ready: set[str] = set()  # tenants whose next request lacks no image
         while (sequence := self.scheduler.next_waiting(ready)) is not None:
@@ -211,23 +221,21 @@ class EngineDecoder:
                 self._fail(group, str(unusable), "user", log)
             return
 
-    def _step(self, log: StepLog) -> Progress:
+    def _step(self, log: Progress) -> Progress:
         self._empty.clear()
         begun, self._begun = self._begun, None
         if begun is None or not begun.is_wanted:
             self._admit(log)
             begun = self._begin(log)
         if begun is not None:
-            if self.overlaps and self.scheduler.only_goes_on() and not self._has_grammar():
+            # With a grammar, the next token depends on the unread one.
+            has_grammar = any(each.group.request.grammar for each in self.scheduler.running)
+            if self.overlaps and not has_grammar and self.scheduler.only_goes_on():
                 self._begun = self._begin(log, begun.tokens)
             self._read(begun, log)
-        return log.progress()
+        return log
 
-    def _has_grammar(self) -> bool:
-        """Return True if the next token of a running sequence depends on its unread token."""
-        return any(each.group.request.grammar is not None for each in self.scheduler.running)
-
-    def _begin(self, log: StepLog, chosen: torch.Tensor | None = None) -> NextTokens | None:
+    def _begin(self, log: Progress, chosen: torch.Tensor | None = None) -> NextTokens | None:
         """Start a step on the device and choose the tokens after it; return None if no sequence gets one.
 
         `chosen` are the unread tokens of the step before, if any.
@@ -247,7 +255,7 @@ class EngineDecoder:
         logits, slots = self.runner.logits, self._pinned.slots
         return choose_next(ready, logits, slots, self._head_chunk_rows, self._copies)
 
-    def _admit(self, log: StepLog) -> None:
+    def _admit(self, log: Progress) -> None:
         """Admit sequences until one does not fit; fail requests whose weights cannot be used."""
         blocked: set[str] = set()  # tenants whose next weights are unavailable now
         while (sequence := self.scheduler.next_waiting(blocked)) is not None:
@@ -296,12 +304,12 @@ class EngineDecoder:
         for sequence in sequences:
             self._pinned.unpin(sequence.group.request.weights)
 
-    def _absorb(self, forward: Forward, log: StepLog) -> None:
+    def _absorb(self, forward: Forward, log: Progress) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
             own = slice(span.row, span.row + chunk.stop - chunk.start)
             experts = None if forward.experts is None else forward.experts[own].copy()
-            if not isinstance(chunk, Chunk):
+            if not chunk.is_prompt:
                 chunk.sequence.stored = chunk.stop
                 chunk.sequence.note_experts(experts)
                 continue
@@ -328,20 +336,20 @@ class EngineDecoder:
                 return False
         return True
 
-    def _first(self, log: StepLog) -> list[SequenceState]:
+    def _first(self, log: Progress) -> list[SequenceState]:
         """Return sequences that are due their first token; finish requests that generate no tokens."""
         found = []
         for sequence in self.scheduler.running:
             if sequence.hidden is None:
                 continue
             if sequence.group.generates_nothing:
-                sequence.group.finished[0] = sampled(sequence, "length")
+                sequence.group.finished[0] = sequence.result("length")
                 self._finish(sequence.group, log)
             else:
                 found.append(sequence)
         return found
 
-    def _read(self, begun: NextTokens, log: StepLog) -> None:
+    def _read(self, begun: NextTokens, log: Progress) -> None:
         """Append its chosen token to each sequence. Waits for the device."""
         for sequence, token, logprob, top in begun.read():
             if not math.isfinite(logprob):
@@ -351,11 +359,12 @@ class EngineDecoder:
                 sequence.topk.append(top)
             self._append(sequence, token, logprob, log)
 
-    def _append(self, sequence: SequenceState, token: int, logprob: float, log: StepLog) -> None:
+    def _append(self, sequence: SequenceState, token: int, logprob: float, log: Progress) -> None:
         """Append a token to a sequence, and finish the sequence after its last token."""
         request, offset = sequence.group.request, len(sequence.tokens)
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
+        log.decoded_tokens += 1
         log.tokens.append(NewTokens(request.id, sequence.index, offset, (token,), (logprob,)))
         stopped = has_stopped(token, request, sequence.read_text, self._text)
         if sequence.grammar is not None and not sequence.grammar.advance(token):
@@ -363,21 +372,21 @@ class EngineDecoder:
             return
         if not (stopped or (sequence.is_full and not sequence.unread)):
             return
-        sequence.group.finished[sequence.index] = sampled(sequence, "stop" if stopped else "length")
+        sequence.group.finished[sequence.index] = sequence.result("stop" if stopped else "length")
         self.scheduler.remove(sequence)
         self._pinned.unpin(sequence.group.request.weights)
         if len(sequence.group.finished) == request.num_samples:
             self._finish(sequence.group, log)
 
-    def _finish(self, group: Group, log: StepLog) -> None:
-        log.finished.append((group.request.id, output_of(group)))
+    def _finish(self, group: Group, log: Progress) -> None:
+        log.finished.append((group.request.id, group.output()))
         self._forget(group)
 
-    def _fail_not_finite(self, group: Group, log: StepLog) -> None:
+    def _fail_not_finite(self, group: Group, log: Progress) -> None:
         self._fail(group, "The model's log-probabilities are not finite.", "user", log)
 
     def _fail(
-        self, group: Group, message: str, category: Literal["user", "server"], log: StepLog
+        self, group: Group, message: str, category: Literal["user", "server"], log: Progress
     ) -> None:
         log.finished.append((group.request.id, Failure(message, category)))
         self._forget(group)

@@ -12,16 +12,15 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
     KernelAttention,
     grouped_lora,
     groups_take,
+    kernel_is_right,
     kernel_tables,
     kernel_takes,
 )
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
-from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import (
-    Chunk,
     Item,
     Lora,
     MixedStep,
@@ -116,8 +115,8 @@ class ModelRunner:
     def _route(self, items: Sequence[Item], total: int) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]
         spans = [item.span for item in items]
-        rows = [item.span for item in items if not isinstance(item.work, Chunk)]
-        chunks = [item.span for item in items if isinstance(item.work, Chunk)]
+        rows = [item.span for item in items if not item.work.is_prompt]
+        chunks = [item.span for item in items if item.work.is_prompt]
         states = StepStates(self._cache, rows, chunks, total) if self._cache.states else None
         if self._has_kernel:
             tables = kernel_tables(spans, self._cache, self._group, self._device)

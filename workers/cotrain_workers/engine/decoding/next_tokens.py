@@ -10,11 +10,10 @@ import torch
 from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_out
 from cotrain_workers.engine.decoding.model_runner import Forward
 from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
-from cotrain_workers.engine.decoding.results import choice_of
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.decoding.step import Row, slot_order
-from cotrain_workers.engine.decoding.token_sampler import choose
+from cotrain_workers.engine.decoding.step import slot_order
+from cotrain_workers.engine.decoding.token_sampler import Choice, choose, uniform
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import picked_logprobs
 
@@ -94,7 +93,7 @@ def find_ready(
         item
         for item in items
         # The request may have failed during this step; it then holds no pages.
-        if isinstance(item.work, Row) and item.work.is_last and item.work.sequence.pages
+        if not item.work.is_prompt and item.work.ends_sequence and item.work.sequence.pages
     ]
     sequences = [*first, *(item.work.sequence for item in last)]
     if not sequences:
@@ -145,6 +144,15 @@ def choose_next(
     for at, each in enumerate(asked):
         arenas |= {f"ids {at}": each.ids.flatten(), f"top {at}": each.logprobs.flatten()}
     return NextTokens(ready.sequences, every, asked, carry_out(copies, arenas))
+
+
+def choice_of(sequence: SequenceState) -> Choice:
+    """Return the sampling parameters of the next token of a sequence."""
+    request = sequence.group.request
+    if not request.temperature:
+        return Choice(0.0, request.top_k, request.top_p, 0.0)
+    point = uniform(request.seed, sequence.index, len(sequence.tokens) + sequence.unread)
+    return Choice(request.temperature, request.top_k, request.top_p, point)
 
 
 def constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""Input and output of a decoder as plain data, and the interface of all decoders."""
+"""Input and output of a decoder as plain data."""
 
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -115,43 +114,12 @@ class NewTokens:
     logprobs: tuple[float, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    """Result of one step."""
+    """Results of one step, collected while it runs."""
 
-    finished: Sequence[tuple[str, SampleOutput | Failure]]
-    tokens: Sequence[NewTokens]
-    decoded_tokens: int
-    prompt_tokens: int  # computed, not cached
+    finished: list[tuple[str, SampleOutput | Failure]] = field(default_factory=list)
+    tokens: list[NewTokens] = field(default_factory=list)
+    decoded_tokens: int = 0
+    prompt_tokens: int = 0  # computed, not cached
     images: int = 0  # computed by the vision tower
-
-
-class Decoder(Protocol):
-    """Generates tokens for many requests at once. Not thread-safe."""
-
-    def refuse(self, request: SampleRequest) -> str | None:
-        """Return the reason why this request can never run, as a sentence for the tenant, or None."""
-
-    def add(self, request: SampleRequest) -> None:
-        """Queue a request that `refuse` accepted."""
-
-    def cancel(self, request_id: str) -> None:
-        """Cancel a request and free its memory; no output follows. Unknown ids are ignored."""
-
-    def step(self) -> Progress:
-        """Run one step; return at once if there is no work."""
-
-    @property
-    def busy(self) -> bool:
-        """True if any request is unfinished."""
-
-    @property
-    def waiting(self) -> Counter[str]:
-        """Number of requests that were added and have not started, by tenant."""
-
-    @property
-    def kv_cache_ratio(self) -> float | None:
-        """Ratio of KV-cache pages held by sequences; None if the decoder does not report it."""
-
-    def drop_weights(self, key: str) -> None:
-        """Drop copies of weights that no later request uses. Copies in use stay until they are unused."""

@@ -1,4 +1,4 @@
-"""State of a sample request in progress, and of each of its sequences."""
+"""State of a sample request in progress, of each of its sequences, and of the sequences of a tenant."""
 
 from __future__ import annotations
 
@@ -6,12 +6,19 @@ from bisect import insort
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
+from typing import Literal
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
-from cotrain_workers.engine.decoding.requests import Grammar, SampledSequence, SampleRequest
+from cotrain_workers.engine.decoding.requests import (
+    Grammar,
+    SampledSequence,
+    SampleOutput,
+    SampleRequest,
+    TopK,
+)
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
 from cotrain_workers.engine.model.vision import image_key, rotary_positions
@@ -99,6 +106,20 @@ class Group:
             for page in self.computed
         )
 
+    def output(self) -> SampleOutput:
+        """Return a finished request as plain data; sequences without tokens have the stop reason "length"."""
+        scores, numbers = self.scores, range(self.request.num_samples)
+        return SampleOutput(
+            sequences=[
+                self.finished.get(at) or SequenceState(self, at).result("length") for at in numbers
+            ],
+            prompt_logprobs=scores.logprobs if scores else None,
+            topk_prompt=scores.topk if scores else None,
+            target_prompt_logprobs=scores.targets if scores else None,
+            cached_prompt_tokens=self.cached_prompt_tokens if self.has_begun else 0,
+            prompt_routed_experts=self.experts,
+        )
+
     def first_scored_chunk(self) -> int:
         """Return the first page of the prompt whose hidden states are needed for scores."""
         return (
@@ -177,3 +198,72 @@ class SequenceState:
         if self.unread and position == self.length - 1:
             return -1 - self.chosen_at
         return self.tokens[position - len(prompt)]
+
+    def result(self, reason: Literal["stop", "length"]) -> SampledSequence:
+        """Return a finished sequence as plain data."""
+        k, topk, experts = self.group.request.topk_sample_logprobs, None, None
+        if k:
+            ids, logprobs = (
+                np.array([pair[part] for pair in self.topk]).reshape(-1, k) for part in (0, 1)
+            )
+            topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
+        if self.experts:
+            chosen, prompt = np.concatenate(self.experts), len(self.group.prompt)
+            self.group.experts = chosen[:prompt]
+            # A step that began before the last token was read may have stored that token.
+            experts = chosen[prompt : prompt + max(0, len(self.tokens) - 1)]
+        tokens = np.array(self.tokens, dtype=np.int32)
+        return SampledSequence(tokens, np.array(self.logprobs, np.float32), reason, topk, experts)
+
+
+@dataclass
+class TenantQueue:
+    """Sequences of one tenant."""
+
+    groups: list[Group] = field(default_factory=list)
+    """Requests with waiting sequences, oldest first."""
+    running: list[SequenceState] = field(default_factory=list)  # running sequences, oldest first
+    weight: float = 1.0  # weight given by the tenant's newest request
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the tenant has no sequence."""
+        return not (self.groups or self.running)
+
+    def wait(self, group: Group) -> None:
+        """Enqueue the waiting sequences of a request."""
+        if group not in self.groups:
+            insort(self.groups, group, key=attrgetter("arrival"))
+
+    def first(self) -> SequenceState | None:
+        """Return the oldest sequence that may be admitted.
+
+        The first sequence of a request computes the prompt; its other sequences are admitted after that.
+        """
+        for group in self.groups:
+            sequence = group.next()
+            if sequence is not None:
+                return sequence
+        return None
+
+    def admit(self, sequence: SequenceState) -> None:
+        """Move the sequence returned by `first` to the running ones."""
+        group = sequence.group
+        group.begin(sequence)
+        if not group.has_waiting:
+            self.groups.remove(group)
+        insort(self.running, sequence, key=attrgetter("age"))
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Move a running sequence back to the waiting ones."""
+        self.running.remove(sequence)
+        sequence.group.wait_again(sequence)
+        self.wait(sequence.group)
+
+    def cancel(self, group: Group) -> list[SequenceState]:
+        """Remove a request; return its sequences that were running."""
+        if group in self.groups:
+            self.groups.remove(group)
+        ran = [sequence for sequence in self.running if sequence.group is group]
+        self.running = [sequence for sequence in self.running if sequence.group is not group]
+        return ran

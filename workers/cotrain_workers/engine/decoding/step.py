@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch.nn import functional
 
-from cotrain_workers.engine.decoding.paged_attention import Span, positions
+from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
@@ -17,13 +18,17 @@ from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRo
 FEWEST_ROWS = 16
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens of one prompt on one page, computed in one step."""
+class Work(NamedTuple):
+    """Positions of a sequence that one step computes: of its prompt, on one page, or of one generated token."""
 
     sequence: SequenceState
     start: int
     stop: int
+
+    @property
+    def is_prompt(self) -> bool:
+        """True for tokens of the prompt."""
+        return self.start < len(self.sequence.group.prompt)
 
     @property
     def page(self) -> int:
@@ -35,43 +40,20 @@ class Chunk:
         """True if it completes the prompt."""
         return self.stop == len(self.sequence.group.prompt)
 
-
-class Row(NamedTuple):
-    """A generated token whose keys and values are computed in one step."""
-
-    sequence: SequenceState
-    position: int
-
     @property
-    def start(self) -> int:
-        """Position of the token."""
-        return self.position
-
-    @property
-    def stop(self) -> int:
-        """Position after the token."""
-        return self.position + 1
-
-    @property
-    def is_last(self) -> bool:
-        """True if the next token is chosen after this row; earlier rows recompute a preempted sequence."""
-        return self.position == self.sequence.length - 1
+    def ends_sequence(self) -> bool:
+        """True if the next token is chosen after it; earlier work recomputes a preempted sequence."""
+        return self.stop == self.sequence.length
 
 
 @dataclass
 class Plan:
     """One step; pages are copied first, then zeroed, then the work is computed."""
 
-    rows: list[Row] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
     copies: dict[int, int] = field(default_factory=dict)  # page to write -> page to read
     blank: list[int] = field(default_factory=list)  # pages with data of their last user, to zero
     preempted: list[SequenceState] = field(default_factory=list)
-
-    @property
-    def work(self) -> list[Row | Chunk]:
-        """Rows and chunks to compute."""
-        return [*self.rows, *self.chunks]
 
 
 class Attention(Protocol):
@@ -149,7 +131,7 @@ class MixedStep:
 class Item(NamedTuple):
     """A page of a prompt or a generated token, with its position in the packed row."""
 
-    work: Row | Chunk
+    work: Work
     span: Span
     slot: Slot | None
 
@@ -176,18 +158,11 @@ def slot_order(slot: Slot | None) -> tuple[tuple[int, bool], int]:
 
 
 def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:
-    """Return the work of a plan in one packed row, sorted by adapter."""
-    items, row = [], 0
-    for work, slot in sorted(
-        ((work, slot_of[work.sequence.group.request.weights]) for work in plan.work),
-        key=lambda pair: slot_order(pair[1]),
-    ):
-        span = span_of(work, row)
-        items.append(Item(work, span, slot))
-        row += len(positions(span))
-    return items
-
-
-def span_of(work: Row | Chunk, row: int) -> Span:
-    """Return the span of a row or chunk."""
-    return Span(row, work.start, work.stop, work.sequence.pages)
+    """Return the work of a plan in one packed row, sorted by adapter; generated tokens are before prompts."""
+    pairs = [(work, slot_of[work.sequence.group.request.weights]) for work in plan.work]
+    pairs.sort(key=lambda pair: (slot_order(pair[1]), pair[0].is_prompt))
+    starts = accumulate((work.stop - work.start for work, _ in pairs), initial=0)
+    return [
+        Item(work, Span(row, work.start, work.stop, work.sequence.pages), slot)
+        for (work, slot), row in zip(pairs, starts, strict=False)
+    ]

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from cotrain_workers.engine.model.kernel_check import difference
+from cotrain_workers.engine.model.kernel_check import agrees, difference
 from cotrain_workers.engine.routing import (
     AttentionRule,
     EqualLengths,
@@ -35,7 +35,7 @@ PROBE = (200, 1, 3, 180, 256)
 TOLERANCE = 2e-2
 
 
-def agrees(
+def is_dense(
     name: str,
     attend: Attend,
     device: torch.device,
@@ -49,18 +49,12 @@ def agrees(
     """
     heads, kv_heads, size = shape
     generator = torch.Generator(device).manual_seed(0)
-    q, k, v = (
+    given = (
         torch.randn(sum(PROBE), n, size, generator=generator, device=device, dtype=dtype)
         for n in (heads, kv_heads, kv_heads)
     )
-    try:
-        found = difference(attend, partial(dense, rule=rule), q, k, v)
-    except Exception:  # kernels raise exceptions of any type
-        log.exception("%s cannot run here and is not used for %s", name, rule)
-        return False
-    if not found < TOLERANCE:
-        log.error("%s is off by %.3g and is not used for %s", name, found, rule)
-    return found < TOLERANCE
+    measure = partial(difference, attend, partial(dense, rule=rule), *given)
+    return agrees(name, device, TOLERANCE, measure)
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
@@ -281,11 +275,11 @@ def varlen_is_right(
     if not lacking:
         attends = partial(varlen_attention, table=SequenceTable(PROBE, device), rule=rule)
         flash = flash_in_use()
-        if agrees(f"The flash kernel ({flash})", attends, device, dtype, shape, rule):
+        if is_dense(f"The flash kernel ({flash})", attends, device, dtype, shape, rule):
             return True
         if flash != "FA2":
             torch.nn.attention.restore_flash_attention_impl()
-            if agrees("The flash kernel (FA2)", attends, device, dtype, shape, rule):
+            if is_dense("The flash kernel (FA2)", attends, device, dtype, shape, rule):
                 return True
         lacking = "its flash kernel is not right here"
     warn_slow(lacking)
@@ -359,7 +353,7 @@ def needs_copies(
         return False
     attends = partial(call_varlen, table=SequenceTable(PROBE, device), rule=rule)
     name = f"The flash kernel ({flash}) without copies of K and V"
-    return not agrees(name, attends, device, dtype, shape, rule)
+    return not is_dense(name, attends, device, dtype, shape, rule)
 
 
 def call_varlen(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import isfinite
 from typing import Any
 
@@ -26,9 +27,9 @@ from cotrain_workers.engine.model.families import (
     SHAPED_LAYERS,
     UNEMBED,
     auto_class,
-    decoder_of,
     decoder_path,
     drop_towers,
+    logit_factor,
 )
 from cotrain_workers.engine.model.model_source import (
     CONFIG,
@@ -213,14 +214,14 @@ def make_base_model(
 
     With the `processor` of its images it has a vision tower.
     """
-    text, backbone = config.get_text_config(), decoder_of(network)
+    text, backbone = config.get_text_config(), network.get_decoder()
     kind = MODEL_TYPES[text.model_type]
     targets, router = find_targets(network), Router()
     num_parameters = number_of_parameters(network)
     path = decoder_path(network)
     adapt(network, targets, router)
     fix_frequencies(backbone)
-    scale_outputs(backbone, kind.logit_factor(text))
+    scale_outputs(backbone, logit_factor(kind, text))
     vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
@@ -366,24 +367,17 @@ def refuse_unsupported(config: Any) -> None:
 
 def _refuse_numbers(whole: Any) -> None:
     """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
-    for config in layer_configs(whole):
-        _refuse_numbers_of_layer(config)
-
-
-def _refuse_numbers_of_layer(config: Any) -> None:
-    for key, least in LEAST.items():
+    for config, (key, least) in product(layer_configs(whole), LEAST.items()):
         value = getattr(config, key, None)
-        if value is None or (value == 0 and key == "sliding_window" and not windows(config)):
+        # A window of 0 is right where windows are switched off (Qwen2 MoE).
+        is_off = key == "sliding_window" and not getattr(config, "use_sliding_window", True)
+        if value is None or (value == 0 and is_off):
             continue
         if type(value) not in (int, float) or not isfinite(value) or value < least:
             raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
-
-
-def windows(config: Any) -> bool:
-    """Return False if the configuration switches windows off; Qwen2 MoE then has a window of 0."""
-    return bool(getattr(config, "use_sliding_window", True))
+    for config in layer_configs(whole):
+        if config.num_attention_heads % config.num_key_value_heads:
+            raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -433,7 +427,7 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
         elif linear.bias is not None:
             raise UnsupportedModel("its unembedding has a bias, which the head does not implement.")
     attn.register()
-    decoder = decoder_of(network)
+    decoder = network.get_decoder()
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
     for number, attention in enumerate(attentions(decoder)):
         attn.attach(attention, router, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,26 +43,6 @@ GRANITE_HYBRID = _modules(f"{APART} in_proj out_proj", "input_linear output_line
 OF_STATES = frozenset({"in_proj", "out_proj"})
 
 
-def _one(_config: Any) -> float:
-    return 1.0
-
-
-def _logit_scale(config: Any) -> float:
-    return float(config.logit_scale)
-
-
-def _by_logits_scaling(config: Any) -> float:
-    return 1 / float(config.logits_scaling)
-
-
-def _by_head_multiplier(config: Any) -> float:
-    return float(config.lm_head_multiplier)
-
-
-def _logits_scaling(config: Any) -> float:
-    return float(config.logits_scaling)
-
-
 @dataclass(frozen=True)
 class ModelType:
     """Facts about one `model_type` of transformers."""
@@ -70,8 +50,8 @@ class ModelType:
     title: str
     modules: Mapping[str, Family] = field(default_factory=lambda: LLAMA)
     """Last part of a module's path, and its family. All of them exist in the model."""
-    logit_factor: Callable[[Any], float] = _one
-    """Factor on the logits before a softcap, by the configuration."""
+    logit_factor: str = ""
+    """Name of the factor on the logits before a softcap, in the configuration; after a `/`, of a divisor."""
     is_wrapper: bool = False
     """True if its text model is another model of this table (`text_config`), next to a vision tower."""
     optional: frozenset[str] = frozenset()
@@ -107,13 +87,13 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "glm": ModelType("GLM-4 (glm)", FUSED_GATE),
     "glm4": ModelType("GLM-4-0414", FUSED_GATE),
     "smollm3": ModelType("SmolLM3", is_plain=True),
-    "granite": ModelType("Granite", logit_factor=_by_logits_scaling),
+    "granite": ModelType("Granite", logit_factor="/logits_scaling"),
     "ministral": ModelType("Ministral", is_plain=True),
     "ministral3": ModelType("Ministral 3 (text)", is_plain=True),
     "mistral3": ModelType("Mistral Small 3.1 and Ministral 3", is_wrapper=True),
     "seed_oss": ModelType("Seed-OSS", is_plain=True),
-    "cohere": ModelType("Command-R and Aya", logit_factor=_logit_scale),
-    "cohere2": ModelType("Command-R7B and Command A", logit_factor=_logit_scale),
+    "cohere": ModelType("Command-R and Aya", logit_factor="logit_scale"),
+    "cohere2": ModelType("Command-R7B and Command A", logit_factor="logit_scale"),
     "starcoder2": ModelType("StarCoder2", _modules(APART, "c_fc c_proj")),
     "nemotron": ModelType("Nemotron", UNGATED),
     "exaone4": ModelType("EXAONE 4"),
@@ -121,7 +101,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "stablelm": ModelType("StableLM"),
     "ernie4_5": ModelType("ERNIE 4.5"),
     "hunyuan_v1_dense": ModelType("Hunyuan (dense)"),
-    "hyperclovax": ModelType("HyperCLOVA X", logit_factor=_logits_scaling),
+    "hyperclovax": ModelType("HyperCLOVA X", logit_factor="logits_scaling"),
     "apertus": ModelType("Apertus", UNGATED),
     "arcee": ModelType("Arcee AFM", UNGATED),
     "cwm": ModelType("CWM", is_plain=True),
@@ -148,7 +128,7 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "flex_olmo": ModelType("FlexOlmo"),
     "hunyuan_v1_moe": ModelType("Hunyuan (MoE)"),
     "phimoe": ModelType("Phi-3.5-MoE"),
-    "granitemoe": ModelType("Granite MoE", logit_factor=_by_logits_scaling),
+    "granitemoe": ModelType("Granite MoE", logit_factor="/logits_scaling"),
     "solar_open": ModelType("Solar Open"),
     "qwen3_vl_moe_text": ModelType("Qwen3-VL MoE (text)", is_inner=True),
     "qwen3_vl_moe": ModelType("Qwen3-VL MoE", is_wrapper=True, reads_images=True),
@@ -160,8 +140,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen3_5_moe": ModelType("Qwen3.5 MoE", is_wrapper=True),
     "lfm2": ModelType("LFM2", LFM2),
     "lfm2_moe": ModelType("LFM2 MoE", LFM2),
-    "granitemoehybrid": ModelType("Granite 4", GRANITE_HYBRID, _by_logits_scaling, optional=OF_STATES),
-    "falcon_h1": ModelType("Falcon-H1", FALCON_H1, _by_head_multiplier, in_tuple=True),
+    "granitemoehybrid": ModelType("Granite 4", GRANITE_HYBRID, "/logits_scaling", optional=OF_STATES),
+    "falcon_h1": ModelType("Falcon-H1", FALCON_H1, "lm_head_multiplier", in_tuple=True),
     "bamba": ModelType("Bamba", MAMBA, in_tuple=True),
 }  # fmt: skip
 
@@ -174,6 +154,15 @@ FAMILY_BY_MODULE: Mapping[str, Family] = {
 }
 
 
+def logit_factor(kind: ModelType, config: Any) -> float:
+    """Return the factor on the logits of a model, by its configuration."""
+    name = kind.logit_factor.removeprefix("/")
+    if not name:
+        return 1.0
+    value = float(getattr(config, name))
+    return 1 / value if kind.logit_factor.startswith("/") else value
+
+
 def auto_class(config: Any) -> Any:
     """Return the class of transformers that reads models of this configuration."""
     # The text class of Qwen3.5 names its modules in another way than the files.
@@ -184,21 +173,16 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def decoder_of(network: Any) -> Any:
-    """Return the text decoder of a model, without the unembedding."""
-    return network.get_decoder()
-
-
 def decoder_path(network: Any) -> str:
     """Return the path of the text decoder: `model`, or `model.language_model` in a wrapper."""
-    decoder = decoder_of(network)
+    decoder = network.get_decoder()
     names = {id(module): name for name, module in network.named_modules()}
     return str(names[id(decoder)])
 
 
 def drop_towers(network: Any) -> Any:
     """Remove the modules of a wrapper that no text reaches, and return the model."""
-    decoder = decoder_of(network)
+    decoder = network.get_decoder()
     if network.model is not decoder:
         for name, module in list(network.model.named_children()):
             if module is not decoder:

@@ -17,6 +17,19 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 log = logging.getLogger(__name__)
 
 
+def agrees(what: str, device: torch.device, tolerance: float, measure: Callable[[], float]) -> bool:
+    """Return True if a measured difference is within the tolerance; log a failure or a mismatch. Raises DeviceLost."""
+    try:
+        found = measure()
+    except Exception:  # compilers raise exceptions of any type
+        check_device(device)
+        log.exception("%s cannot run here and is not used", what)
+        return False
+    if not found <= tolerance:
+        log.error("%s is off by %.3g and is not used", what, found)
+    return found <= tolerance
+
+
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
     """Return True if a kernel matches its function, forward and backward for the first `tensors` arguments.
 
@@ -24,22 +37,20 @@ def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]
     Raises DeviceLost.
     """
     inputs, rest = examples[:tensors], examples[tensors:]
-    found = 0.0
-    try:
+
+    def measure() -> float:
+        found = 0.0
         if inputs:
             found = difference(
                 lambda *args: kernel(*args, *rest), lambda *args: function(*args, *rest), *inputs
             )
         with torch.inference_mode():
-            found = max(found, apart(outs_of(kernel, examples), outs_of(function, examples)))
-    except Exception:  # compilers raise exceptions of any type
-        check_device(examples[0].device)
-        log.exception("The kernel of %s is not used", function.__name__)
-        return False
-    is_close = found <= TOLERANCE[examples[0].dtype]
-    if not is_close:
-        log.error("The kernel of %s is not used: it would be off by %.3g", function.__name__, found)
-    return is_close
+            return max(found, apart(outs_of(kernel, examples), outs_of(function, examples)))
+
+    first = examples[0]
+    return agrees(
+        f"The kernel of {function.__name__}", first.device, TOLERANCE[first.dtype], measure
+    )
 
 
 def difference(ours: Pure, theirs: Pure, *inputs: torch.Tensor) -> float:

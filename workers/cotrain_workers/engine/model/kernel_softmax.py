@@ -4,15 +4,15 @@ No probabilities are stored. The gradient has the dtype of the base model's weig
 and has the same requirements.
 """
 
-import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from cotrain_workers.engine.device import check_device
 from cotrain_workers.engine.model.kept_norm import block
-from cotrain_workers.engine.model.kernel_check import TOLERANCE, apart, example
+from cotrain_workers.engine.model.kernel_check import TOLERANCE, agrees, apart, example
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 
 #: Columns of the logits that one kernel program reads, and its warps.
@@ -28,11 +28,9 @@ SCHEMAS = {
     "float cap) -> ()",
 }
 
-log = logging.getLogger(__name__)
 
-
-class KernelSoftmax:
-    """Implementation of `Softmax` by kernels. The logits must be final when it is created."""
+class KernelSoftmax(PlainSoftmax):
+    """Softmax by kernels. The logits must be final when it is created."""
 
     def __init__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
@@ -42,22 +40,19 @@ class KernelSoftmax:
         self._norms = torch.ops.cotrain.softmax_norms(logits, self._cap)
         self._grads = torch.empty_like(logits, dtype=dtype) if goes_back else None
 
+    @override
     def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of `targets` `[c, K]`."""
         given = self._logits, self._norms, targets, rows.start, self._cap
         found: torch.Tensor = torch.ops.cotrain.softmax_pick(*given)
         return found
 
+    @override
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Write the gradient of some rows, given `slope`: d loss / d logprob `[c, K]`."""
         given = self._logits, self._norms, targets, slope, self._grads
         torch.ops.cotrain.softmax_backward(*given, rows.start, self._cap)
 
+    @override
     def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]`, of the logits before the softcap.
-
-        Rows for which `go_back` was not called are undefined.
-        """
         assert self._grads is not None
         return self._grads
 
@@ -69,14 +64,8 @@ def find_softmax(weight: torch.Tensor, softcap: float | None) -> NewSoftmax:
     """
     # A comparison in the 16 bits of the weights alone would hide errors of the gradient.
     for dtype in dict.fromkeys((torch.float32, weight.dtype)):
-        try:
-            found = disagreement(weight, softcap, dtype)
-        except Exception:  # compilers raise exceptions of any type
-            check_device(weight.device)
-            log.exception("The softmax is not in two passes")
-            return PlainSoftmax
-        if not found <= TOLERANCE[dtype]:
-            log.error("The softmax is not in two passes: it would be off by %.3g", found)
+        measure = partial(disagreement, weight, softcap, dtype)
+        if not agrees("The softmax in two passes", weight.device, TOLERANCE[dtype], measure):
             return PlainSoftmax
     return KernelSoftmax
 

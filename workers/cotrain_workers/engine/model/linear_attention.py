@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -181,43 +182,30 @@ def short_convolution(module: Any, hidden_states: torch.Tensor, **_: Any) -> tor
     return module.out_proj(c * y[None])  # type: ignore[no-any-return]
 
 
-def shape_of_gated_delta_net(module: Any) -> StateShape:
-    """Return the shape of the state of a gated delta net."""
-    return StateShape(
-        (module.conv_kernel_size - 1, module.conv_dim),
-        (module.num_v_heads, module.head_k_dim, module.head_v_dim),
-    )
-
-
-def shape_of_mamba(module: Any) -> StateShape:
-    """Return the shape of the state of a Mamba 2 mixer."""
-    return StateShape(
-        (module.conv_kernel_size - 1, module.conv_dim),
-        (module.num_heads, module.ssm_state_size, module.head_dim),
-    )
-
-
-def shape_of_convolution(module: Any) -> StateShape:
-    """Return the shape of the state of a gated convolution, which has no matrices."""
-    return StateShape((module.conv_kernel_size - 1, module.conv.in_channels), (0, 0, 0))
-
-
-#: Forward and shape of each kind of layer with a state, by the name of its module in a decoder layer.
-KINDS: Mapping[str, tuple[Callable[..., torch.Tensor], Callable[[Any], StateShape]]] = {
-    "linear_attn": (gated_delta_net, shape_of_gated_delta_net),
-    "mamba": (mamba, shape_of_mamba),
-    "conv": (short_convolution, shape_of_convolution),
+#: Forward of each kind of layer with a state, by the name of its module in a decoder layer. Then the channels of its
+#: convolution, and heads, size of a key and size of a value of its matrices.
+KINDS: Mapping[str, tuple[Callable[..., torch.Tensor], str, tuple[str, ...]]] = {
+    "linear_attn": (gated_delta_net, "conv_dim", ("num_v_heads", "head_k_dim", "head_v_dim")),
+    "mamba": (mamba, "conv_dim", ("num_heads", "ssm_state_size", "head_dim")),
+    "conv": (short_convolution, "conv.in_channels", ()),
 }
+
+
+def state_shape(module: Any, channels: str, matrices: tuple[str, ...]) -> StateShape:
+    """Return the shape of the state of a layer; a gated convolution has no matrices."""
+    heads, keys, values = (getattr(module, name) for name in matrices) if matrices else (0, 0, 0)
+    inputs = (module.conv_kernel_size - 1, attrgetter(channels)(module))
+    return StateShape(inputs, (heads, keys, values))
 
 
 def attach(decoder: Any, router: Router) -> tuple[StateShape, ...]:
     """Replace the forward of the layers with a state by ours; return the shapes of their states."""
     shapes: list[StateShape] = []
     for layer in decoder.layers:
-        for name, (forward, shape) in KINDS.items():
+        for name, (forward, channels, matrices) in KINDS.items():
             module = getattr(layer, name, None)
             if module is not None:
                 module.cotrain_router, module.cotrain_layer = router, len(shapes)
                 module.forward = MethodType(forward, module)
-                shapes.append(shape(module))
+                shapes.append(state_shape(module, channels, matrices))
     return tuple(shapes)

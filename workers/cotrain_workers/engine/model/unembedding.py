@@ -1,7 +1,5 @@
 """Projection of hidden states to logits and log-probabilities of some rows, and its backward."""
 
-from typing import Protocol
-
 import torch
 
 from cotrain_workers.engine.device import unordered_writes
@@ -70,30 +68,11 @@ class Cap:
         return slope if self._tanh is None else slope.mul_(1 - self._tanh**2)
 
 
-class Softmax(Protocol):
-    """Softmax of all rows of some logits `[rows, V]` before the cap. Results of a row depend only on that row."""
-
-    def logprobs(self, rows: slice, targets: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities of `targets` `[c, K]`."""
-
-    def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
-        """Compute the gradient, given d loss / d logprob `[c, K]`, of rows whose `logprobs` were computed."""
-
-    def gradient(self) -> torch.Tensor:
-        """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
-
-
-class NewSoftmax(Protocol):
-    """Factory of a softmax of logits, which it may overwrite."""
-
-    def __call__(
-        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
-    ) -> Softmax:
-        """Return the softmax; its gradients have the type `dtype`."""
-
-
 class PlainSoftmax:
-    """Softmax by PyTorch operations, which stores all probabilities until they become the gradient."""
+    """Softmax of all rows of some logits `[rows, V]` before the cap, which it may overwrite. Gradients have the type `dtype`.
+
+    Results of a row depend only on that row. PyTorch operations store all probabilities until they become the gradient.
+    """
 
     def __init__(
         self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
@@ -118,6 +97,9 @@ class PlainSoftmax:
     def gradient(self) -> torch.Tensor:
         """Return d loss / d logits `[rows, V]` before the cap; rows without `go_back` are undefined."""
         return self._slopes.to(self._dtype)
+
+
+NewSoftmax = type[PlainSoftmax]
 
 
 class Projection:

@@ -8,7 +8,6 @@ those of one backward through the whole model: each gradient of a hidden state h
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -16,8 +15,6 @@ from cotrain_workers.engine.adapters.copy_streams import (
     Arrival,
     CopyStream,
     HostArenas,
-    InLine,
-    SideStream,
     carry_in,
     carry_out,
 )
@@ -36,22 +33,12 @@ MAX_SUSPENDED = 2
 RECENT_S = 60.0
 
 
-class LayerInputs(Protocol):
-    """Inputs of layers, taken in reverse order."""
-
-    def append(self, x: torch.Tensor, /) -> None:
-        """Keep the input of the next layer."""
-
-    def pop(self) -> torch.Tensor:
-        """Return the newest input and forget it."""
-
-
 class HostInputs:
-    """Inputs of layers in host memory. While a layer runs backward, the input before its own is copied back."""
+    """Inputs of layers in host memory, taken in reverse order. While a layer runs backward, the input before its own is copied back."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: CopyStream = SideStream(device) if device.type == "cuda" else InLine()
+        self._stream = CopyStream(device)
         self._stored: list[tuple[HostArenas, torch.Size, bool]] = []
         self._fetched: tuple[torch.Tensor, Arrival] | None = None
 
@@ -64,7 +51,7 @@ class HostInputs:
         """Return the newest input and forget it; start to copy the one before."""
         x, arrival = self._fetched or self._fetch()
         self._fetched = self._fetch() if self._stored else None
-        arrival.hold_compute()
+        arrival.wait()
         return x
 
     def _fetch(self) -> tuple[torch.Tensor, Arrival]:
@@ -90,7 +77,7 @@ class LongSlice:
     may_stop: bool = True  # False inside the head, which holds matrices of the current route
     ran_at: float = field(default_factory=time.monotonic)
     keeps_graphs: bool = field(init=False)
-    inputs: LayerInputs = field(default_factory=list[torch.Tensor])
+    inputs: list[torch.Tensor] | HostInputs = field(default_factory=list[torch.Tensor])
     _outputs: list[torch.Tensor | None] = field(default_factory=list)  # None: to be recomputed
 
     def __post_init__(self) -> None:

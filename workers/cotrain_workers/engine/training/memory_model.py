@@ -49,9 +49,7 @@ FIRST_WAIT, LONGEST_WAIT = 16, 1024
 
 
 class TooLittleMemory(ValueError):
-    """Error: the device has no memory for a micro-batch of the base model. The message states the
-    size.
-    """
+    """Error: the device has no memory for a micro-batch of the base model. The message states the size."""
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ class PassState:
     allowance: int | None = None
     """Tokens that may run in this cycle; the pass may stay open. None: all of it runs."""
     waits_since: int = field(default_factory=lambda: next(_TIMES))
-    """Order by start or last execution, for passes that may stay open; the lowest waited longest.
-    """
+    """Order by start or last execution, for passes that may stay open; the lowest waited longest."""
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
     shapes: Sequence[tuple[int, ...]] = ()  # of the results
     shared: Sequence[int] = ()  # tokens of each datum whose rows may belong to an earlier one
@@ -268,9 +267,7 @@ def needs_memory(tokens: int) -> Failure:
 
 
 def record_steepest(adapter: Adapter, op: Pass, found: Sequence[np.ndarray]) -> None:
-    """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper
-    one.
-    """
+    """Store the steepest target of a pass with the adapter, unless an earlier pass has a steeper one."""
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         loss = loss_of(op, [datum])
         config = {**loss.defaults, **op.loss_config}
@@ -297,9 +294,7 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
 
 
 def broken_weights(adapter: Adapter) -> str:
-    """Return a sentence on weights that are not finite or far too large, with the remedy; "" for
-    others.
-    """
+    """Return a sentence on weights that are not finite or far too large, with the remedy; "" for others."""
     low, high = adapter.weights.aminmax()
     largest = max(-float(low), float(high))
     if largest <= LARGE_WEIGHT:
@@ -312,9 +307,7 @@ def broken_weights(adapter: Adapter) -> str:
 
 
 def too_far_apart(op: Pass, found: Sequence[np.ndarray]) -> str:
-    """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if
-    there is none.
-    """
+    """Return a sentence on the first target whose ratio exceeds float32, with the remedy; "" if there is none."""
     signs = loss_of(op, op.datums).unbounded_for
     for number, (datum, now) in enumerate(zip(op.datums, found, strict=True)):
         if not signs:

@@ -30,31 +30,11 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, c
 
 
 @dataclass(frozen=True)
-class KlInput:
-    """Input of the head: the `m` weighted targets of one slice."""
-
-    hidden: torch.Tensor  # [m, d], the run's
-    part: Part | None  # the run's LoRA on the head
-    reference: Referred
-    weights: torch.Tensor  # [m], none of them 0
-    temperature: float
-    hidden_grad: torch.Tensor  # [m, d]; filled
-
-
-@dataclass(frozen=True)
 class Referred:
     """Reference's hidden states of the weighted targets of one slice."""
 
     hidden: torch.Tensor  # [m, d]
     part: Part | None  # its LoRA on the head
-
-
-@dataclass(frozen=True)
-class Question:
-    """Datums of one slice, and their reference."""
-
-    datums: Sequence[KlDatum]
-    reference: HostWeights | None
 
 
 class KlHead:
@@ -68,14 +48,6 @@ class KlHead:
         self._loss_dtype = torch.float64 if wide else torch.float32
 
     @torch.no_grad()
-    def run(self, given: KlInput) -> torch.Tensor:
-        """Return each target's divergence `[m]`; fill `hidden_grad` and add the run's LoRA gradients."""
-        found = torch.empty_like(given.weights)
-        for start in range(0, len(found), self._chunk_rows):
-            rows = slice(start, start + self._chunk_rows)
-            found[rows] = self._visit(given, rows)
-        return found
-
     def compare(
         self,
         datums: Sequence[KlDatum],
@@ -85,7 +57,7 @@ class KlHead:
         hidden: torch.Tensor,
         hidden_grad: torch.Tensor,
     ) -> HeadResult:
-        """Compute the divergences of a slice of a reverse KL; targets of weight 0 get 0.
+        """Compute the divergences of a slice of a reverse KL; targets of weight 0 get 0. Add the run's LoRA gradients.
 
         `hidden` and `hidden_grad` `[n, d]` are the slice's rows; the latter is filled.
         """
@@ -94,25 +66,29 @@ class KlHead:
         all_weights = np.concatenate([datum.weights for datum in datums])
         weighted = to_device(np.flatnonzero(all_weights), device)
         weights = to_device(all_weights, device, self._loss_dtype)
-        gradient = hidden.new_empty(len(rows), hidden.shape[1])
-        found = self.run(
-            KlInput(hidden[rows], part, referred, weights[weighted], temperature, gradient)
-        )
+        gradient, own = hidden.new_empty(len(rows), hidden.shape[1]), hidden[rows]
+        factors = weights[weighted] / temperature
+        found = torch.empty_like(factors)
+        for start in range(0, len(found), self._chunk_rows):
+            some = slice(start, start + self._chunk_rows)
+            ours = self._projection(own[some], part, gradient[some])
+            theirs = self._projection(referred.hidden[some], referred.part)
+            found[some] = self._visit(ours, theirs, temperature, factors[some])
         with unordered_writes():
             divergences = torch.zeros_like(weights).index_copy_(0, weighted, found)
             hidden_grad.index_copy_(0, rows, gradient)
         return HeadResult(divergences, (weights * divergences).sum(dtype=torch.float64))
 
-    def _visit(self, given: KlInput, rows: slice) -> torch.Tensor:
-        ours = self._projection(given.hidden[rows], given.part, given.hidden_grad[rows])
-        theirs = self._projection(given.reference.hidden[rows], given.reference.part)
-        p = torch.log_softmax(ours.logits().div_(given.temperature), dim=-1)
-        q = torch.log_softmax(theirs.logits().div_(given.temperature), dim=-1)
+    def _visit(
+        self, ours: Projection, theirs: Projection, temperature: float, factors: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the divergence of each target; `factors` `[c]` are their weights / `temperature`."""
+        p = torch.log_softmax(ours.logits().div_(temperature), dim=-1)
+        q = torch.log_softmax(theirs.logits().div_(temperature), dim=-1)
         apart = q.neg_().add_(p)  # log p - log q
         p.exp_()
         divergence = (p * apart).sum(dim=-1)
-        factor = given.weights[rows] / given.temperature
-        ours.backward(apart.sub_(divergence[:, None]).mul_(p).mul_(factor[:, None]))
+        ours.backward(apart.sub_(divergence[:, None]).mul_(p).mul_(factors[:, None]))
         return divergence
 
     def _projection(
@@ -122,9 +98,7 @@ class KlHead:
 
 
 class References:
-    """Executor of references over one base model: many tenants' in one packed row, without
-    gradients.
-    """
+    """Executor of references over one base model: many tenants' in one packed row, without gradients."""
 
     def __init__(self, base: BaseModel, lora: LoraBackend, micro_batch_tokens: int) -> None:
         self._base = base
@@ -132,57 +106,48 @@ class References:
         self._device = base.head_weight.device
         self._micro_batch_tokens = micro_batch_tokens
 
+    @torch.no_grad()
     def ask_for(
         self, ops: Mapping[OpSlice, Pass | ReverseKl]
     ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
-        """Run the references of a micro-batch's reverse KLs; return their results by slice."""
-        asked = {
-            each: Question(op.datums[each.first : each.last], op.reference)
-            for each, op in ops.items()
-            if isinstance(op, ReverseKl)
-        }
-        if not asked:
-            return {}, []
-        answers, ran = self.ask(list(asked.values()))
-        return dict(zip(asked, answers, strict=True)), ran
+        """Run the references of a micro-batch's reverse KLs.
 
-    @torch.no_grad()
-    def ask(self, questions: Sequence[Question]) -> tuple[list[Referred], list[MicroBatch]]:
-        """Return the result of each question, and the micro-batches that were run for them."""
+        Return their results by slice, and the micro-batches that were run for them.
+        """
+        asked = {each: op for each, op in ops.items() if isinstance(op, ReverseKl)}
+        datums = [op.datums[each.first : each.last] for each, op in asked.items()]
+        adapters = self._adapters([op.reference for op in asked.values()])
         limit = self._micro_batch_tokens
         op_slices = [
             op_slice
-            for at, question in enumerate(questions)
+            for at, own in enumerate(datums)
             for op_slice in cut(
-                at,
-                [len(datum.reference) for datum in question.datums],
-                [1] * len(question.datums),
-                limit,
-                needs_grad=False,
+                at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False
             )
         ]
-        adapters = self._adapters(questions)
         order = [self._lora.order(adapter) for adapter in adapters]
         batches = fill(op_slices, limit, self._lora.align, order)
-        hidden: list[list[torch.Tensor]] = [[] for _ in questions]
+        hidden: list[list[torch.Tensor]] = [[] for _ in asked]
         for batch in batches:
             for op_slice, found in zip(
-                batch.op_slices, self._run(batch, questions, adapters), strict=True
+                batch.op_slices, self._run(batch, datums, adapters), strict=True
             ):
                 hidden[op_slice.owner].append(found)
-        answers = []
-        for parts, adapter in zip(hidden, adapters, strict=True):
+        referred = {}
+        for each, parts, adapter in zip(asked, hidden, adapters, strict=True):
             rows = torch.cat(parts)
-            answers.append(Referred(rows, adapter.head_part(len(rows))))
-        return answers, batches
+            referred[each] = Referred(rows, adapter.head_part(len(rows)))
+        return referred, batches
 
     def _run(
-        self, batch: MicroBatch, questions: Sequence[Question], adapters: Sequence[FrozenAdapter]
+        self,
+        batch: MicroBatch,
+        asked: Sequence[Sequence[KlDatum]],
+        adapters: Sequence[FrozenAdapter],
     ) -> list[torch.Tensor]:
         """Return the hidden states of the weighted targets of each slice, `[m, d]`."""
         datums = [
-            questions[op_slice.owner].datums[op_slice.first : op_slice.last]
-            for op_slice in batch.op_slices
+            asked[op_slice.owner][op_slice.first : op_slice.last] for op_slice in batch.op_slices
         ]
         row = token_row(
             ([datum.reference for datum in each] for each in datums),
@@ -207,14 +172,11 @@ class References:
             for segment, each in zip(segments, datums, strict=True)
         ]
 
-    def _adapters(self, questions: Sequence[Question]) -> list[FrozenAdapter]:
+    def _adapters(self, references: Sequence[HostWeights | None]) -> list[FrozenAdapter]:
         """Copy each reference to the device, once."""
-        known: dict[int, FrozenAdapter] = {}
-        for question in questions:
-            key = id(question.reference)
-            if key not in known:
-                known[key] = self._adapter(question.reference)
-        return [known[id(question.reference)] for question in questions]
+        known = {id(each): each for each in references}
+        copies = {key: self._adapter(each) for key, each in known.items()}
+        return [copies[id(each)] for each in references]
 
     def _adapter(self, weights: HostWeights | None) -> FrozenAdapter:
         if weights is None:

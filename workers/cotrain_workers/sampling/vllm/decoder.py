@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,6 @@ import structlog
 
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, WeightsMissing
-from cotrain_workers.engine.spec import Target
-from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.protocol import refusal
 from cotrain_workers.sampling.vllm.requests import BROKEN, WEIGHTS_DELETED, VllmSampler
@@ -33,11 +31,6 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-#: Maximum number of adapters on the server at once. It must not exceed `--max-cpu-loras` of vLLM.
-MAX_ADAPTERS = 32
-#: Maximum number of concurrent sequences on the server. vLLM itself runs 256 by default and queues the rest.
-MAX_SEQUENCES = 256
-
 
 @dataclass
 class _Job:
@@ -47,48 +40,20 @@ class _Job:
 
 
 class VllmDecoder:
-    """Implementation of `Decoder` on a vLLM server. For one thread, like every decoder."""
+    """Decoder on a vLLM server. For one thread, like every decoder."""
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        api_key: str,
-        base_model: str,
-        targets: Sequence[Target],
-        vocab_size: int,
-        shared: Path,
-        folder: FolderOf,
-        max_adapters: int = MAX_ADAPTERS,
-        max_sequences: int = MAX_SEQUENCES,
-        copies: AdapterCopies | None = None,
-    ) -> None:
-        """Start without a wait. A background check logs if the server can be used.
-
-        `shared` and the folders that `folder` returns must have the same paths on the server. `copies` fills them
-        if adapters are in an object store.
-        """
-        self._vocab_size = vocab_size
+    def __init__(self, sampler: VllmSampler, folder: FolderOf) -> None:
+        """Start without a wait. A background check logs if the server can be used."""
+        self._sampler = sampler
         self._folder = folder
         self._jobs: dict[str, _Job] = {}
         self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._adapter_by_key: dict[str, str] = {}
-        server = VllmServer(url, api_key)
-        self._sampler = VllmSampler(
-            server,
-            base_model,
-            targets,
-            vocab_size,
-            shared.absolute(),  # the server has another working directory
-            max_adapters=max_adapters,
-            max_sequences=max_sequences,
-            copies=copies,
-        )
         self._loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
         thread.start()
         # Nothing in the thread refers to the decoder, so that letting it go ends the thread.
-        self._end = weakref.finalize(self, _end, self._loop, thread, server)
+        self._end = weakref.finalize(self, _end, self._loop, thread, sampler.server)
         self._run(self._sampler.ready())
 
     @property
@@ -110,7 +75,7 @@ class VllmDecoder:
 
     def refuse(self, request: SampleRequest) -> str | None:
         """Return the reason why this request can never run, or None."""
-        return refusal(request, self._vocab_size, self._sampler.facts)
+        return refusal(request, self._sampler.facts)
 
     def add(self, request: SampleRequest) -> None:
         """Send a request as soon as the folder of its weights is written."""
@@ -127,24 +92,16 @@ class VllmDecoder:
         """Collect the answers since the last step, and send requests whose folder has been written."""
         for job in [job for job in self._jobs.values() if job.answer is None]:
             self._begin(job)
-        finished = []
+        progress = Progress()  # nothing is streamed: a sequence arrives when it is whole
         for job in self._collect():
             if self._jobs.get(job.request.id) is job:  # else it was cancelled
                 del self._jobs[job.request.id]
-                finished.append((job.request, _outcome(job)))
-        outputs = [
-            (request, output) for request, output in finished if isinstance(output, SampleOutput)
-        ]
-        return Progress(
-            finished=[(request.id, output) for request, output in finished],
-            tokens=(),  # nothing is streamed: a sequence arrives when it is whole
-            decoded_tokens=sum(
-                len(each.tokens) for _, output in outputs for each in output.sequences
-            ),
-            prompt_tokens=sum(
-                len(request.prompt) - output.cached_prompt_tokens for request, output in outputs
-            ),
-        )
+                output = _outcome(job)
+                progress.finished.append((job.request.id, output))
+                if isinstance(output, SampleOutput):
+                    progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
+                    progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
+        return progress
 
     def drop_weights(self, key: str) -> None:
         """Unload an adapter once it is unused, unless other weights have the same content."""

@@ -45,7 +45,7 @@ class Completion:
     cached_prompt_tokens: int
 
 
-def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) -> str | None:
+def refusal(request: SampleRequest, facts: ServerFacts | None) -> str | None:
     """Return the reason why vLLM can never run this request, or None. Without facts, only some limits are checked."""
     if request.grammar is not None:
         return "response_format and a required tool call need the sampler of the engine, not vLLM."
@@ -59,9 +59,6 @@ def refusal(request: SampleRequest, vocab_size: int, facts: ServerFacts | None) 
             f"The prompt has {length} tokens; the context holds {facts.context_tokens}, "
             "one of them generated."
         )
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
-        if getattr(request, name) > vocab_size:
-            return f"{name} is {getattr(request, name)}; the vocabulary has {vocab_size} tokens."
     targets = request.target_prompt_logprobs
     if targets is not None and ((targets >= 0) & (targets != request.prompt[1:, None])).any():
         return (

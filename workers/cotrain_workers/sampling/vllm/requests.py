@@ -5,6 +5,7 @@ import json
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -32,6 +33,10 @@ from cotrain_workers.sampling.vllm.protocol import (
 )
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
 
+#: Maximum number of adapters on the server at once. It must not exceed `--max-cpu-loras` of vLLM.
+MAX_ADAPTERS = 32
+#: Maximum number of concurrent sequences on the server. vLLM itself runs 256 by default and queues the rest.
+MAX_SEQUENCES = 256
 #: Divisor of the number of slots; the quotient is reserved for tenants without a sequence in flight.
 KEPT_SHARE = 16
 
@@ -115,6 +120,7 @@ class _Failed(Exception):
         self.failure = failure
 
 
+@dataclass(eq=False)
 class VllmSampler:
     """Sampler on one server, which splits requests into sequences. For one event loop.
 
@@ -122,27 +128,20 @@ class VllmSampler:
     that request fails.
     """
 
-    def __init__(
-        self,
-        server: VllmServer,
-        base_model: str,
-        targets: Sequence[Target],
-        vocab_size: int,
-        shared: Path,
-        *,
-        max_adapters: int,
-        max_sequences: int,
-        copies: AdapterCopies | None = None,
-    ) -> None:
-        # None while the server is unavailable or fails the start-up check.
-        self.facts: ServerFacts | None = None
-        self.adapters = VllmAdapters(server, max_adapters, copies)
-        self._server = server
-        self._base_model = base_model
-        self._targets = targets
-        self._vocab_size = vocab_size
-        self._shared = shared
-        self._entry = TenantEntry(max_sequences)
+    server: VllmServer
+    base_model: str
+    targets: Sequence[Target]
+    shared: Path
+    """Folder with the same path on the server, as the folders of all adapters."""
+    copies: AdapterCopies | None = None  # fills `shared` if adapters are in an object store
+    max_adapters: int = MAX_ADAPTERS
+    max_sequences: int = MAX_SEQUENCES
+    facts: ServerFacts | None = None  # None while the server is unavailable or fails the check
+
+    def __post_init__(self) -> None:
+        self.shared = self.shared.absolute()  # the server has another working directory
+        self.adapters = VllmAdapters(self.server, self.max_adapters, self.copies)
+        self._entry = TenantEntry(self.max_sequences)
         self._checking = asyncio.Lock()
 
     async def answer(
@@ -170,7 +169,7 @@ class VllmSampler:
             while self.facts is None:
                 try:
                     self.facts = await check_server(
-                        self._server, self._base_model, self._targets, self._shared
+                        self.server, self.base_model, self.targets, self.shared
                     )
                 except (VllmUnavailable, VllmUnusable) as problem:
                     if str(problem) != last:
@@ -184,7 +183,7 @@ class VllmSampler:
 
     async def _refuse(self, request: SampleRequest, folder: Path | None) -> None:
         facts = await self.ready()
-        reason = refusal(request, self._vocab_size, facts)
+        reason = refusal(request, facts)
         if reason:
             raise _Failed(Failure(reason, "user"))
         if not folder or (facts.adapts_unembedding and facts.adapts_experts):
@@ -243,7 +242,7 @@ class VllmSampler:
         try:
             async with loaded as model:
                 body = completion_body(request, number, model, facts.context_tokens)
-                return await self._server.complete(body)
+                return await self.server.complete(body)
         except AdapterRefused as refused:
             log.error("vllm_refuses_adapter", folder=str(folder), reason=str(refused))
             raise _Failed(NOT_LOADED) from refused

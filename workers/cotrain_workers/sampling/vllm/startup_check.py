@@ -4,7 +4,8 @@ The check compares outputs, because vLLM does not report its settings. Log-probs
 A small adapter, loaded from the shared folder, must change them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,12 @@ async def check_server(
     try:
         card = base_card(base_model, await server.models())
         version = await server.version()
-        await _check_logprobs(server, card["id"])
-        await _check_adapters(server, card["id"], base_model, targets, shared)
-        where = card["id"], base_model
-        unembedding = await _adapts(server, *where, _UNEMBEDDING_PROBE, targets, shared)
+        probes = _Probes(server, card["id"], base_model, shared)
+        await probes.check_logprobs()
+        await probes.check_adapters(targets)
+        unembedding = await probes.adapts(_UNEMBEDDING_PROBE, targets)
         of_experts = [target for target in targets if target.experts]
-        experts = not of_experts or await _adapts(
-            server, *where, _EXPERTS_PROBE, of_experts, shared
-        )
+        experts = not of_experts or await probes.adapts(_EXPERTS_PROBE, of_experts)
         length = int(card["max_model_len"])
         return ServerFacts(version, card["id"], length, unembedding, experts)
     except VllmRefused as refused:
@@ -96,84 +95,83 @@ def base_card(base_model: str, cards: Sequence[dict[str, Any]]) -> dict[str, Any
     )
 
 
-async def _check_logprobs(server: VllmServer, model: str) -> None:
-    """Raise VllmUnusable unless log-probs are those of the raw model.
+@dataclass(frozen=True)
+class _Probes:
+    """Requests that show by their log-probs how a server computes."""
 
-    These are equal at any temperature, and their probabilities sum to at most 1.
-    """
-    # 2.0 is the highest temperature that vLLM accepts; 0.5 changes the distribution as much in the other direction.
-    cold, hot = [await _top_logprobs(server, model, temperature) for temperature in (0.5, 2.0)]
-    if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
-        raise VllmUnusable(
-            "vLLM's log-probs are not the raw model's. Start it with --logprobs-mode raw_logprobs."
-        )
+    server: VllmServer
+    model: str  # name that the base model is served under
+    base_model: str
+    shared: Path
 
+    async def check_logprobs(self) -> None:
+        """Raise VllmUnusable unless log-probs are those of the raw model.
 
-async def _top_logprobs(server: VllmServer, model: str, temperature: float) -> np.ndarray:
-    """Return the five greatest log-probs of the first sampled position, in descending order."""
-    body = _probe_body(model) | {"temperature": temperature, "logprobs": 5}
-    rows = (await server.complete(body)).choice["logprobs"]["top_logprobs"]
-    return np.array(sorted(rows[0].values(), reverse=True)[:5])
+        These are equal at any temperature, and their probabilities sum to at most 1.
+        """
+        found = []
+        # 2.0 is the highest temperature that vLLM accepts; 0.5 changes the distribution as much in the other direction.
+        for temperature in (0.5, 2.0):
+            choice = await self._complete(self.model, temperature=temperature, logprobs=5)
+            rows = choice["logprobs"]["top_logprobs"]
+            found.append(np.array(sorted(rows[0].values(), reverse=True)[:5]))
+        cold, hot = found
+        if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
+            raise VllmUnusable(
+                "vLLM's log-probs are not the raw model's. Start it with --logprobs-mode raw_logprobs."
+            )
 
+    async def check_adapters(self, targets: Sequence[Target]) -> None:
+        """Raise VllmUnusable unless the server can load an adapter from the shared folder and applies it."""
+        if not await self.server.can_load():
+            raise VllmUnusable(
+                "vLLM cannot be given adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
+                "environment, and with --enable-lora."
+            )
+        try:
+            has_effect = await self._has_effect(_ATTENTION_PROBE, targets)
+        except AdapterRefused as refused:
+            raise VllmUnusable(
+                f"vLLM cannot load an adapter from {self.shared}: {refused}. It must see that folder under the "
+                "same path, be allowed to read it, and be started with --enable-lora."
+            ) from refused
+        if not has_effect:
+            raise VllmUnusable("vLLM loads adapters, but they change nothing.")
 
-async def _check_adapters(
-    server: VllmServer, model: str, base_model: str, targets: Sequence[Target], shared: Path
-) -> None:
-    """Raise VllmUnusable unless the server can load an adapter from the shared folder and applies it."""
-    if not await server.can_load():
-        raise VllmUnusable(
-            "vLLM cannot be given adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
-            "environment, and with --enable-lora."
-        )
-    try:
-        has_effect = await _has_effect(server, model, base_model, _ATTENTION_PROBE, targets, shared)
-    except AdapterRefused as refused:
-        raise VllmUnusable(
-            f"vLLM cannot load an adapter from {shared}: {refused}. It must see that folder under the "
-            "same path, be allowed to read it, and be started with --enable-lora."
-        ) from refused
-    if not has_effect:
-        raise VllmUnusable("vLLM loads adapters, but they change nothing.")
+    async def adapts(self, spec: AdapterSpec, targets: Sequence[Target]) -> bool:
+        """Return True if LoRA on `lm_head` or on experts works. vLLM supports it for some models only.
 
+        Other models reject such an adapter. vLLM may also load it without an error and ignore that part. This happens
+        if the head is tied to the embeddings, or if vLLM expects other names of experts.
+        """
+        try:
+            return await self._has_effect(spec, targets)
+        except AdapterRefused as refused:
+            log.info("vllm_refuses_a_probe", reason=str(refused), probe=str(spec))
+            return False
 
-async def _adapts(
-    server: VllmServer,
-    model: str,
-    base_model: str,
-    spec: AdapterSpec,
-    targets: Sequence[Target],
-    shared: Path,
-) -> bool:
-    """Return True if LoRA on `lm_head` or on experts works. vLLM supports it for some models only.
+    async def _has_effect(self, spec: AdapterSpec, targets: Sequence[Target]) -> bool:
+        """Load a probe adapter and return True if it changes the prompt's log-probs."""
+        weights, layout = probe_weights(spec, targets), plan_layout(spec, targets)
+        folder = write_folder(Folder(self.shared), weights, layout, self.base_model)
+        await self.server.load(folder.digest, self.shared / folder.key)
+        try:
+            plain, adapted = [await self._scores(name) for name in (self.model, folder.digest)]
+        finally:
+            await self.server.unload(folder.digest)
+        return bool(np.abs(plain - adapted).max() > NOISE)
 
-    Other models reject such an adapter. vLLM may also load it without an error and ignore that part. This happens
-    if the head is tied to the embeddings, or if vLLM expects other names of experts.
-    """
-    try:
-        adapts = await _has_effect(server, model, base_model, spec, targets, shared)
-    except AdapterRefused as refused:
-        log.info("vllm_refuses_a_probe", reason=str(refused), probe=str(spec))
-        return False
-    return adapts
+    async def _scores(self, model: str) -> np.ndarray:
+        """Return the log-probs of the prompt's tokens. The first token has none."""
+        rows = (await self._complete(model, prompt_logprobs=0))["prompt_logprobs"]
+        own = zip(_PROMPT, rows, strict=True)
+        return np.array([row[str(token)]["logprob"] for token, row in own if row])
 
-
-async def _has_effect(
-    server: VllmServer,
-    model: str,
-    base_model: str,
-    spec: AdapterSpec,
-    targets: Sequence[Target],
-    shared: Path,
-) -> bool:
-    """Load a probe adapter and return True if it changes the prompt's log-probs."""
-    layout = plan_layout(spec, targets)
-    folder = write_folder(Folder(shared), probe_weights(spec, targets), layout, base_model)
-    await server.load(folder.digest, shared / folder.key)
-    try:
-        plain, adapted = [await _prompt_logprobs(server, name) for name in (model, folder.digest)]
-    finally:
-        await server.unload(folder.digest)
-    return bool(np.abs(plain - adapted).max() > NOISE)
+    async def _complete(self, model: str, **more: Any) -> Mapping[str, Any]:
+        """Return the response to the probe's prompt, at temperature 0 if `more` has no other."""
+        fixed = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "ignore_eos": True}
+        body = {"model": model, "prompt": _PROMPT, **fixed, "return_tokens_as_token_ids": True}
+        return (await self.server.complete(body | more)).choice
 
 
 def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
@@ -184,24 +182,3 @@ def probe_weights(spec: AdapterSpec, targets: Sequence[Target]) -> HostWeights:
     for pair in layout.views(flat).values():
         pair.b.copy_(0.5 * torch.randn(pair.b.shape, generator=generator))
     return HostWeights(spec, flat)
-
-
-async def _prompt_logprobs(server: VllmServer, model: str) -> np.ndarray:
-    """Return the log-probs of the prompt's tokens. The first token has none."""
-    rows = (await server.complete(_probe_body(model) | {"prompt_logprobs": 0})).choice[
-        "prompt_logprobs"
-    ]
-    own = zip(_PROMPT, rows, strict=True)
-    return np.array([row[str(token)]["logprob"] for token, row in own if row])
-
-
-def _probe_body(model: str) -> dict[str, Any]:
-    return {
-        "model": model,
-        "prompt": _PROMPT,
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "seed": 0,
-        "ignore_eos": True,
-        "return_tokens_as_token_ids": True,
-    }

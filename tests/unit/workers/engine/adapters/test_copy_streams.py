@@ -11,7 +11,7 @@ import torch
 
 from cotrain_workers.engine.adapters import copy_streams as copy_streams
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.copy_streams import InLine, SideStream, carry_in, carry_out
+from cotrain_workers.engine.adapters.copy_streams import CopyStream, carry_in, carry_out
 from cotrain_workers.engine.spec import AdapterSpec, Target
 
 CPU = torch.device("cpu")
@@ -26,9 +26,6 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self._log.append(f"{self._name} waits for {other._name}")
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self._log.append(f"{self._name} waits for copies {event.number}")
-
 
 class FakeEvent:
     def __init__(self, number: int, log: list[str]) -> None:
@@ -37,6 +34,9 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self._log.append(f"copies {self.number} are queued")
+
+    def wait(self) -> None:
+        self._log.append(f"compute waits for copies {self.number}")
 
     def synchronize(self) -> None:
         self._log.append(f"host waits for copies {self.number}")
@@ -66,10 +66,6 @@ class FakeCuda:
         self.log.append("}")
 
 
-class Side(SideStream):
-    pins = False  # memory is pinned for a GPU only
-
-
 def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
     other = AdapterBank(TARGETS, CPU, torch.float32)
     size = other.device_bytes(other.create("a", AdapterSpec(4, 0)))
@@ -78,7 +74,7 @@ def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
         CPU,
         torch.float32,
         adapter_bytes=budget_in_adapters * size,
-        copy_stream=Side(CPU, cuda),
+        copy_stream=CopyStream(CPU, cuda),
     )
     for seed, run in enumerate(runs):
         bank.create(run, AdapterSpec(4, seed))
@@ -135,8 +131,8 @@ def test_arenas_are_copied_back_unchanged_in_blocks(
     monkeypatch.setattr(copy_streams, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 
-    on_host = carry_out(InLine(), arenas)
-    back, _ = carry_in(InLine(), on_host, CPU)
+    on_host = carry_out(CopyStream(CPU), arenas)
+    back, _ = carry_in(CopyStream(CPU), on_host, CPU)
 
     assert on_host.bytes == 2 * 4 * size
     assert {len(each) for each in on_host.blocks_by_arena.values()} == {-(-size // 16)}

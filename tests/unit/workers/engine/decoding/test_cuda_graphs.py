@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.decoding.cuda_graphs import HostInputs
+from cotrain_workers.engine.decoding.cuda_graphs import Inputs
 
 CPU = torch.device("cpu")
 DUMP, PAGE, ROWS, PAGES = 99, 16, 4, 3
@@ -20,22 +20,32 @@ def row(position: int, pages: Sequence[int], token: int) -> Any:
 
 
 def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
-    cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP)
-    used, fresh = (HostInputs(ROWS, PAGES, [], cache, CPU) for _ in range(2))
+    cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP, device=CPU)
+    used, fresh = (Inputs(ROWS, PAGES, [], cache) for _ in range(2))
     shared = [4, 5]
-    used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], [])
+    used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], [], None)
     shared[1] = 8  # in place, as when a shared page is copied
 
     step = [row(20, shared, 10), row(33, [1, 2, 9], 11)]
     for each in (used, fresh):
-        each.fill(step, [])
+        each.fill(step, [], None)
 
-    assert torch.equal(used.wide.on_device, fresh.wide.on_device)
-    assert torch.equal(used.narrow.on_device, fresh.narrow.on_device)
-    ids, positions, kv_slots = used.wide.on_device.view(3, ROWS).tolist()
-    assert (ids, positions) == ([10, 11, 0, 0], [20, 33, 0, 0])
-    assert kv_slots == [8 * PAGE + 4, 9 * PAGE + 1, DUMP * PAGE, DUMP * PAGE + 1]
-    lengths, blocks = used.narrow.on_device.split_with_sizes(used.cuts)
-    assert lengths.tolist() == [21, 34, 1, 1]
+    for of_used, of_fresh in (
+        (used.ids, fresh.ids),
+        (used.positions, fresh.positions),
+        (used.tables.kv_slots, fresh.tables.kv_slots),
+        (used.tables.pages, fresh.tables.pages),
+    ):
+        assert torch.equal(of_used, of_fresh)
+    assert used.ids.tolist() == [[10, 11, 0, 0]]
+    assert used.positions.tolist() == [[20, 33, 0, 0]]
+    assert used.tables.kv_slots.tolist() == [
+        8 * PAGE + 4,
+        9 * PAGE + 1,
+        DUMP * PAGE,
+        DUMP * PAGE + 1,
+    ]
+    (blocks,) = used.tables.launches
+    assert blocks.lengths.tolist() == [21, 34, 1, 1]
     none = [DUMP] * PAGES
-    assert blocks.view(ROWS, PAGES).tolist() == [[4, 8, DUMP], [1, 2, 9], none, none]
+    assert used.tables.pages.tolist() == [[4, 8, DUMP], [1, 2, 9], none, none]

@@ -8,19 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from cotrain_workers.engine.decoding.cuda_kernels import kernel_is_right
 from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
-from cotrain_workers.engine.decoding.paged_attention_check import kernel_is_right
 from cotrain_workers.engine.model.base_model import KvShape
 from tests.support.lora_problem import needs_kernels
-from tests.support.page_problem import (
-    CPU,
-    LENGTHS,
-    Rule,
-    assert_dense,
-    attend,
-    sequence,
-    sinks,
-)
+from tests.support.page_problem import CPU, LENGTHS, Rule, assert_dense, attend, sequence, sinks
 
 pytestmark = [
     needs_kernels,

@@ -1,6 +1,4 @@
-"""Kernels, which are used only after a comparison of their results and gradients with those of a
-plain function.
-"""
+"""Kernels, which are used only after a comparison of their results and gradients with those of a plain function."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def test_a_kernel_is_used_if_it_and_its_gradients_are_correct(
     assert is_right(rounds_elsewhere, silu_gate, 2, examples)
     assert not caplog.records
     assert not is_right(wrong_backward, silu_gate, 2, examples)
-    assert "The kernel of silu_gate is not used: it would be off by" in caplog.text
+    assert "The kernel of silu_gate is off by" in caplog.text
     assert not is_right(fails, silu_gate, 2, examples)
     assert "no compiler here" in caplog.text
 

@@ -178,15 +178,13 @@ def test_an_answer_without_details_has_no_cached_tokens() -> None:
 
 
 def test_only_the_next_tokens_of_the_prompt_can_be_targets() -> None:
-    assert refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [7]])), 99, FACTS) is None
-    assert (
-        refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [-1]])), 99, FACTS) is None
-    )
-    reason = refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [8]])), 99, FACTS)
+    assert refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [7]])), FACTS) is None
+    assert refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [-1]])), FACTS) is None
+    reason = refusal(replace(REQUEST, target_prompt_logprobs=np.array([[6], [8]])), FACTS)
     assert reason is not None
 
 
 def test_a_prompt_leaves_at_least_one_token_of_the_context() -> None:
-    assert refusal(replace(REQUEST, prompt=np.ones(9, np.int64)), 99, FACTS) is None
-    assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, FACTS) is not None
-    assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), 99, None) is None
+    assert refusal(replace(REQUEST, prompt=np.ones(9, np.int64)), FACTS) is None
+    assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), FACTS) is not None
+    assert refusal(replace(REQUEST, prompt=np.ones(10, np.int64)), None) is None

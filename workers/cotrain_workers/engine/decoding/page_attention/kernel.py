@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.model.kept_norm import block
 
 #: Keys of one part of a generated token's attention, and the largest number of parts.
 SPLIT, MOST = 1024, 32
@@ -57,23 +58,18 @@ def lacking(dtype: torch.dtype, head_dim: int, page_tokens: int, device: torch.d
 
 def sizes(group: int, head_dim: int, page_tokens: int, item: int, *, is_prompt: bool) -> Sizes:
     """Return the tile sizes for `group` query heads per key-value head and values of `item` bytes."""
-    columns = power_of_two(head_dim)
+    columns = block(head_dim)
     keys = max(LEAST_KEYS, min(128, BLOCK_BYTES // (columns * item)))
     while page_tokens % keys:
         keys //= 2
     least = (PROMPT_ROWS_FP32 if item > 2 else PROMPT_ROWS) if is_prompt else ROW_ROWS
-    rows = max(least, power_of_two(group))
+    rows = max(least, block(group))
     return Sizes(rows, keys, columns, SPLIT, 1 if is_prompt else MOST)
 
 
 def queries_per_block(group: int, item: int) -> int:
     """Return the number of queries of a prompt in one block."""
     return max(1, sizes(group, 16, LEAST_KEYS, item, is_prompt=True).rows // group)
-
-
-def power_of_two(count: int) -> int:
-    """Round up to a power of two."""
-    return 1 << (count - 1).bit_length()
 
 
 def attend_pages(

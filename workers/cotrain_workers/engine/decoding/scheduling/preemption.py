@@ -8,8 +8,7 @@ sequence whose lease has expired: it has generated at least `LEASE_TOKENS` since
 from collections.abc import Callable, Collection, Mapping
 
 from cotrain_workers.engine.decoding.scheduling.pages import Pages
-from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
-from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.sequence import SequenceState, TenantQueue
 
 #: Tokens that an admitted sequence may generate before a tenant without running sequences can preempt it. A
 #: long one may generate 1 / LEASE_SHARE of its length, because all its tokens are recomputed.

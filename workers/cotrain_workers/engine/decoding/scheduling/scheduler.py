@@ -24,10 +24,9 @@ from cotrain_workers.engine.decoding.scheduling.preemption import (
     victims_for_pages,
     victims_for_weights,
 )
-from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
 from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePages
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
-from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
+from cotrain_workers.engine.decoding.step import Plan, Work
 
 T = TypeVar("T")
 
@@ -219,8 +218,7 @@ class DecodeScheduler:
                 break
         self._share.end(work)
         # Some may have been preempted after they were planned, for a tenant that holds less.
-        plan.rows = [row for row in plan.rows if row.sequence not in plan.preempted]
-        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence not in plan.preempted]
+        plan.work = [work for work in plan.work if work.sequence not in plan.preempted]
         plan.blank = self.memory.blank()
         return plan
 
@@ -265,7 +263,7 @@ class DecodeScheduler:
         take = partial(self._take_by_force, plan, sequence)
         if not self.memory.make_writable(plan, sequence, positions, take):
             return 0
-        plan.rows += [Row(sequence, position) for position in positions]
+        plan.work += [Work(sequence, position, position + 1) for position in positions]
         return count
 
     def _take_by_force(self, plan: Plan, sequence: SequenceState) -> int | None:
@@ -297,12 +295,12 @@ class DecodeScheduler:
             stop = min(start + self._sizes.page, len(group.prompt))
             if stop - start > budget:
                 break
-            chunk = Chunk(sequence, start, stop)
+            chunk = Work(sequence, start, stop)
             key = (parent, group.chunks[chunk.page])
             if key in planned and sequence.is_indexed and not self.memory.must_compute(chunk):
                 break
             parent = planned.setdefault(key, object())
-            plan.chunks.append(chunk)
+            plan.work.append(chunk)
             budget -= stop - start
             start = stop
         return start - sequence.stored

@@ -7,7 +7,7 @@ import torch
 
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Pages, PrefixIndex
 from cotrain_workers.engine.decoding.sequence import SequenceState
-from cotrain_workers.engine.decoding.step import Chunk, Plan
+from cotrain_workers.engine.decoding.step import Plan, Work
 
 
 class SequencePages:
@@ -95,7 +95,7 @@ class SequencePages:
         group = sequence.group
         while sequence.is_indexed and not sequence.is_prompt_stored:
             at = sequence.stored // self.page_tokens
-            chunk = Chunk(sequence, sequence.stored, sequence.stored + 1)
+            chunk = Work(sequence, sequence.stored, sequence.stored + 1)
             node = self._index.find(group.origin, sequence.node, group.chunks[at])
             is_last = at == len(group.chunks) - 1
             if (
@@ -107,13 +107,13 @@ class SequencePages:
             self._swap(sequence, at, node)
             self._found(sequence, node)
 
-    def must_compute(self, chunk: Chunk) -> bool:
+    def must_compute(self, chunk: Work) -> bool:
         """Return True if the hidden states of a chunk are needed for prompt scores."""
         sequence = chunk.sequence
         return sequence.scores_prompt and chunk.page >= sequence.group.first_scored_chunk()
 
     def store(
-        self, chunk: Chunk, last_hidden: torch.Tensor | None, experts: np.ndarray | None = None
+        self, chunk: Work, last_hidden: torch.Tensor | None, experts: np.ndarray | None = None
     ) -> None:
         """Record that a chunk is stored, and index it.
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS, victims_for_weights
-from cotrain_workers.engine.decoding.scheduling.queues import TenantQueue
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
 from tests.support.decoding import request
 
 Fits = Callable[[Collection[str]], bool]
@@ -19,9 +18,7 @@ PAGE = 4
 
 
 def queues(*running: tuple[str, str, int]) -> dict[str, TenantQueue]:
-    """Return the queues of running sequences (tenant, weights, generated tokens), in the order of
-    arrival.
-    """
+    """Return the queues of running sequences (tenant, weights, generated tokens), in the order of arrival."""
     found: dict[str, TenantQueue] = {}
     for arrival, (tenant, weights, tokens) in enumerate(running):
         asked = request(f"r{arrival}", np.array([1]), weights, tenant=tenant)

@@ -14,12 +14,20 @@ from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS
 from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState
-from cotrain_workers.engine.decoding.step import Chunk, Plan, Row
+from cotrain_workers.engine.decoding.step import Plan, Work
 from tests.support.decoding import request
 
 PAGE, BUDGET, SHARED, LIMITS = 4, 12, 8, 6
 SIZES = StepSizes(PAGE, alone=BUDGET, shared=SHARED, sequences=LIMITS)
 HIDDEN = torch.zeros(1)
+
+
+def rows_of(plan: Plan) -> list[Work]:
+    return [work for work in plan.work if not work.is_prompt]
+
+
+def chunks_of(plan: Plan) -> list[Work]:
+    return [work for work in plan.work if work.is_prompt]
 
 
 class Pretender:
@@ -74,11 +82,11 @@ class Pretender:
         self.preempted += len(plan.preempted)
         self.check(plan)
         for work in plan.work:
-            if isinstance(work, Chunk):
+            if work.is_prompt:
                 self.scheduler.memory.store(work, HIDDEN if work.ends_prompt else None)
             else:
                 work.sequence.stored = work.stop
-        ready = [row.sequence for row in plan.rows if row.is_last]
+        ready = [each.sequence for each in rows_of(plan) if each.ends_sequence]
         for sequence in self.scheduler.running:
             if sequence.hidden is not None:
                 sequence.hidden = None
@@ -98,8 +106,8 @@ class Pretender:
             assert len(queue.running) <= self.sizes.sequences
             ages = [sequence.age for sequence in queue.running]
             assert ages == sorted(ages)
-        prompt_tokens = sum(chunk.stop - chunk.start for chunk in plan.chunks)
-        assert len(plan.rows) + prompt_tokens <= self.sizes.alone + self.sizes.page
+        prompt_tokens = sum(chunk.stop - chunk.start for chunk in chunks_of(plan))
+        assert len(rows_of(plan)) + prompt_tokens <= self.sizes.alone + self.sizes.page
         kv_slots = set()
         for work in plan.work:
             assert work.sequence in runs
@@ -119,7 +127,7 @@ def assert_continues(sequence: SequenceState, plan: Plan) -> None:
     for work in own:
         assert work.start == at
         at = work.stop
-    assert len({isinstance(work, Row) for work in own}) <= 1
+    assert len({work.is_prompt for work in own}) <= 1
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -199,7 +207,7 @@ def test_after_preemption_generated_tokens_are_rows_of_one_step() -> None:
     pretender.step()  # the prompt is cached: its partial page is shared, then copied
     plan = pretender.step()
 
-    assert [row.position for row in plan.rows] == [sequence.length - 2]
+    assert [row.start for row in rows_of(plan)] == [sequence.length - 2]
     assert len(sequence.tokens) == 7
 
 
@@ -210,8 +218,8 @@ def test_samples_wait_for_the_prompt_and_share_its_pages() -> None:
     first = pretender.step()
     second = pretender.step()
 
-    assert [(chunk.start, chunk.stop) for chunk in first.chunks] == [(0, 4), (4, 8)]
-    assert second.chunks == []
+    assert [(chunk.start, chunk.stop) for chunk in chunks_of(first)] == [(0, 4), (4, 8)]
+    assert chunks_of(second) == []
     assert len(pretender.of(group)) == 3
     assert len({tuple(s.pages[:2]) for s in pretender.of(group)}) == 1
 
@@ -222,7 +230,7 @@ def test_a_prompt_longer_than_the_budget_takes_several_steps() -> None:
 
     sizes = []
     while pretender.busy:
-        sizes.append(sum(chunk.stop - chunk.start for chunk in pretender.step().chunks))
+        sizes.append(sum(chunk.stop - chunk.start for chunk in chunks_of(pretender.step())))
 
     assert sizes == [12, 12, 6]
 
@@ -245,9 +253,7 @@ def test_a_shared_last_page_is_copied_before_it_is_written() -> None:
 
 
 def jain(tokens: Counter[str]) -> float:
-    """Return Jain's index of fairness: 1 if all values are equal, 1 / n if one tenant has
-    everything.
-    """
+    """Return Jain's index of fairness: 1 if all values are equal, 1 / n if one tenant has everything."""
     values = list(tokens.values())
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
@@ -326,9 +332,7 @@ def test_a_light_tenant_gets_all_it_needs_without_accumulating_credit() -> None:
 
 
 def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> None:
-    """Scaled from 20 requests of 64 x 1,900 tokens. Memory for 20 of these sequences, all of it in
-    use.
-    """
+    """Scaled from 20 requests of 64 x 1,900 tokens. Memory for 20 of these sequences, all of it in use."""
     pretender = Pretender(20 * 24, LARGE)
     for at in range(20):
         pretender.add(at, [at], 64, 95, "heavy")
@@ -349,9 +353,7 @@ def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> N
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_generating_tenant_gets_a_row_per_step_next_to_long_prompts(count: int) -> None:
-    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the
-    tenant's share.
-    """
+    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the tenant's share."""
     pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=LIMITS))
     for at in range(count):
         pretender.add(at, [at, *range(1, 400)], 1, 1, f"long{at}")

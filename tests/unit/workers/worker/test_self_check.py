@@ -11,8 +11,8 @@ import torch
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.training import mix_check
-from cotrain_workers.engine.training.mix_check import MixCheck, check_mix
+from cotrain_workers.worker import self_check
+from cotrain_workers.worker.self_check import MixCheck, check_mix
 from tests.support.tiny_models import build_tiny_qwen3
 
 
@@ -22,13 +22,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def checked(engine: Engine) -> MixCheck:
-    facts = engine.facts
-    return run_to_end(
-        check_mix(
-            engine.cycle, engine.adapters, facts.numerics.dtype,
-            exact=True, vocab=facts.vocab_size, max_rank=facts.max_rank,
-        )
-    )  # fmt: skip
+    return run_to_end(check_mix(engine))
 
 
 def test_a_sound_engine_passes_to_the_bit_and_keeps_no_adapter(engine: Engine) -> None:
@@ -65,9 +59,9 @@ def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
 def test_a_pass_that_fails_is_the_problem_and_adapters_are_dropped_after_an_error(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mix_check, "SCALE_B", float("nan"))
+    monkeypatch.setattr(self_check, "SCALE_B", float("nan"))
     assert "failed: " in checked(engine).problem
-    monkeypatch.setattr(mix_check, "_run", lambda *_: 1 / 0)
+    monkeypatch.setattr(self_check, "_run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         checked(engine)
     assert sum(count for count, _ in engine.adapters.by_tier.values()) == 0
