@@ -22,6 +22,7 @@ from tests.support.draws import variant
 from tests.support.program import (
     LORA,
     PROGRAM,
+    UNDISTURBED,
     killed_after,
     restored_digest,
     results,
@@ -105,7 +106,7 @@ async def test_a_drained_worker_leaves_nothing_to_replay(
 ) -> None:
     url = empty_redis.url
     _, digest = await train_undisturbed(server, url, tmp_path, engine)
-    run = RunId("undisturbed:train:0")
+    run = UNDISTURBED
     engine.adapters.drop(run)
     with worker(url, tmp_path, engine) as loop:
         assert replayed(loop, run) == 0
@@ -170,7 +171,7 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
         case "gone":
             newest.unlink()
         case "another run's":
-            name = redis.hget(run_keys.log(POOL, RunId("undisturbed:train:0")), "snapfile")
+            name = redis.hget(run_keys.log(POOL, UNDISTURBED), "snapfile")
             other = tmp_path / "snapshots" / name.decode()
             newest.write_bytes(other.read_bytes())
     with worker(url, tmp_path, engine):

@@ -20,6 +20,8 @@ from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker
 
 LORA = LoraSpec(rank=4, seed=7)
+#: Run of `train_undisturbed`.
+UNDISTURBED = RunId(f"undisturbed-{LORA.optimizer}:train:0")
 STEPS = 3
 #: Ops of one step: two gradients that add up, an evaluation between them, an optimizer step.
 STEP = (OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP)
