@@ -53,6 +53,7 @@ smoke() {
 
 kernels() {
     part 60 kernels "$python" -m bench kernel_rates --out "$out"
+    part 60 expert_kernels "$python" -m bench kernel_rates --size 30b-a3b --rows 2048,8192 --out "$out"
 }
 
 training() {
@@ -84,8 +85,10 @@ sanitizer() {
     for tool in memcheck racecheck; do
         part 60 "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -c '
 import torch
+from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.lora.self_check import disagreement
-print(disagreement(torch.device("cuda"), torch.bfloat16, backend="fused"))'
+print(disagreement(torch.device("cuda"), torch.bfloat16, backend="fused"))
+print(kernel_check.disagreement(torch.device("cuda"), torch.bfloat16))'
     done
 }
 

@@ -2,6 +2,8 @@
 
     python -m bench kernel_rates [--size 8b] [--rows 1536,4096,8192]
 
+With `--size 30b-a3b` the products are those of the experts, next to `grouped_mm` of torch on the same rows.
+
 It needs a CUDA device, torch, Triton, transformers and numpy, and no model. Products are given in TFLOP/s, next to
 cuBLAS on the same matrices. Products with LoRA matrices only are given in GB/s of the wide operand, which is read
 once. Times are medians of `triton.testing.do_bench`, which empties the L2 cache before each call.
@@ -16,15 +18,20 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from bench.support.model import SHAPES, Shape
+from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
-from cotrain_workers.engine.lora.fused.fused_lora import A, B, Products
+from cotrain_workers.engine.lora.fused.fused_experts import (
+    ExpertProducts,
+    find_probes,
+    sort_rows,
+)
+from cotrain_workers.engine.lora.fused.fused_lora import Products
 from cotrain_workers.engine.lora.fused.operators import SILU
-from cotrain_workers.engine.lora.fused.tables import make_tables, plan_groups
+from cotrain_workers.engine.lora.fused.tables import A, B, make_tables, plan_groups
 from cotrain_workers.engine.lora.self_check import RandomAdapter
-from cotrain_workers.engine.routing import Segment
+from cotrain_workers.engine.routing import ExpertWeights, Segment
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
 RANK = 16
@@ -127,6 +134,80 @@ def rates_of(group: Group) -> dict[str, float]:
     return rates
 
 
+def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
+    """Return the rate of each kernel on the experts of one layer, with random experts for each token.
+
+    Sorting and the narrow products are given in us.
+    """
+    width, inner_width, experts = shape.hidden, shape.mlp, shape.experts
+    targets = [
+        Target(f"0.mlp.experts.{name}", "mlp", width, inner_width, experts, 1, experts)
+        for name in NAMES[-3:-1]
+    ]
+    down = f"0.mlp.experts.{NAMES[-1]}"
+    targets.append(Target(down, "mlp", inner_width, width, experts, experts, 1))
+    groups = plan_groups(targets)
+    segments = adapters_of(targets, rows, adapters)
+    tables = make_tables(segments, rows, groups, CUDA)
+    spans = [(each.start, each.stop) for each in segments]
+    probes = find_probes(spans, rows, experts, CUDA)
+    index = torch.rand(rows, experts, device=CUDA).topk(shape.chosen).indices
+    sorted_rows = sort_rows(index, probes)
+    first, last = (ExpertProducts(group, tables, sorted_rows) for group in groups)
+    base = ExpertWeights(
+        random(experts, 2 * inner_width, width) * width**-0.5,
+        random(experts, width, inner_width) * inner_width**-0.5,
+        SILU,
+    )
+    x = random(rows, width)
+    of_rows = x.index_select(0, sorted_rows.tokens)
+    shares = torch.rand(len(of_rows), device=CUDA)
+    low, ops = first.outer_low(x, of_rows), torch.ops.cotrain
+    gate, up, inner = ops.expert_expand(
+        of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows
+    )
+    inner_low = last.inner_low([inner])
+    ends = sorted_rows.bounds[1:, 0].contiguous()
+    flops = 2.0 * len(of_rows) * width * inner_width  # of one product
+    turned, both = base.gate_up.mT, [gate, up]
+    took = {
+        "grouped_mm_gate_up": (2, lambda: functional.grouped_mm(of_rows, turned, offs=ends)),
+        "expand_gate_up": (
+            2,
+            lambda: ops.expert_expand(of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows),
+        ),
+        "grouped_mm_down": (
+            1,
+            lambda: functional.grouped_mm(inner, base.down.mT, offs=ends),
+        ),
+        "expand_down": (
+            1,
+            lambda: ops.expert_expand(inner, [base.down], 0, inner_low, shares, *last.of_rows),
+        ),
+        "back_down": (
+            1,
+            lambda: ops.expert_expand_back(
+                [of_rows], [base.down], both, SILU, inner_low, shares, *last.of_rows
+            ),
+        ),
+        "back_gate_up": (
+            2,
+            lambda: ops.expert_expand_back(
+                both, base.gate_and_up, [], 0, low, shares, *first.of_rows
+            ),
+        ),
+    }
+    rates = {name: count * flops / seconds(work) / 1e12 for name, (count, work) in took.items()}
+    narrow: dict[str, Callable[[], object]] = {
+        "sort_us": lambda: sort_rows(index, probes),
+        "sum_us": lambda: ops.expert_sum(of_rows, None, sorted_rows.positions, shape.chosen),
+        "shrink_us": lambda: last.inner_low([inner]),
+        "add_gradients_us": lambda: first.add_gradients(low, both),
+        "add_outer_gradients_us": lambda: first.add_outer_gradients(low, x),
+    }
+    return rates | {name: seconds(work) * 1e6 for name, work in narrow.items()}
+
+
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure and print the rates."""
     report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
@@ -135,6 +216,12 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report["rows"] = []
     for rows in args.rows:
         for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
+            if args.size in MIXTURES:
+                row = {"rows": rows, "adapters": segments, "modules": "experts"}
+                rates = expert_rates(MIXTURES[args.size], rows, segments)
+                report["rows"].append(show(row | rates))
+                report.write()
+                continue
             for group in groups_of(SHAPES[args.size], rows, segments):
                 row = {"rows": rows, "adapters": segments, "modules": group.name}
                 report["rows"].append(show(row | rates_of(group)))

@@ -18,11 +18,13 @@ from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
+from cotrain_workers.engine.lora.fused.operators import SILU
 from cotrain_workers.engine.model import (
     attention,
     base_model,
     experts,
     fused_layers,
+    kernel_check,
     kernel_softmax,
 )
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
@@ -80,7 +82,7 @@ class FakeEngine:
             return (np.arange(index.numel()) % count).reshape(index.shape)
 
         return {
-            experts: {"choices_on_host": balanced},
+            experts: {"choices_on_host": balanced, "gate_of": lambda _: SILU},
             base_model: {
                 "refuse_not_finite": lambda _: None,
                 "refuse_failing": lambda _: None,
@@ -89,6 +91,7 @@ class FakeEngine:
                 "read_weights": build,
             },
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
+            kernel_check: {"disagreement": lambda *_, **__: None},
             tables: {"address_of": lambda *_: 0},
             attention: {"varlen_is_right": lambda *_: True},
             fused_layers: {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +26,7 @@ from cotrain_workers.engine.lora.self_check import (
     run,
     segments_of,
 )
+from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Target
@@ -42,6 +44,27 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.mark.parametrize("sizes", [kernel_check.SIZES, kernel_check.WIDE_SIZES])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_self_test_of_experts_passes(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    assert kernel_check.disagreement(torch.device("cuda"), dtype, sizes) is None
+
+
+def test_rows_of_experts_have_the_same_bits_at_any_place_of_a_tile() -> None:
+    module = kernel_check.RandomExperts((1024, 512), torch.device("cuda"), torch.bfloat16, 3)
+    segments = kernel_check.segments_of(module, SPECS[:2], (37, 21))
+    tokens = kernel_check.random_tokens(module, 58)
+    together = kernel_check.run(module, segments, tokens, "fused")
+
+    own = replace(segments[1], start=0, stop=21)
+    alone = kernel_check.run(
+        module, [own], kernel_check.Tokens(*(each[37:] for each in tokens)), "fused"
+    )
+
+    for name in ("output", "gradient of x", "gradient of the weights"):
+        assert torch.equal(together[name][37:], alone[name]), name
 
 
 @pytest.fixture(params=FAMILIES)

@@ -20,12 +20,15 @@ from typing import Any
 from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
+    EXPERT_PARTS,
     RANK,
     ROWS,
     SHRINK_ROWS,
+    SUM_COLUMNS,
     TOKENS,
     Tiles,
     expand_tiles,
+    expert_tiles,
     gradient_tiles,
     shrink_tiles,
 )
@@ -35,7 +38,9 @@ from cotrain_workers.engine.model.kernel_softmax import COLUMNS
 
 WIDTH = 4096
 TYPES = {
-    **dict.fromkeys(["tiles", "owners", "members", "spans"], "*i32"),
+    **dict.fromkeys(["tiles", "owners", "members", "spans", "bounds"], "*i32"),
+    **{"positions": "*i64", "shares": "*fp32"},
+    **dict.fromkeys(["pitch", "experts", "segments", "chosen"], "i32"),
     **{"entries": "*i64", "scales": "*fp32"},
     **dict.fromkeys(["stride", "height", "inputs", "columns", "width0", "width1", "width2"], "i32"),
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
@@ -62,6 +67,7 @@ ODD = (
         "scale",
     ),
     *("spans", "lengths", "pages", "page_count", "capacity", "window"),
+    *("experts", "segments", "chosen", "bounds"),
 )
 
 
@@ -98,6 +104,27 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
     columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
     for name, size in (("norms", COLUMNS), ("pick", 4), ("backward", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
+
+
+def of_experts(item: int, *, tma: bool) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
+    """Yield the kernels of a mixture of experts, with their compile-time constants."""
+    plain: dict[str, Any] = {"WIDE": False}
+    yield "find_tiles", {"EXPERTS": 128, "SEGMENTS": 128, "BM": ROWS}, Tiles(1, 1, 4, 1)
+    size = expert_tiles(WIDTH, item, tma=tma)
+    tile = {**plain, "BM": ROWS, "BN": size.columns, "BK": size.depth, "BR": RANK, "BAND": BAND}
+    for gate in (0, SILU, GELU):
+        yield "expert_expand", {**tile, "GATE": gate, "TMA": tma}, size
+        modules = 1 if gate else 2
+        yield "expert_expand_back", {**tile, "GATE": gate, "TMA": tma, "MODULES": modules}, size
+    low, gradient = (each(1, WIDTH, item) for each in (shrink_tiles, gradient_tiles))
+    for modules in (1, 2):
+        narrow = {**plain, "MODULES": modules, "SIDE": modules - 1, "BC": low.columns}
+        rows = {"PARTS": EXPERT_PARTS, "BM": SHRINK_ROWS}
+        yield "expert_shrink", {**narrow, **rows, "BK": low.depth}, low
+        tile = {"SHARED": modules == 1, "BK": gradient.depth, "BT": TOKENS}
+        yield "expert_gradient", {**narrow, **tile}, gradient
+    for shared in (False, True):
+        yield "expert_sum", {"SHARED": shared, "BN": SUM_COLUMNS}, Tiles(1, 1, 4, 1)
 
 
 def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
@@ -138,10 +165,10 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     from triton.backends.compiler import GPUTarget
 
     from cotrain_workers.engine.decoding.page_attention import programs as page_programs
-    from cotrain_workers.engine.lora.fused import programs
+    from cotrain_workers.engine.lora.fused import expert_programs, programs
     from cotrain_workers.engine.model import layer_programs
 
-    modules = (programs, layer_programs, page_programs)
+    modules = (programs, expert_programs, layer_programs, page_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
     signature = {
@@ -170,8 +197,10 @@ if __name__ == "__main__":
             shape = f"{dtype} {given['WIDTH']} {given.get('M', '')}"
             row = {"kernel": kernel, "modules": shape, "shared": found.metadata.shared}
             print(json.dumps(row | resources(found)))
-    for count in (1, 3):
-        for kernel, given, sizes in variants(count, 2, tma=arch >= 90):
+    tma = arch >= 90
+    for count in (1, 3, 0):  # 0: experts
+        found_variants = variants(count, 2, tma=tma) if count else of_experts(2, tma=tma)
+        for kernel, given, sizes in found_variants:
             found = compiled(kernel, "bf16", given, sizes, arch)
             ptx = found.asm["ptx"]
             row = {
@@ -179,6 +208,7 @@ if __name__ == "__main__":
                 "modules": count,
                 "gate": given.get("GATE", 0),
                 "shared": found.metadata.shared,
+                **(resources(found) if kernel.startswith("expert_") else {}),
                 "narrow_loads": ptx.count("ld.global.b16"),
                 "wide_copies": ptx.count("cp.async.c") + ptx.count("cp.async.bulk.tensor"),
             }

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tile_sizes import LOW_COLUMNS, expand_tiles, gradient_tiles
+from cotrain_workers.engine.lora.fused.tile_sizes import (
+    LOW_COLUMNS,
+    ROWS,
+    SHRINK_ROWS,
+    expand_tiles,
+    expert_tiles,
+    gradient_tiles,
+)
 
 FP32 = 4
 
@@ -106,10 +113,97 @@ def add_gradient(
     return blocks(each, size.columns) * size_of(xs) + low.element_size() * again + gradients
 
 
+def expert_groups(bounds: torch.Tensor) -> int:
+    """Return the number of pairs of an expert and an adapter."""
+    return (len(bounds) - 1) * ((bounds.shape[1] - 1) // 2)
+
+
+def tile_adapters(rows: int, bounds: torch.Tensor) -> int:
+    """Return the number of pairs of a tile and an adapter in it, if all groups have equally many rows."""
+    experts = len(bounds) - 1
+    return experts * blocks(blocks(rows, experts), ROWS) + expert_groups(bounds) - experts
+
+
+def expert_shrink(
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    _side: int,
+    bounds: torch.Tensor,
+    _entries: Any,
+    low: torch.Tensor,
+) -> int:
+    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each program with rows."""
+    width, item, each = xs[0].shape[1], low.element_size(), low.shape[1] // modules
+    rows = blocks(len(low), max(expert_groups(bounds), 1))
+    matrices = expert_groups(bounds) * blocks(rows, SHRINK_ROWS) * each * width * modules
+    x = blocks(each, LOW_COLUMNS[1]) * modules * len(low) * width
+    return item * (x + low.numel() + matrices)
+
+
+def expert_expand(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gate: int,
+    low: torch.Tensor,
+    shares: torch.Tensor,
+    _tiles: Any,
+    bounds: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of `y = x W^T + low B^T`: weights of all experts once, B for each adapter in each tile."""
+    width = weights[0].shape[1]
+    lora = low.numel() * blocks(width, expert_tiles(width, x.element_size()).columns)
+    lora += tile_adapters(len(x), bounds) * low.shape[1] * width
+    written = len(x) * width * (3 if gate else 1)
+    return size_of([x, *weights, shares]) + x.element_size() * (lora + written)
+
+
+def expert_expand_back(
+    gys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    gated: Sequence[torch.Tensor],
+    _gate: int,
+    low: torch.Tensor,
+    shares: torch.Tensor,
+    _tiles: Any,
+    bounds: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of the gradient of `x`, like those of `expert_expand`."""
+    inputs = weights[0].shape[2]
+    lora = low.numel() * blocks(inputs, expert_tiles(inputs, low.element_size()).columns)
+    lora += tile_adapters(len(low), bounds) * low.shape[1] * inputs
+    written = len(low) * inputs * (len(gated) or 1)
+    return size_of([*gys, *weights, *gated, shares]) + low.element_size() * (written + lora)
+
+
+def expert_gradient(
+    low: torch.Tensor,
+    xs: Sequence[torch.Tensor],
+    modules: int,
+    _side: int,
+    _shares: Any,
+    owners: torch.Tensor,
+    _members: Any,
+    bounds: torch.Tensor,
+    *_: Any,
+) -> int:
+    """Return the bytes of `low^T x` for each adapter and expert, gradients read and written."""
+    width, each = xs[0].shape[1], low.shape[1] // modules
+    size = gradient_tiles(1, width, low.element_size())
+    gradients = 2 * FP32 * (len(owners) - 1) * (len(bounds) - 1) * each * width * modules
+    read = blocks(each, size.columns) * modules * len(low) * width
+    return low.element_size() * (read + low.numel() * blocks(width, size.depth)) + gradients
+
+
 #: By the name of the op.
 BYTES: dict[str, Callable[..., int]] = {
     "lora_shrink": shrink,
     "lora_expand": expand,
     "lora_expand_back": expand_back,
     "lora_add_gradient": add_gradient,
+    "expert_shrink": expert_shrink,
+    "expert_expand": expert_expand,
+    "expert_expand_back": expert_expand_back,
+    "expert_gradient": expert_gradient,
 }

@@ -29,6 +29,7 @@ from cotrain_workers.engine.device import (
 )
 from cotrain_workers.engine.lora.backend import Choice, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
+from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
@@ -40,7 +41,7 @@ from cotrain_workers.engine.model_facts import ModelFacts, model_facts
 from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
-from cotrain_workers.engine.spec import Target
+from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
@@ -128,7 +129,8 @@ class Engine:
         # Members of a group must take the same backend, so times do not decide there.
         lora = find_backend(
             lora_backend, base.targets, base.head_weight, base.router.linears,
-            times=not base.lock_step.sharding,
+            times=not base.lock_step.sharding, unfused_experts=base.router.unfused_experts,
+            check_experts=kernel_check.wrong_result if has_experts(base.targets) else None,
         )  # fmt: skip
         fused: tuple[str, ...] = ()
         if fusion and (where.type == "cuda" or lora.name == "fused"):

@@ -283,6 +283,19 @@ class LinearWeights(Protocol):
         """The bias, `[out]`, or None."""
 
 
+class ExpertWeights(NamedTuple):
+    """Frozen weights of the experts of a layer, and the kernel's number of their gate."""
+
+    gate_up: torch.Tensor  # [experts, 2 * inner, width], the rows of the gate first
+    down: torch.Tensor  # [experts, width, inner]
+    gate: int
+
+    @property
+    def gate_and_up(self) -> list[torch.Tensor]:
+        """Weights of gate and up, `[experts, inner, width]`."""
+        return list(self.gate_up.chunk(2, dim=1))
+
+
 class Router:
     """Holder of the route of the running micro-batch or decoder step, for the modules of one base
     model.
@@ -290,6 +303,7 @@ class Router:
 
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name
+        self.unfused_experts = ""  # reason why no kernel computes the experts, if there is one
         self.step: StepRoute | None = None  # set while a decoder step runs
         self.step_images: ImageRows | None = None  # of that step
         self._route: Route | None = None

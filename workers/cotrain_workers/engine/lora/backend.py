@@ -1,7 +1,7 @@
 """Selection of the backend that computes the LoRA paths of a micro-batch: `seg`, `grouped` or `fused`."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from subprocess import SubprocessError
 from types import MappingProxyType
@@ -23,12 +23,14 @@ from cotrain_workers.engine.routing import LinearWeights, Segment, Source, Train
 from cotrain_workers.engine.spec import Target, has_experts
 
 Choice = Literal["auto", "seg", "grouped", "fused"]
+#: Return the result of kernels on a device that is wrong, or None.
+Check = Callable[[torch.device, torch.dtype], str | None]
 
 FEW_SEGMENTS, LONG_SEGMENT = 2, 4096
 # Major compute capabilities with a torch kernel; on others torch loops and synchronizes to read the group sizes.
 GROUPED_KERNEL = (9, 10)
 
-EXPERTS = "only 'seg' computes the experts of a mixture-of-experts model"
+EXPERTS = "only 'seg' and 'fused' compute the experts of a mixture-of-experts model"
 
 log = logging.getLogger(__name__)
 
@@ -101,8 +103,12 @@ def find_backend(
     linears: Mapping[str, LinearWeights] = MappingProxyType({}),
     *,
     times: bool = True,
+    unfused_experts: str = "",
+    check_experts: Check | None = None,
 ) -> LoraBackend:
     """Return the backend for a base model. `weight` is one of its weights, `linears` its modules by name.
+
+    `unfused_experts` is the reason why its experts cannot be fused, if there is one. `check_experts` checks their kernels.
 
     "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, and with `times`
     also if `grouped` is not clearly faster on a layer of this model. Otherwise it is `grouped` or `seg` by
@@ -110,20 +116,17 @@ def find_backend(
     """
     if choice == "seg" or (choice == "auto" and not weight.is_cuda):
         return LoraBackend("seg", weight.dtype)
-    if has_experts(targets):
-        if choice != "auto":
-            raise BackendUnfit(f"LoRA backend {choice!r} cannot be used: {EXPERTS}.")
-        log.warning("LoRA is a loop over adapters, slow with many of them: %s.", EXPERTS)
-        return LoraBackend("seg", weight.dtype, fallback_reason=EXPERTS)
-    if choice == "fused":
-        if reason := is_quantized(linears) or unfused(weight):
-            raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {reason}.")
-        return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
+    mixture = has_experts(targets)
     if choice == "grouped":
-        if reason := ungrouped(targets, weight):
+        if reason := EXPERTS if mixture else ungrouped(targets, weight):
             raise BackendUnfit(f"LoRA backend 'grouped' cannot be used: {reason}.")
         return LoraBackend("grouped", weight.dtype)
-    not_fused, not_grouped = is_quantized(linears) or unfused(weight), slow(weight)
+    not_fused = unfused_experts or is_quantized(linears) or unfused(weight, check_experts)
+    if choice == "fused":
+        if not_fused:
+            raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {not_fused}.")
+        return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
+    not_grouped = EXPERTS if mixture else slow(weight)
     if not_fused or (times and not not_grouped):
         not_grouped = not_grouped or ungrouped(targets, weight)
     if times and not not_fused and not not_grouped:
@@ -174,8 +177,10 @@ def slower(
     return faster_than_fused(seconds)
 
 
-def unfused(weight: torch.Tensor) -> str | None:
+def unfused(weight: torch.Tensor, check_experts: Check | None = None) -> str | None:
     """Return why the fused kernels cannot be used, or None if each matches `seg` on this device.
+
+    `check_experts` is the check of those of a mixture of experts.
 
     Raises KernelsBroken, DeviceLost.
     """
@@ -190,6 +195,8 @@ def unfused(weight: torch.Tensor) -> str | None:
         found = [
             disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes
         ]
+        if check_experts is not None:
+            found.append(check_experts(weight.device, weight.dtype))
         return next((reason for reason in found if reason), None)
     except Exception as error:  # compilers raise exceptions of any type
         check_device(weight.device)

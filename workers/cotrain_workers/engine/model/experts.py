@@ -18,12 +18,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.segmented import add_product, anchor
 from cotrain_workers.engine.model.expert_choice import ExpertChoices, expert_choices, replay
-from cotrain_workers.engine.routing import ExpertRows, Group, Part, Router, bucket
+from cotrain_workers.engine.routing import (
+    ExpertRows,
+    ExpertWeights,
+    Group,
+    Part,
+    Router,
+    bucket,
+)
 from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
@@ -179,6 +189,9 @@ def experts_by_adapter(
     """
     router: Router = module.cotrain_router
     step = router.step
+    if step is None and isinstance(router.route.lora, FusedLora):
+        own = ExpertWeights(module.gate_up_proj, module.down_proj, module.cotrain_gate)
+        return router.route.lora.experts(module.cotrain_name, own, hidden, index, weights)
     segments = step.segments if step else [(s.start, s.stop) for s in router.route.segments]
     chosen = choices_on_host(index)
     if step is not None:
@@ -236,6 +249,25 @@ def gated(module: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return module._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))  # type: ignore[no-any-return]
 
 
+def unfused(module: Any) -> str:
+    """Return why the fused kernels cannot compute an experts module, or an empty string."""
+    if module.is_transposed or not module.is_concatenated:
+        return "the weights of its experts are transposed, or gate and up are interleaved"
+    if module.has_bias:
+        return "its experts have biases"
+    return "" if gate_of(module) else "the gate of its experts has no kernel"
+
+
+def gate_of(module: Any) -> int:
+    """Return the number of the gate kernel of experts, 0 if there is none."""
+    if type(module)._apply_gate is not _default_apply_gate:
+        return 0
+    x = torch.linspace(-4, 4, 64)
+    own = module.act_fn(x)
+    by_kind = {SILU: functional.silu(x), GELU: functional.gelu(x, approximate="tanh")}
+    return next((kind for kind, known in by_kind.items() if torch.equal(own, known)), 0)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Return True for a module that holds all experts of a layer, with the interface of transformers."""
     return hasattr(module, "_is_expert_parallel") and hasattr(module, "gate_up_proj")
@@ -269,5 +301,7 @@ def attach(network: Any, router: Router) -> None:
     network.config.output_router_logits = False  # for a loss of the router, which is frozen
     for number, (name, module) in enumerate(found):
         module.cotrain_router, module.cotrain_name = router, name
+        module.cotrain_gate = gate_of(module)
+        router.unfused_experts = router.unfused_experts or unfused(module)
         block = network.get_submodule(name.rpartition(".")[0])
         replay(block, router, number, module.num_experts)

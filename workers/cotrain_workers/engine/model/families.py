@@ -113,9 +113,9 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen2_5_vl_text": ModelType("Qwen2.5-VL (text)", is_inner=True),
     "qwen2_5_vl": ModelType("Qwen2.5-VL", is_wrapper=True, reads_images=True),
     # Mixtures of experts: gate, up and down of the experts are one target each (`experts.py`).
-    "qwen3_moe": ModelType("Qwen3 MoE"),
-    "qwen2_moe": ModelType("Qwen2 MoE"),
-    "mixtral": ModelType("Mixtral"),
+    "qwen3_moe": ModelType("Qwen3 MoE", is_plain=True),
+    "qwen2_moe": ModelType("Qwen2 MoE", is_plain=True),
+    "mixtral": ModelType("Mixtral", is_plain=True),
     "olmoe": ModelType("OLMoE"),
     "gpt_oss": ModelType("gpt-oss"),
     "deepseek_v2": ModelType("DeepSeek V2", LATENT, optional=QUERIES),

@@ -24,7 +24,6 @@ from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
 from cotrain_workers.engine.model.row_chunks import by_rows
 from cotrain_workers.engine.routing import Router
-from cotrain_workers.engine.spec import has_experts
 
 GATE_BLOCK, GATE_WARPS = 1024, 4  # values per program
 
@@ -210,8 +209,6 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
     reason = missing_kernels(base.head_weight.device)
     if base.lock_step.sharding:
         reason = "its weights are shared among processes"
-    if has_experts(base.targets):
-        reason = "it is a mixture of experts, for which there are no kernels yet"
     if reason:
         log.warning("The base model's layers run as transformers has them, slower: %s.", reason)
         return ()

@@ -1,12 +1,31 @@
-"""Comparison of a kernel with the function that it replaces, before it is used."""
+"""Comparison of a kernel with the function that it replaces, before it is used.
+
+Experts with fused LoRA are compared with the loop over adapters, on a small random problem.
+"""
+
+from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
+from transformers.integrations.moe import _default_apply_gate
 
 from cotrain_workers.engine.device import check_device
+from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
+from cotrain_workers.engine.lora.fused.operators import SILU
+from cotrain_workers.engine.lora.fused.tables import plan_groups
+from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, random_adapter
+from cotrain_workers.engine.lora.self_check import TOLERANCE as LORA_TOLERANCE
+from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter
+from cotrain_workers.engine.routing import Segment, TrainingLora
+from cotrain_workers.engine.spec import AdapterSpec, Target
 
 Pure = Callable[..., Any]
 
@@ -87,3 +106,125 @@ def example(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Return random values with the device and dtype of `like`, without changing a global generator."""
     generator = torch.Generator(like.device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
+
+
+EXPERTS, CHOSEN = 7, 3
+#: Width of the model and of an expert: small tiles, and those of a real model.
+SIZES, WIDE_SIZES = (64, 48), (1024, 512)
+
+
+class RandomExperts:
+    """Random experts of a layer, as a module of transformers has them."""
+
+    _apply_gate = _default_apply_gate
+    is_transposed, is_concatenated, has_bias, has_gate = False, True, False, True
+    cotrain_name, cotrain_gate = "0.mlp.experts", SILU
+    cotrain_router: Any = None
+    act_fn = staticmethod(functional.silu)
+
+    def __init__(
+        self, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, experts: int
+    ) -> None:
+        generator = torch.Generator().manual_seed(2)
+        width, inner = sizes
+
+        def random(*shape: int) -> torch.Tensor:
+            values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+            return values.to(device, dtype)
+
+        self.num_experts = experts
+        self.gate_up_proj, self.down_proj = (
+            random(experts, 2 * inner, width),
+            random(experts, width, inner),
+        )
+
+    @property
+    def targets(self) -> list[Target]:
+        """Targets of LoRA."""
+        return expert_targets(self.cotrain_name, self)
+
+
+class Tokens(NamedTuple):
+    """Random tokens, their experts, and the gradients of the results."""
+
+    x: torch.Tensor  # [T, width]
+    weights: torch.Tensor  # [T, k]
+    chosen: torch.Tensor  # int64 [T, k]
+    slopes: torch.Tensor  # [T, width]
+
+
+def wrong_result(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the result of fused experts that is wrong on a device, or None if there is none."""
+    # On a CPU, kernels are interpreted, and the wide sizes take minutes.
+    sizes = [SIZES, WIDE_SIZES] if device.type == "cuda" else [SIZES]
+    found = [disagreement(device, dtype, own) for own in sizes]
+    return next((reason for reason in found if reason), None)
+
+
+def disagreement(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES
+) -> str | None:
+    """Return the result of fused experts that differs from that of the loop by more than rounding, or None."""
+    module = RandomExperts(sizes, device, dtype, EXPERTS)
+    tokens = random_tokens(module, sum(LENGTHS) + 3)
+    found = []
+    for name in ("seg", "fused"):
+        segments = segments_of(module, SPECS, LENGTHS)
+        found.append(run(module, segments, tokens, name))
+    for name, theirs in found[0].items():
+        error = float((found[1][name] - theirs).abs().max() / theirs.abs().max())
+        if not error <= LORA_TOLERANCE[dtype]:
+            return f"its {name} of experts differs from that of a loop by {error:.1e} of the largest value"
+    return None
+
+
+def segments_of(
+    module: RandomExperts, specs: Sequence[AdapterSpec], lengths: Sequence[int]
+) -> list[Segment]:
+    """Return a segment with a zeroed gradient for each adapter. Every second one has all matrices for each expert."""
+    generator, segments, start = torch.Generator().manual_seed(0), [], 0
+    like = module.down_proj
+    for number, (spec, length) in enumerate(zip(specs, lengths, strict=True)):
+        own = replace(spec, per_expert=number % 2 == 1)
+        adapter = random_adapter(own, like.device, like.dtype, generator, module.targets)
+        grads = adapter.layout.views(torch.zeros_like(adapter.weights))
+        segments.append(Segment(start, start + length, adapter, spec.scale, grads))
+        start += length
+    return segments
+
+
+def random_tokens(module: RandomExperts, rows: int) -> Tokens:
+    """Return random tokens; the first expert has most of them, and the last one has none."""
+    like, generator = module.down_proj, torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(like.device, like.dtype)
+
+    scores = torch.rand(rows, module.num_experts, generator=generator)
+    scores[:, 0] += 0.5
+    scores[:, -1] = -1
+    index = scores.topk(CHOSEN).indices.to(like.device)
+    width = like.shape[1]
+    return Tokens(random(rows, width), random(rows, CHOSEN).sigmoid(), index, random(rows, width))
+
+
+def run(
+    module: RandomExperts, segments: Sequence[Segment], tokens: Tokens, backend: str
+) -> dict[str, torch.Tensor]:
+    """Run tokens forward and backward through the experts; return all results by name."""
+    lora: TrainingLora = SegmentLora(segments)
+    if backend == "fused":
+        lora = FusedLora(segments, len(tokens.x), plan_groups(module.targets), {})
+    module.cotrain_router = SimpleNamespace(
+        step=None, route=SimpleNamespace(lora=lora, segments=segments)
+    )
+    x, weights = (each.detach().requires_grad_() for each in (tokens.x, tokens.weights))
+    y = experts_by_adapter(module, x, tokens.chosen, weights)
+    gx, of_weights = torch.autograd.grad(y, (x, weights), tokens.slopes)
+    found = {"output": y.detach(), "gradient of x": gx, "gradient of the weights": of_weights}
+    for number, segment in enumerate(segments):
+        for name, pair in (segment.grads or {}).items():
+            product = name.rpartition(".")[2]
+            found[f"gradient of A of {product} and adapter {number}"] = pair.a
+            found[f"gradient of B of {product} and adapter {number}"] = pair.b
+    return {name: value.float() for name, value in found.items()}

@@ -13,9 +13,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
+from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
-from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter
+from cotrain_workers.engine.model.experts import (
+    expert_targets,
+    experts_by_adapter,
+    gate_of,
+    unfused,
+)
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths, plan_layout
 
@@ -158,10 +164,24 @@ def test_adapters_of_experts_have_the_sizes_of_tinker() -> None:
     assert 24 * lora_widths(expert_targets("experts", oss))["mlp"] == 6_842_880
 
 
-def test_only_the_loop_computes_experts() -> None:
+def test_a_device_without_kernels_of_experts_gets_the_loop() -> None:
     targets = expert_targets("experts", layer())
-    with pytest.raises(BackendUnfit, match="'grouped' cannot be used: only 'seg' computes"):
+    with pytest.raises(BackendUnfit, match="'grouped' cannot be used: only 'seg' and 'fused'"):
         find_backend("grouped", targets, torch.zeros(1))
     on_cuda: Any = SimpleNamespace(is_cuda=True, device=torch.device("cpu"), dtype=torch.bfloat16)
-    found = find_backend("auto", targets, on_cuda)
-    assert (found.name, found.fallback_reason != "") == ("seg", True)
+    reason = unfused(layer("gpt_oss"))
+    assert "gate and up are interleaved" in reason
+    found = find_backend("auto", targets, on_cuda, unfused_experts=reason)
+    assert found.name == "seg"
+    assert f"not fused: {reason}" in found.fallback_reason
+    with pytest.raises(BackendUnfit, match="'fused' cannot be used: the weights of its experts"):
+        find_backend("fused", targets, torch.zeros(1), unfused_experts=reason)
+
+
+def test_the_gate_of_experts_is_known_by_its_values() -> None:
+    module = layer()
+    assert (unfused(module), gate_of(module)) == ("", SILU)
+    module.act_fn = torch.nn.GELU("tanh")
+    assert gate_of(module) == GELU
+    module.act_fn = torch.nn.ReLU()
+    assert unfused(module) == "the gate of its experts has no kernel"

@@ -13,11 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
-from cotrain_workers.engine.lora.fused.tables import ModuleGroup, Tables, make_tables
+from cotrain_workers.engine.lora.fused.fused_experts import (
+    ExpertProducts,
+    FusedExperts,
+    find_probes,
+    sort_rows,
+)
+from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables, make_tables
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
-from cotrain_workers.engine.routing import LinearWeights, Part, Segment
-
-A, B = 0, 1  # side: the matrix of an adapter
+from cotrain_workers.engine.routing import ExpertWeights, LinearWeights, Part, Segment
 
 
 class FusedLora:
@@ -37,6 +41,7 @@ class FusedLora:
         self._rows, self._groups, self._linears = rows, groups, linears
         self._group_of = {name: group for group in groups for name in group.names}
         self._tables: Tables | None = None
+        self._probes: dict[int, torch.Tensor] = {}  # by number of experts
         self._kept_x: torch.Tensor | None = None  # input of `_kept`, which later siblings use
         self._kept: dict[str, torch.Tensor] = {}
         self._residuals: dict[
@@ -74,6 +79,28 @@ class FusedLora:
             *weights[1],
         )
         return y.unsqueeze(0)
+
+    def experts(
+        self,
+        name: str,
+        base: ExpertWeights,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Map `x` `[T, width]` to the weighted sums of each token's experts `index` `[T, k]` of a layer."""
+        groups = [self._group_of[f"{name}.{product}"] for product in ("gate_proj", "down_proj")]
+        tables, experts = self._products(groups[0], x.device).tables, groups[0].experts
+        if experts not in self._probes:
+            spans = [(each.start, each.stop) for each in self._all]
+            self._probes[experts] = find_probes(spans, len(x), experts, x.device)
+        rows = sort_rows(index, self._probes[experts])
+        first, last = (ExpertProducts(group, tables, rows) for group in groups)
+        is_trained = any(Products(group, tables).is_trained for group in groups)
+        y: torch.Tensor = FusedExperts.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
+            x, anchor(is_trained), weights, base, (first, last)
+        )
+        return y
 
     def parts(self, module: str) -> Sequence[Part]:
         """Return the segments whose adapter trains `module`."""

@@ -6,7 +6,7 @@ kernel's three operands, the first one is repeated. `Tables` defines `tiles`, `e
 and `spans`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -46,7 +46,7 @@ def missing_kernels(device: torch.device) -> str | None:
     """Return why no kernel can run on a device, or None."""
     if find_spec("triton") is None:
         return "triton is not installed"
-    if device.type != "cuda" and not _programs().INTERPRETED:
+    if device.type != "cuda" and not programs_module().INTERPRETED:
         return "kernels run on CUDA, and on a CPU where TRITON_INTERPRET=1 is set"
     return None
 
@@ -67,9 +67,9 @@ def shrink(
     # A module has at most `columns / modules` columns. Programs of columns beyond an adapter's rank return at once.
     each = columns if joint else -(-columns // modules)
     grid = (len(tiles) * ROWS // SHRINK_ROWS, -(-each // size.columns), 1 if joint else modules)
-    _programs().shrink[grid](
+    programs_module().shrink[grid](
         *_three(xs), low, tiles, entries, entries.stride(0), *_three(widths), columns,
-        MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
+        MODULES=modules, JOINT=joint, SIDE=side, WIDE=programs_module().INTERPRETED,
         PARTS=ROWS // SHRINK_ROWS, BM=SHRINK_ROWS, BC=size.columns, BK=size.depth, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return low
@@ -93,15 +93,15 @@ def expand(
     ys = _new_outputs(x, weights, biases, residual, gate)
     widths = [len(weight) for weight in weights]
     if tma := copies_by_tma([x, *weights]):
-        _programs().give_memory(x.device)
+        programs_module().give_memory(x.device)
     size = expand_tiles(max(widths), x.element_size(), tma=tma, gated=gate != 0)
     count = sum(-(-width // size.columns) for width in (widths[:1] if gate else widths))
-    _programs().expand[(programs_of(len(tiles) * count, x.device),)](
+    programs_module().expand[(programs_of(len(tiles) * count, x.device),)](
         x, *_three(weights), *_three(biases or weights), x if residual is None else residual, low,
         *_three(ys), tiles, entries, entries.stride(0), scales, *x.shape, *_three(widths), low.shape[1],
         len(tiles), count,
         MODULES=len(weights), BIASED=bool(biases), PLUS=residual is not None, GATE=gate, TMA=tma,
-        WIDE=_programs().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
+        WIDE=programs_module().INTERPRETED, BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
     return ys
@@ -121,14 +121,14 @@ def expand_back(
     gxs = _new_gradients(gys, weights, gated)
     inputs = weights[0].shape[1]
     if tma := copies_by_tma([*gys, *weights]):
-        _programs().give_memory(low.device)
+        programs_module().give_memory(low.device)
     size = expand_tiles(inputs, gxs[0].element_size(), tma=tma, gated=gate != 0)
     count = -(-inputs // size.columns)
     gate_and_up = gated or [low, low]
-    _programs().expand_back[(programs_of(len(tiles) * count, low.device),)](
+    programs_module().expand_back[(programs_of(len(tiles) * count, low.device),)](
         *_three(gys), *_three(weights), low, *gate_and_up, gxs[0], gxs[-1], tiles, entries, entries.stride(0),
         scales, len(low), inputs, *_three([len(weight) for weight in weights]), low.shape[1], len(tiles), count,
-        MODULES=len(weights), GATE=gate, TMA=tma, WIDE=_programs().INTERPRETED,
+        MODULES=len(weights), GATE=gate, TMA=tma, WIDE=programs_module().INTERPRETED,
         BM=ROWS, BN=size.columns, BK=size.depth, BR=RANK, BAND=BAND,
         num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
@@ -153,10 +153,10 @@ def add_gradient(
     each = low.shape[1] if joint else -(-low.shape[1] // modules)
     blocks = -(-each // size.columns)
     grid = (len(owners) - 1, -(-max(widths) // size.depth), blocks * (1 if joint else modules))
-    _programs().add_gradient[grid](
+    programs_module().add_gradient[grid](
         low, *_three(xs), owners, members, spans, entries, entries.stride(0), scales,
         *_three(widths), low.shape[1],
-        MODULES=modules, JOINT=joint, SIDE=side, WIDE=_programs().INTERPRETED,
+        MODULES=modules, JOINT=joint, SIDE=side, WIDE=programs_module().INTERPRETED,
         BC=size.columns, BK=size.depth, BT=TOKENS, num_warps=size.warps, num_stages=size.stages,
     )  # fmt: skip
 
@@ -194,7 +194,8 @@ def _three(given: Sequence[Any]) -> list[Any]:
     return [*given, *[given[0]] * (tile_sizes.MODULES - len(given))]
 
 
-def _programs() -> Any:
+def programs_module() -> Any:
+    """Return the module of the kernels, which imports Triton."""
     from cotrain_workers.engine.lora.fused import programs
 
     return programs
@@ -232,9 +233,18 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+def register(
+    schemas: Mapping[str, str],
+    real: Sequence[Callable[..., Any]],
+    fake: Sequence[Callable[..., Any]],
+) -> None:
+    """Make ops of functions, in the order of their schemas by name, with their fake implementations."""
+    for (name, schema), run, shape in zip(schemas.items(), real, fake, strict=True):
+        _LIBRARY.define(name + schema)
+        _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cotrain::{name}", shape, lib=_LIBRARY)
+
+
 _REAL: tuple[Callable[..., Any], ...] = (shrink, expand, expand_back, add_gradient)
 _FAKE: tuple[Callable[..., Any], ...] = (_new_low, _new_outputs, _new_gradients, _nothing)
-for (_name, _schema), _real, _fake in zip(SCHEMAS.items(), _REAL, _FAKE, strict=True):
-    _LIBRARY.define(_name + _schema)
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cotrain::{_name}", _fake, lib=_LIBRARY)
+register(SCHEMAS, _REAL, _FAKE)

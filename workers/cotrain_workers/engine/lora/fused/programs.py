@@ -19,7 +19,7 @@ Tables (`lora/fused/tables.py`):
 
 * `tiles` int32 `[n, 3]` contains the segment, the first row and the end row of the segment.
 * `entries` int64 `[segments + 1, HEAD + 2 * MODULES]`, with rows `stride` apart, contains rank, address of the weights,
-  address of the gradient and 0. The offsets of A and B of each module follow.
+  address of the gradient, and flags of experts. The offsets of A and B of each module follow.
 
 A is stored as `[rank, inputs]` and B as `[rank, outputs]`, so kernels treat them alike. Values beyond a rank or a
 width are never loaded, so that no zero is multiplied with a neighbour's NaN.
@@ -94,17 +94,21 @@ def aligned_weights(entry, KIND: tl.constexpr):
 
 
 @triton.jit
+def matrix_of(entry, module, SIDE: tl.constexpr, KIND: tl.constexpr):
+    """Return the address of A (`SIDE` 0) or B^T of a module."""
+    offset = tl.load(entry + HEAD + 2 * module + SIDE)
+    return aligned_weights(entry, KIND) + tl.multiple_of(offset, 16)
+
+
+@triton.jit
 def plus_low_rank(
-    total, low, entry, rows, live, outs, width, columns, module,
-    SIDE: tl.constexpr, WIDE: tl.constexpr, BR: tl.constexpr,
+    total, low, matrix, rank, rows, live, outs, width, columns, module,
+    WIDE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """Return `total + low M`, BR ranks at a time.
 
-    `low` is restricted to a module's columns, and M is its A (`SIDE` 0) or B^T.
+    `low` is restricted to a module's columns, and M is its `matrix` `[rank, width]`.
     """
-    rank = tl.load(entry).to(tl.int32)
-    matrix = aligned_weights(entry, low.dtype.element_ty)
-    matrix += tl.multiple_of(tl.load(entry + HEAD + 2 * module + SIDE), 16)
     for begin in range(0, rank, BR):
         ranks = begin + tl.arange(0, BR)
         known = ranks < rank
@@ -217,13 +221,17 @@ def expand(
         inside = outs < width
         entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
         total = tl.zeros((BM, BN), tl.float32)
+        rank = tl.load(entry).to(tl.int32)
+        kind: tl.constexpr = low.dtype.element_ty
+        matrix = matrix_of(entry, module, 1, kind)
         total = scale * plus_low_rank(
-            total, low, entry, rows, live, outs, width, columns, module, 1, WIDE, BR
+            total, low, matrix, rank, rows, live, outs, width, columns, module, WIDE, BR
         )
         other = tl.zeros((BM, BN), tl.float32)
         if GATE:
+            matrix = matrix_of(entry, 1, 1, kind)
             other = scale * plus_low_rank(
-                other, low, entry, rows, live, outs, width, columns, 1, 1, WIDE, BR
+                other, low, matrix, rank, rows, live, outs, width, columns, 1, WIDE, BR
             )
         wide = described(weight, width, inputs, BN, BK) if TMA else weight
         wide1 = described(w1, width, inputs, BN, BK) if TMA and GATE else w1
@@ -252,7 +260,6 @@ def expand(
             total += bias.to(tl.float32)[None, :]
             if GATE:
                 other += tl.load(bias1 + outs, mask=inside, other=0.0).to(tl.float32)[None, :]
-        kind: tl.constexpr = low.dtype.element_ty
         out = rows[:, None] * width + outs[None, :]
         mask = live[:, None] & inside[None, :]
         if PLUS:
@@ -302,9 +309,11 @@ def expand_back(
         inside = outs < inputs
         entry, scale = entries + segment.to(tl.int64) * stride, tl.load(scales + segment)
         total = tl.zeros((BM, BN), tl.float32)
+        rank = tl.load(entry).to(tl.int32)
         for module in range(MODULES):
+            matrix = matrix_of(entry, module, 0, low.dtype.element_ty)
             total = plus_low_rank(
-                total, low, entry, rows, live, outs, inputs, columns, module, 0, WIDE, BR
+                total, low, matrix, rank, rows, live, outs, inputs, columns, module, WIDE, BR
             )
         total = scale * total
         if TMA:  # a descriptor cannot be picked by number

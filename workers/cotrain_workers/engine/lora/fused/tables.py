@@ -1,7 +1,9 @@
 """Lookup tables of the fused kernels: the adapter of each tile, and addresses of its matrices and gradients."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
@@ -14,8 +16,10 @@ from cotrain_workers.engine.lora.grouped import shared_input
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Layout, Pair, Target, lay_out_matrices
 
-HEAD = 4  # rank, address of the weights, address of the gradient, 0
-WEIGHTS, GRADIENT = 1, 2
+HEAD = 4  # rank, address of the weights, address of the gradient, flags of experts
+WEIGHTS, GRADIENT, FLAGS = 1, 2, 3
+A, B = 0, 1  # side: the matrix of an adapter. Its flag is set if each expert has one of its own.
+BOTH = 1 << A | 1 << B
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,17 @@ class ModuleGroup:
     names: tuple[str, ...]
     outputs: tuple[int, ...]
     at: int  # first column of the group in a row of entries
+    experts: int = 0
+
+    @property
+    def outer(self) -> int:
+        """Side of the matrix that experts share, unless it comes from an upload."""
+        return A if len(self.names) > 1 else B
+
+    @property
+    def of_tokens(self) -> ModuleGroup:
+        """The same modules of experts for the adapters whose outer matrix is shared."""
+        return replace(self, at=self.at + self.width, experts=0)
 
     @property
     def width(self) -> int:
@@ -42,7 +57,7 @@ class Tables:
     members: torch.Tensor  # int32: segments that need a gradient, grouped by gradient, in order
     scales: torch.Tensor  # fp32 [segments + 1]
     entries: torch.Tensor  # int64 [segments + 1, all columns of all groups]
-    ranks: np.ndarray  # on the host, maximum of each column of `entries`; valid for rank columns
+    ranks: np.ndarray  # on the host, maximum of each column of `entries`; valid for ranks and flags
 
     def of(self, group: ModuleGroup) -> torch.Tensor:
         """Return the entries `[segments + 1, width]` of a group."""
@@ -51,6 +66,10 @@ class Tables:
     def columns(self, group: ModuleGroup) -> int:
         """Return the number of LoRA columns of a group for its largest rank; 0 if no adapter trains it."""
         return -(-int(self.ranks[group.at]) * len(group.names) // RANK) * RANK
+
+    def has_own(self, group: ModuleGroup) -> bool:
+        """Return True if an adapter has the outer matrix for each expert."""
+        return bool(self.ranks[group.at + FLAGS] == BOTH)
 
 
 def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
@@ -64,8 +83,9 @@ def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
             tuple(target.name for target in together),
             tuple(target.outputs for target in together),
             end,
+            together[0].experts,
         )
-        end += group.width
+        end += group.width * (2 if group.experts else 1)  # of experts: `of_tokens` follows
         groups.append(group)
     return tuple(groups)
 
@@ -114,7 +134,8 @@ def find_owners(segments: Sequence[Segment]) -> tuple[list[int], list[int]]:
 
 def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -> np.ndarray:
     """Return rank, addresses and offsets of each segment's adapter for every group."""
-    entries = np.zeros((len(segments) + 1, groups[-1].at + groups[-1].width), np.int64)
+    groups += tuple(group.of_tokens for group in groups if group.experts)
+    entries = np.zeros((len(segments) + 1, max(each.at + each.width for each in groups)), np.int64)
     starts = np.array([group.at for group in groups])
     for row, segment in zip(entries, segments, strict=False):
         layout = segment.source.layout
@@ -130,12 +151,21 @@ def offsets_of(
 ) -> np.ndarray:
     """Return a row of entries without addresses, for adapters of one rank on these targets."""
     offset_by_name = lay_out_matrices(rank, targets)[0]
-    row = np.zeros(groups[-1].at + groups[-1].width, np.int64)
+    target_by_name = {target.name: target for target in targets}
+    row = np.zeros(max(group.at + group.width for group in groups), np.int64)
     for group in groups:
-        if any(name in offset_by_name for name in group.names):
+        target = target_by_name.get(group.names[0])
+        if target is None:
+            continue
+        flags = (target.experts_a > 1) << A | (target.experts_b > 1) << B
+        if target.experts:
+            flags |= 1 << (A + B - group.outer)
+        is_of_tokens = target.experts and not group.experts
+        if not is_of_tokens or flags != BOTH:
             row[group.at] = rank
-            offsets = [offset_by_name[name] for name in group.names]
-            row[group.at + HEAD : group.at + group.width] = np.array(offsets).ravel()
+        row[group.at + FLAGS] = 0 if is_of_tokens else flags
+        offsets = [offset_by_name[name] for name in group.names]
+        row[group.at + HEAD : group.at + group.width] = np.array(offsets).ravel()
     return row
 
 

@@ -13,6 +13,8 @@ MODULES = 3  # maximum number of modules that read the same `x`: q, k and v
 
 SHRINK_ROWS = 64  # rows of one program of a product with LoRA matrices only
 TOKENS = 128  # rows of one product of a weight gradient
+EXPERT_PARTS = 4  # programs that share the rows of an adapter in an expert
+SUM_COLUMNS = 1024  # columns of a program that adds the experts of a token
 #: LoRA columns of a tile, by the number of modules with adjacent columns.
 LOW_COLUMNS = {1: RANK, 2: 2 * RANK, 3: 4 * RANK}
 
@@ -43,6 +45,14 @@ def expand_tiles(width: int, item: int, *, tma: bool = False, gated: bool = Fals
     # Three stages fit into the shared memory of an A100 (163 KB). A product of fp32 is unrolled by its depth, and
     # deeper ones take a minute to compile.
     return Tiles(128, 64 if item == 2 else 16, 8, 3)
+
+
+def expert_tiles(width: int, item: int, *, tma: bool = False) -> Tiles:
+    """Return the tiles of products with the weights of experts, like `expand_tiles`.
+
+    LoRA of one adapter after the other needs a second tile of values, so there are none of 256 columns.
+    """
+    return expand_tiles(_WIDE if width >= _WIDE // 2 else width, item, tma=tma, gated=True)
 
 
 def shrink_tiles(modules: int, width: int, item: int) -> Tiles:
