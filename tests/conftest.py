@@ -128,8 +128,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def let_loggers_propagate() -> None:
-    """Let the loggers of libraries propagate. To each that does not, of which torch has fifty,
-    pytest attaches its handlers six times per test, which takes as long as a short test.
+    """Make the loggers of libraries propagate. To each of the others, of which torch has fifty,
+    pytest attaches its handlers six times per test. That takes as long as a short test.
     """
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):

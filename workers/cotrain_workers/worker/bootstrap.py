@@ -96,7 +96,7 @@ _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
 #: Of the shortest pass; less is padded to it.
 SHORTEST_TOKENS = 16
 #: Version of the choice of a size (`memory_model.py`): stored sizes of another one are not used.
-_SIZING = "by time, beside images"
+_SIZING = "by time, with images"
 
 
 @dataclass(frozen=True)

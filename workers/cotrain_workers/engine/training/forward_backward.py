@@ -1,4 +1,4 @@
-"""All passes of a cycle, in as few base-model forwards as memory allows."""
+"""Execution of the passes of a cycle, in as few base-model forwards as memory allows."""
 
 import sys
 import time
