@@ -6,8 +6,6 @@ full fine-tuning, and the independence of the rank with a scale of `alpha / rank
 *LoRA Without Regret* (Thinking Machines Lab, 2025).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from math import cos, pi

@@ -107,7 +107,9 @@ class Clock:
         if time.monotonic() - self._gaps_at > GAPS_S:
             self._gaps_at = time.monotonic()
             for pool in pools:
-                await self._expire_gaps(pool)
+                for run, tenant in await self._dispatch.old_gaps(pool, self._settings.gap_limit_s):
+                    await self._dispatch.expire_gap(pool, run, tenant)
+                    log.warning("gap_expired", pool=pool, run=run, tenant=tenant)
         return RENEW_S
 
     def _drive(self, pool: PoolId, base_model: str, tasks: asyncio.TaskGroup) -> None:
@@ -133,11 +135,6 @@ class Clock:
 
         tasks.create_task(self._repeat(woken, look))
         tasks.create_task(self._repeat(self._stopped, scale))
-
-    async def _expire_gaps(self, pool: PoolId) -> None:
-        for run, tenant in await self._dispatch.old_gaps(pool, self._settings.gap_limit_s):
-            await self._dispatch.expire_gap(pool, run, tenant)
-            log.warning("gap_expired", pool=pool, run=run, tenant=tenant)
 
     async def _listen(self) -> None:
         while True:

@@ -3,8 +3,6 @@
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,14 +20,10 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 
 class Unreadable(TypedRefusal):
-    """The body is not the JSON, protobuf or zstd that it claims to be."""
-
     reason = Reason.UNREADABLE
 
 
 class Invalid(TypedRefusal):
-    """The body is readable, but not valid for this endpoint."""
-
     reason = Reason.INVALID
 
 
@@ -38,20 +32,14 @@ class PromptTooLong(Invalid):
 
 
 class BodyTooLarge(TypedRefusal):
-    """The body exceeds a limit."""
-
     reason = Reason.BODY_TOO_LARGE
 
 
 class TooManyFailures(TypedRefusal):
-    """One address has sent too many wrong API keys."""
-
     reason = Reason.TOO_MANY_FAILURES
 
 
 class InvalidToken(TypedRefusal):
-    """The token is foreign or expired, or its key was revoked."""
-
     reason = Reason.INVALID_TOKEN
     #: SDK 0.38 gets a new token at this, and sends the request again (RFC 6750).
     challenge = 'Bearer error="invalid_token"'
@@ -62,8 +50,6 @@ class InvalidToken(TypedRefusal):
 
 
 class NotLoggedIn(TypedRefusal):
-    """The request for a page has no session and no key."""
-
     reason = Reason.NOT_LOGGED_IN
 
 

@@ -106,8 +106,8 @@ def operations(server: Server) -> list[Any]:
 
 
 def test_no_valid_request_causes_a_server_error(server: Server, operations: list[Any]) -> None:
-    answered = fuzz(server, operations, GenerationMode.POSITIVE, examples(9, at_least=3))
-    # Half of the requests name existing objects, so a good part must be served.
+    answered = fuzz(server, operations, GenerationMode.POSITIVE, examples(6, at_least=2))
+    # Most requests name existing objects, so a good part must be served.
     assert answered["served"] > answered["refused"] / 3
 
 
@@ -125,7 +125,10 @@ def fuzz(server: Server, operations: list[Any], mode: GenerationMode, most: int)
     for operation in operations:
 
         @settings(max_examples=most, suppress_health_check=list(HealthCheck))
-        @given(case=operation.as_strategy(generation_mode=mode), asks_for_real=st.booleans())
+        @given(
+            case=operation.as_strategy(generation_mode=mode),
+            asks_for_real=st.sampled_from([True, True, False]),
+        )
         def ask(case: Any, asks_for_real: bool) -> None:
             assume(len(str(case.query)) < LONGEST_QUERY)
             if asks_for_real:  # use existing objects, where more can fail than a 404

@@ -17,7 +17,7 @@ from tests.support.draws import variant
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.talking import EOS, Script, Talking, talking_api
-from tests.support.tiny_models import sentencepiece_tokenizer
+from tests.support.tiny_tokenizers import sentencepiece_tokenizer
 from tests.support.ui import csrf_of, log_in
 
 MODEL = POOL.base_model

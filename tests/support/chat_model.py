@@ -13,13 +13,13 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tests.support.tiny_models import CORPUS_BYTES, build_tiny, standard_library_text
+from tests.support.tiny_models import build_tiny
+from tests.support.tiny_tokenizers import CORPUS_BYTES, SPECIAL_TOKENS, standard_library_text
 
 VOCAB = 512
 CONTEXT = 4096
 STEPS, BATCH, LEARNING_RATE = 60, 8, 3e-3
 #: In the order of their ids. Tokens 0 and 2 are the pad and the end token of the model.
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKUP_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"

@@ -71,9 +71,7 @@ class Containers:
         return facts
 
     def wait_until_ready(self) -> None:
-        """Wait until `/readyz` reports that the server is ready. Fail with its reasons and the
-        logs.
-        """
+        """Wait until `/readyz` reports that the server is ready. Fail with its reasons and the logs."""
         deadline, reasons = time.monotonic() + READY_S, "nothing answered"
         while time.monotonic() < deadline:
             try:

@@ -21,8 +21,7 @@ class Killed(BaseException):
     """Simulated kill of the worker."""
 
 
-#: For each thread, True if it runs a worker. The prefetch thread is not one, and ends only with its
-#: worker.
+#: For each thread, True if it runs a worker. The prefetch thread is not one, and ends only with its worker.
 _THREAD = threading.local()
 
 
@@ -102,9 +101,7 @@ async def dying_worker(
 async def deaths_until(
     answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine
 ) -> int:
-    """Run one worker after the other until every request is answered. Return the number of killed
-    ones.
-    """
+    """Run one worker after the other until every request is answered. Return the number of killed ones."""
     deaths = 0
     while not answers.done():
         loop, opened = make_worker(redis_url, data_dir, engine)

@@ -180,9 +180,7 @@ def trainer_logprobs(engine: Engine, run: str, *sequences: np.ndarray) -> list[n
 def target_logprobs(
     engine: Engine, run: str, asked: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> list[np.ndarray]:
-    """Return the trainer's log-probs of targets after tokens `[n]`; targets and result are `[n]` or
-    `[n, K]`, float32.
-    """
+    """Return the trainer's log-probs of targets after tokens `[n]`; targets and result are `[n]` or `[n, K]`, float32."""
     datums = [
         Datum(
             tokens.astype(np.int64),
@@ -234,9 +232,7 @@ class Gap:
 
 
 def gap_to_trainer(engine: Engine) -> Gap:
-    """Sample from every tenant of `MIX` in one batch. Return the gap to the log-probs of `forward`
-    for the same tokens.
-    """
+    """Sample from every tenant of `MIX` in one batch. Return the gap to the log-probs of `forward` for the same tokens."""
     weights = trained_weights(engine)
     vocab = engine.facts.vocab_size
     requests = [

@@ -17,7 +17,5 @@ def examples(many: int, at_least: int = 10) -> int:
 
 
 def variant(*values: Any) -> Any:
-    """Return a row of `parametrize` that only `make test-variants` runs, because rows of `make test` run
-    the same code.
-    """
+    """Return a row of `parametrize` that only `make test-variants` runs, because rows of `make test` run the same code."""
     return pytest.param(*values, marks=pytest.mark.variants)

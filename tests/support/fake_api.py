@@ -89,9 +89,7 @@ class FakeApi:
 
 
 def pass_output(request: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
-    """Return the result of a pass: per datum its number of chunks, and the number of datums as its
-    loss.
-    """
+    """Return the result of a pass: per datum its number of chunks, and the number of datums as its loss."""
     output = wire.ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         metrics={"loss:sum": len(request.data), "clock_cycle:unique": request.seq_id},

@@ -119,9 +119,7 @@ class LaunchLog(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and a check would take as long as recording an
-        op.
-        """
+        """Return False: nothing is compiled here, and a check would take as long as recording an op."""
         return False
 
     def __init__(self) -> None:

@@ -60,9 +60,7 @@ class FakeSampling(FakeApi):
         return super()._behave("retrieve_future", request)
 
     def _completions(self, request: httpx.Request) -> dict[str, Any]:
-        """Return the samples that ended after the cursor, which is a position in the order of
-        acceptance.
-        """
+        """Return the samples that ended after the cursor, which is a position in the order of acceptance."""
         cursor = json.loads(request.content)["prev_cursor"]
         ended = [each for each in self.samples if not self._is_held(each)]
         return {

@@ -106,9 +106,7 @@ class FakeVllm:
         calls: int = 0,
         unloaded: str | None = None,
     ) -> None:
-        """Wait until the counts are reached: equal for `generating`, at least for `aborted` and
-        `calls`.
-        """
+        """Wait until the counts are reached: equal for `generating`, at least for `aborted` and `calls`."""
 
         def is_so() -> bool:
             counted = self.aborted >= aborted and len(self.calls) >= calls

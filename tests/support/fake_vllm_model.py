@@ -1,6 +1,4 @@
-"""Model of the fake vLLM server: a tiny real model with plain PEFT adapters, one sequence at a
-time.
-"""
+"""Model of the fake vLLM server: a tiny real model with plain PEFT adapters, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class TinyModel:
     """Base model and loaded adapters by name."""
 
     def __init__(self, folder: Path) -> None:
-        self.base: Any = load_plain(folder, torch.float32)  # in eval mode
+        self.base = base_of(folder)
         self.tokenizer = tokenizer_of(folder)
         self.adapted: dict[str, Any] = {}
         self.drops_experts = False  # loads no LoRA of experts, without an error
@@ -33,19 +31,25 @@ class TinyModel:
         Raises ValueError if it is "refused" and the adapter has it, and OSError if there is no such
         folder.
         """
-        targets = json.loads((Path(path) / "adapter_config.json").read_text())["target_modules"]
-        if "lm_head" in targets and unembedding == "refused":
+        config = (Path(path) / "adapter_config.json").read_text()
+        has_head = "lm_head" in json.loads(config)["target_modules"]
+        if has_head and unembedding == "refused":
             raise ValueError(f"While loading {path}, expected target modules in {{'q_proj'}}")
+        tensors = sorted(each.read_bytes() for each in Path(path).glob("*.safetensors"))
+        key = (self.base, config, *tensors, has_head and unembedding, self.drops_experts)
+        if (model := _read.get(key)) is None:
+            model = _read[key] = self._with_adapter(path)
+            if has_head and unembedding == "ignored":
+                model.base_model.model.lm_head.lora_B["default"].weight.data.zero_()
+            for each, parameter in model.named_parameters():
+                if self.drops_experts and ".experts." in each and "lora_B" in each:
+                    parameter.data.zero_()
+        self.adapted[name] = model
+
+    def _with_adapter(self, path: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tied embeddings, and deprecated names of transformers
-            model = PeftModel.from_pretrained(twin(self.base), path)
-        if "lm_head" in targets and unembedding == "ignored":
-            with torch.no_grad():
-                model.base_model.model.lm_head.lora_B["default"].weight.zero_()
-        for each, parameter in model.named_parameters():
-            if self.drops_experts and ".experts." in each and "lora_B" in each:
-                parameter.data.zero_()
-        self.adapted[name] = model
+            return PeftModel.from_pretrained(twin(self.base), path, low_cpu_mem_usage=True)
 
     def logits(self, model: str, tokens: list[int]) -> torch.Tensor:
         """Return the logits after each token, fp32 `[len(tokens), vocabulary]`."""
@@ -53,6 +57,16 @@ class TinyModel:
         with torch.no_grad():
             logits: torch.Tensor = network(input_ids=torch.tensor([tokens])).logits[0]
         return logits
+
+
+#: Models with an adapter, by everything that determines their results. A test of one server loads few.
+_read: dict[tuple[Any, ...], Any] = {}
+
+
+@cache
+def base_of(folder: Path) -> Any:
+    """Return the base model of all servers over a folder, in eval mode."""
+    return load_plain(folder, torch.float32)
 
 
 @cache

@@ -1,6 +1,4 @@
-"""Cycles of a worker without a server: an engine, a recorder, and four tenants with every kind of
-request.
-"""
+"""Cycles of a worker without a server: an engine, a recorder, and four tenants with every kind of request."""
 
 from __future__ import annotations
 
@@ -69,13 +67,7 @@ class Flight:
         self.memory = Memory(engine)
         folder.mkdir(parents=True, exist_ok=True)
         self.recorder = Recorder(
-            engine,
-            self.memory,
-            folder,
-            pool="pool",
-            base_model="tiny",
-            epoch=epoch,
-            kept=kept,
+            engine, self.memory, folder, pool="pool", base_model="tiny", epoch=epoch, kept=kept
         )
         self.cycles = 0
 
@@ -89,9 +81,7 @@ class Flight:
         crashed: Sequence[tuple[str, int]] = (),
         allowances: Mapping[tuple[str, int], int] | None = None,
     ) -> dict[str, Output]:
-        """Run a cycle. Ops in `crashed` fail as if they had broken the engine. Return the outputs
-        by request.
-        """
+        """Run a cycle. Ops in `crashed` fail as if they had broken the engine. Return the outputs by request."""
         self.begin(*asked)
         runnable: list[Op] = []
         outputs: dict[tuple[str, int], Output] = {}
@@ -126,9 +116,7 @@ class Flight:
 
 
 def whole_story(flight: Flight) -> None:
-    """Run four tenants through five cycles: every op, several losses, and one failure of every
-    kind.
-    """
+    """Run four tenants through five cycles: every op, several losses, and one failure of every kind."""
     flight.cycle(create(A, rank=4), create(B, rank=2), a_pass(A, 1), a_pass(B, 1, "ppo"))
     flight.cycle(
         a_pass(A, 2, "importance_sampling"), a_step(A, 3), a_save(A, 4),

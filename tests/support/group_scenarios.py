@@ -1,6 +1,4 @@
-"""Scenarios that a group and a single engine must compute equally. Each returns the digest of every
-run.
-"""
+"""Scenarios that a group and a single engine must compute equally. Each returns the digest of every run."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ def one_alone(engine: Trainer) -> dict[str, str]:
 
 
 def head_alone(engine: Trainer) -> dict[str, str]:
-    """Train the unembedding of one run only, so that its passes have no backward through the base
-    model.
-    """
+    """Train the unembedding of one run only, so that its passes have no backward through the base model."""
     return _train(engine, [HEAD_ONLY])
 
 

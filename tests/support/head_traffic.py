@@ -1,6 +1,4 @@
-"""Bytes that the kernels of the head's softmax read and write: all logits twice, their gradient
-once, and few others.
-"""
+"""Bytes that the kernels of the head's softmax read and write: all logits twice, their gradient once, and few others."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def softmax_backward(
     grads: torch.Tensor,
     *_: Any,
 ) -> int:
-    """Return the bytes for the gradient of some rows: norms, targets and slopes once for each block
-    of columns.
-    """
+    """Return the bytes for the gradient of some rows: norms, targets and slopes once for each block of columns."""
     rows, width = len(targets), logits.shape[1]
     again = size_of([targets, slopes]) + NORMS * FP32 * rows
     return rows * width * (FP32 + grads.element_size()) + blocks(width, COLUMNS) * again

@@ -29,9 +29,7 @@ BOB = "tml-bob_secret-of-bob"
 ADMIN_KEY = "key-of-the-operator"
 OPERATOR = {"X-API-Key": ADMIN_KEY}
 SOON_S = 30.0
-"""Time in seconds within which a released poll ends. A forgotten poll is held for 40 s in these
-tests.
-"""
+"""Time in seconds within which a released poll ends. A forgotten poll is held for 40 s in these tests."""
 POOL = PoolRecord(
     id=PoolId("p-tiny"),
     base_model="tiny/model",
@@ -122,11 +120,7 @@ class Api:
     async def new_sampler(self, key: str = ALICE) -> str:
         """Open a session and a sampler of the base model. Return the sampler's id."""
         session = (await self.post("create_session", {}, key)).json()["session_id"]
-        body = {
-            "session_id": session,
-            "sampling_session_seq_id": 0,
-            "base_model": POOL.base_model,
-        }
+        body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": POOL.base_model}
         answer = await self.post("create_sampling_session", body, key)
         assert answer.status_code == 200, answer.text
         sampler: str = answer.json()["sampling_session_id"]

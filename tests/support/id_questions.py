@@ -28,8 +28,7 @@ IDS = {
 API = "/api/v1/"
 #: With a tenant's key these routes do not exist, whatever the id (`test_http_admin`).
 OF_THE_OPERATOR = f"{API}admin/"
-#: Fields with such a name that identify nothing: the name of a new checkpoint, and those that SDKs
-#: leave unset.
+#: Fields with such a name that identify nothing: the name of a new checkpoint, and those that SDKs leave unset.
 NO_IDS = {
     (f"{API}save_weights", "path"),
     (f"{API}save_weights_for_sampler", "path"),
@@ -42,8 +41,7 @@ NO_THINGS = {
     "retrieved_request_ids", "sampling_session_seq_id", "seq_id",
 }  # fmt: skip
 CHAT = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]}
-#: Other fields that a body needs besides the id in question. A value of `OWN` is the caller's own
-#: id.
+#: Other fields that a body needs besides the id in question. A value of `OWN` is the caller's own id.
 OWN = object()
 BODIES: dict[str, dict[str, Any]] = {
     "/anthropic/api/v1/messages": CHAT,
@@ -58,10 +56,7 @@ BODIES: dict[str, dict[str, Any]] = {
     f"{API}create_custom_loss": LOSS,
     f"{API}create_model": {"model_seq_id": 7, "base_model": POOL.base_model},
     f"{API}create_sampling_session": {"sampling_session_seq_id": 7, "base_model": POOL.base_model},
-    f"{API}create_sampling_session model_path": {
-        "session_id": OWN,
-        "sampling_session_seq_id": 8,
-    },
+    f"{API}create_sampling_session model_path": {"session_id": OWN, "sampling_session_seq_id": 8},
     f"{API}forward": {"forward_input": {}},
     f"{API}forward_backward": {"forward_backward_input": {}},
     f"{API}fork_run sampling_session_id": {"session_id": OWN, "model_seq_ids": [14]},

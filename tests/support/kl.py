@@ -1,6 +1,4 @@
-"""Reverse-KL examples for tests of the engine, with a dense oracle: plain PEFT in fp64, all logits
-at once.
-"""
+"""Reverse-KL examples for tests of the engine, with a dense oracle: plain PEFT in fp64, all logits at once."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class KlParity:
 def kl_datum(
     rng: np.random.Generator, student: int, reference: int, targets: int, *, vocab: int = 128
 ) -> KlDatum:
-    """Return a datum with contexts of `student` and `reference` tokens. About a third of its
-    weights are 0.
-    """
+    """Return a datum with contexts of `student` and `reference` tokens. About a third of its weights are 0."""
     continuation = rng.integers(0, vocab, targets)[:-1]
     weights = rng.normal(size=targets) * (rng.random(targets) > 0.3)
     weights[-1] = 1.0

@@ -9,9 +9,7 @@ from cotrain_store.redis_client.connection import SyncConnection
 
 
 def life_ms(redis: SyncConnection, key: str) -> float:
-    """Return the remaining lifetime in ms, or -1 for a key that does not expire. Redis itself
-    expires none of these.
-    """
+    """Return the remaining lifetime in ms, or -1 for a key that does not expire. Redis itself expires none of these."""
     assert redis.pttl(key) < 0, f"{key} ends by Redis' clock"
     ends = redis.zscore(result_keys.ends(), key)
     return (

@@ -105,9 +105,7 @@ class Log:
             self.commit(await self.plan())
 
     async def cover(self, run: RunRecord, last: int) -> None:
-        """Truncate a run's log up to `last`, its last op, by a snapshot and another one an op
-        later.
-        """
+        """Truncate a run's log up to `last`, its last op, by a snapshot and another one an op later."""
         assert self.execution.register_snapshot(run.id, last, f"f{last}", "sha")
         await self.submit(run, last + 1)
         await self.run_all()

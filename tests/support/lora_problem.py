@@ -177,17 +177,13 @@ def _through_mlp(
 
 
 def _row(of_tenants: Sequence[torch.Tensor], filler: int) -> torch.Tensor:
-    """Return the rows of all tenants one after the other, `[1, T, width]`, followed by rows of
-    zeros.
-    """
+    """Return the rows of all tenants one after the other, `[1, T, width]`, followed by rows of zeros."""
     first = of_tenants[0]
     return torch.cat([*of_tenants, first.new_zeros(filler, first.shape[1])])[None]
 
 
 def differences(ours: Outcome, theirs: Outcome) -> dict[str, float]:
-    """Return the largest difference of each value relative to its maximum, or absolute if the
-    maximum is 0.
-    """
+    """Return the largest difference of each value relative to its maximum, or absolute if the maximum is 0."""
     return {
         name: float((ours.values[name] - value).abs().max() / (value.abs().max() or 1.0))
         for name, value in theirs.values.items()

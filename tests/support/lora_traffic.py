@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tile_sizes import (
-    LOW_COLUMNS,
-    expand_tiles,
-    gradient_tiles,
-)
+from cotrain_workers.engine.lora.fused.tile_sizes import LOW_COLUMNS, expand_tiles, gradient_tiles
 
 FP32 = 4
 
@@ -39,9 +35,7 @@ def shrink(
     _entries: Any,
     columns: int,
 ) -> int:
-    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile
-    of rows.
-    """
+    """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile of rows."""
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
     each = columns if joint else columns // modules
     passes = blocks(each, LOW_COLUMNS[modules if joint else 1])

@@ -20,9 +20,7 @@ FAR_AWAY = "203.0.113.7"
 
 
 class LossyProxy:
-    """Proxy in front of `upstream` that loses the first answer to every distinct POST of
-    `endpoints`.
-    """
+    """Proxy in front of `upstream` that loses the first answer to every distinct POST of `endpoints`."""
 
     def __init__(self, upstream: str, endpoints: Collection[str]) -> None:
         self.lost: list[str] = []

@@ -32,9 +32,7 @@ class Block:
     reason_not_run: str | None
 
     def compile(self, replacements: Mapping[str, str] | None = None) -> CodeType:
-        """Compile the block with the page and its line in tracebacks. `await` is allowed at the top
-        level.
-        """
+        """Compile the block with the page and its line in tracebacks. `await` is allowed at the top level."""
         source = self.source
         for written, meant in (replacements or {}).items():
             source = source.replace(written, meant)

@@ -96,9 +96,7 @@ class SeaweedFS:
         )  # fmt: skip
 
     def copy_out(self, url: str, folder: Path) -> None:
-        """Copy the objects below an address to files in a folder, and delete other files of the
-        same kinds.
-        """
+        """Copy the objects below an address to files in a folder, and delete other files of the same kinds."""
         store = self.store(url)
         there = {meta["path"] for some in store.list() for meta in some}
         for part in ("spool", "snapshots", "weights", "optimizers", "external"):
@@ -151,9 +149,7 @@ class BadNetwork:
         self._server = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"http://127.0.0.1:{self._server.getsockname()[1]}"
         self.fault = ""
-        """`refuse` (503), `stall`, `cut` (answers end in the middle), `away` (no connection), or
-        empty.
-        """
+        """`refuse` (503), `stall`, `cut` (answers end in the middle), `away` (no connection), or empty."""
         self.struck = 0
         self._sockets: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()

@@ -1,6 +1,4 @@
-"""Every operation of the API and of the pages, each with a request that is valid for a tenant's
-objects.
-"""
+"""Every operation of the API and of the pages, each with a request that is valid for a tenant's objects."""
 
 from __future__ import annotations
 
@@ -129,9 +127,7 @@ def operations() -> list[Operation]:
 
 
 def request_of(operation: Operation, things: Things) -> PinnedBuffer:
-    """Return the request of an operation. Raises KeyError if it changes something and has no entry
-    here.
-    """
+    """Return the request of an operation. Raises KeyError if it changes something and has no entry here."""
     if operation.method in {"GET", "DELETE"}:
         make = REQUESTS.get(operation.name, _bare)
     else:
@@ -203,9 +199,7 @@ def _sweep(own: Things) -> PinnedBuffer:
 
 
 def _poll(own: Things) -> PinnedBuffer:
-    """Make the poll that would remove everything: a cursor after every end, and each result
-    acknowledged.
-    """
+    """Make the poll that would remove everything: a cursor after every end, and each result acknowledged."""
     target = {"type": "sampling_session", "sampling_session_id": own.sampler}
     read = [f"{own.sampler}:{seq}" for seq in range(4)]
     return PinnedBuffer(
@@ -233,11 +227,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     ),
     f"POST {API}sweep_pass": _sweep,
     f"POST {API}fork_run": lambda own: PinnedBuffer(
-        json={
-            "session_id": own.session,
-            "sampling_session_id": own.sampler,
-            "model_seq_ids": [14],
-        }
+        json={"session_id": own.session, "sampling_session_id": own.sampler, "model_seq_ids": [14]}
     ),
     f"POST {API}create_custom_loss": lambda own: PinnedBuffer(
         json={"session_id": own.session, **LOSS}

@@ -4,6 +4,5 @@ from __future__ import annotations
 
 import ssl
 
-#: Value of `verify` without any certificate. Reading the certificates of a host takes 20 ms per
-#: client.
+#: Value of `verify` without any certificate. Reading the certificates of a host takes 20 ms per client.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -11,9 +11,7 @@ from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
 
 def waiting_of(rows: Iterable[RunQueue], fair_queue: FairQueue) -> Waiting:
-    """Return a queue of runs in the order of their turns, with every waiting tenant marked as
-    changed.
-    """
+    """Return a queue of runs in the order of their turns, with every waiting tenant marked as changed."""
     waiting = Waiting()
     for row in rows:
         waiting.put(row)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-#: Range below the ephemeral ports of Linux, so that no connection takes the port while its server
-#: is down.
+#: Range below the ephemeral ports of Linux, so that no connection takes the port while its server is down.
 PORTS = range(20_000, 32_000)
 
 

@@ -29,9 +29,7 @@ WORKER = "cotrain_workers --snapshot-ops 4"
 
 
 class Process:
-    """One of our processes. `kill` is SIGKILL, `start` starts or restarts it. It ends with its
-    block.
-    """
+    """One of our processes. `kill` is SIGKILL, `start` starts or restarts it. It ends with its block."""
 
     def __init__(self, module: str, settings: dict[str, str], log: Path) -> None:
         self._command = [sys.executable, "-m", *module.split()]

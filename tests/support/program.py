@@ -22,12 +22,7 @@ from tests.support.stack import POOL, Stack, make_worker, worker
 LORA = LoraSpec(rank=4, seed=7)
 STEPS = 3
 #: Ops of one step: two gradients that add up, an evaluation between them, an optimizer step.
-STEP = (
-    OpKind.FORWARD_BACKWARD,
-    OpKind.FORWARD,
-    OpKind.FORWARD_BACKWARD,
-    OpKind.OPTIM_STEP,
-)
+STEP = (OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP)
 #: All ops of a run after its creation. At its end, a gradient is pending.
 PROGRAM = (*STEP * STEPS, OpKind.FORWARD_BACKWARD)
 
@@ -89,9 +84,7 @@ _UNDISTURBED: WeakKeyDictionary[Engine, dict[int, tuple[list[Any], str]]] = Weak
 
 
 def computed(answers: list[Any]) -> list[tuple[str, int, float, float | None]]:
-    """Return the numbers of each step from the answers to the program, to compare with `numbers_of`
-    its history.
-    """
+    """Return the numbers of each step from the answers to the program, to compare with `numbers_of` its history."""
     numbers: list[tuple[str, int, float, float | None]] = []
     loss, steps = 0.0, 0
     for kind, answer in zip(PROGRAM, answers, strict=True):

@@ -23,8 +23,7 @@ from tests.support.ports import free_port
 
 SERVICE = "cotrain"
 PATIENCE_S = 120
-#: Time in ms after which the Sentinel considers a silent master down. A busy master is silent for
-#: less.
+#: Time in ms after which the Sentinel considers a silent master down. A busy master is silent for less.
 DOWN_MS = 1500
 WAITS_FOR_DISKS = (7, 2)
 
@@ -124,8 +123,7 @@ class RedisReplicas:
         folder.mkdir()
         command = redis_command(self._binary, folder, folder / "s")
         command[command.index("--port") + 1] = str(port)
-        # A replica gets its copy through a socket at once. By default, a master waits 5 s for more
-        # replicas.
+        # A replica gets its copy through a socket at once. By default, a master waits 5 s for more replicas.
         self._start(port, [*command, "--repl-diskless-sync-delay", "0", *more])
         self.until(lambda: bool(redis.Redis(port=port).ping()))
 

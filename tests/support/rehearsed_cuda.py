@@ -87,10 +87,7 @@ class Rehearsal(TorchDispatchMode):
             raise RuntimeError(f"{func}: all tensors on one device, but {shapes} are on the host")
         pins = bool(kwargs.get("pin_memory"))
         given = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-        is_here = asked in (
-            "cuda",
-            "meta",
-        )  # torch creates its own tensors on its current device
+        is_here = asked in ("cuda", "meta")  # torch creates its own tensors on its current device
         if is_here:
             given["device"] = torch.device("cpu")
         found = func(*mapped(bare, args), **mapped(bare, given))

@@ -1,7 +1,5 @@
 # mypy: disable-error-code="no-untyped-call"
-"""Kernels of CUDA only, replaced by plain code that checks their contracts. See
-`rehearsed_cuda.py`.
-"""
+"""Kernels of CUDA only, replaced by plain code that checks their contracts. See `rehearsed_cuda.py`."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def wide_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def grouped_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return grouped products. The contract of the kernel is checked by torch itself, on the meta
-    device.
-    """
+    """Return grouped products. The contract of the kernel is checked by torch itself, on the meta device."""
     left, right, ends = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
     assert all(isinstance(each, OnDevice) for each in (left, right, ends))
     if left.dtype == torch.bfloat16:
@@ -134,9 +130,7 @@ def check_flash(given: dict[str, Any]) -> None:
 
 
 def spans(given: dict[str, Any]) -> Iterator[tuple[slice, Any, Any, Any]]:
-    """Yield for each sequence its queries, its keys and values per query head, and the attention
-    mask.
-    """
+    """Yield for each sequence its queries, its keys and values per query head, and the attention mask."""
     q, k, v = (given[name].held for name in ("query", "key", "value"))
     ends = given["cu_seq_q"].held.tolist()
     window, right = given["window_size"]

@@ -1,8 +1,6 @@
 # typing.override begins with Python 3.12, and torch's base classes are only partly typed.
 # mypy: disable-error-code="explicit-override, override, assignment"
-"""Tensors that hold their values on the host and report CUDA as their device. See
-`rehearsed_cuda.py`.
-"""
+"""Tensors that hold their values on the host and report CUDA as their device. See `rehearsed_cuda.py`."""
 
 from __future__ import annotations
 

@@ -77,9 +77,7 @@ async def sample(
 
 
 async def sampled(server: Stack, sampler: SamplerRecord, request: RequestId) -> bytes:
-    """Wait for samples. Return them as bytes, without the number of cached tokens, which may
-    differ.
-    """
+    """Wait for samples. Return them as bytes, without the number of cached tokens, which may differ."""
     result = await ended(server, sampler, request)
     assert result.kind is ResultKind.SAMPLE, result.payload
     response = wire_pb2.SampleResponse.FromString(result.payload)

@@ -1,6 +1,4 @@
-"""`cotrain serve` as an operator runs it, on a free port, with all its processes forked
-(`tests.warm`) or not.
-"""
+"""`cotrain serve` as an operator runs it, on a free port, with all its processes forked (`tests.warm`) or not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Base models that are read once per process: all engines and oracles of tests share their frozen
-weights.
-"""
+"""Base models that are read once per process: all engines and oracles of tests share their frozen weights."""
 
 from __future__ import annotations
 

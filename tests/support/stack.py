@@ -136,9 +136,7 @@ def worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
-    """Run a worker's loop in a thread until the end of the block. With `drains`, it writes
-    snapshots at its end.
-    """
+    """Run a worker's loop in a thread until the end of the block. With `drains`, it writes snapshots at its end."""
     loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
     if not drains:
         loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
@@ -160,9 +158,7 @@ def make_worker(
     cost: ReplayCost = UNMEASURED,
     **overrides: float | str,
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
-    """Build a worker's loop without running it. Return it with its open resources, which the caller
-    must close.
-    """
+    """Build a worker's loop without running it. Return it with its open resources, which the caller must close."""
     settings = WorkerSettings.model_validate(
         {
             "redis_url": redis_url,

@@ -191,11 +191,7 @@ def output(
 def save_records(op: QueuedOp, tenant: TenantId, save: SaveRequest) -> SaveRecords:
     """Make the records of a save as a worker does."""
     ref = WeightsRef(op.request_id)
-    common: Any = {
-        "tenant": tenant,
-        "base_model": POOL.base_model,
-        "created_at": time.time(),
-    }
+    common: Any = {"tenant": tenant, "base_model": POOL.base_model, "created_at": time.time()}
     weights = WeightsRecord(
         ref=ref, run=op.run, pool=POOL.id, worker=WORKER, lora=LoraSpec(rank=4, seed=0),
         has_optimizer=save.kind == "weights", external=bool(save.age_recipients), **common,

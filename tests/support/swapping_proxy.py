@@ -1,6 +1,4 @@
-"""Proxy that answers some requests itself, such as a login page or a maintenance notice in front of
-a server.
-"""
+"""Proxy that answers some requests itself, such as a login page or a maintenance notice in front of a server."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from tests.support.http_api import ALICE, BOB, POOL
 from tests.support.stand_in import StandIn, output, stand_in
-from tests.support.tiny_models import trained_tokenizer
+from tests.support.tiny_tokenizers import trained_tokenizer
 
 (EOS,) = POOL.eos_token_ids
 CACHED_TOKENS = 1

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sysconfig
-from collections.abc import Iterator, Mapping
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from cotrain_workers.engine.model.families import auto_class
+from tests.support.tiny_tokenizers import SPECIAL_TOKENS, trained_tokenizer
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CORPUS_BYTES = 400_000  # enough for a 4,096-token vocabulary, read in well under a second
 
 SHAPE: Mapping[str, Any] = {
     "num_hidden_layers": 2,
@@ -116,11 +104,7 @@ GEMMA4: Mapping[str, Any] = {
     "final_logit_softcapping": 3.0,
     "use_bidirectional_attention": "vision",
 }
-MULTIPLIED = {
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.3,
-    "attention_multiplier": 0.2,
-}
+MULTIPLIED = {"embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2}
 MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma3-wrapped": ("Gemma3Config", {**GEMMA, "layer_types": WINDOWS}),
     "gemma4": ("Gemma4TextConfig", GEMMA4),
@@ -261,10 +245,7 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "minimax_m2": ("MiniMaxM2Config", {"head_dim": 16, **SIX_EXPERTS}),
     "flex_olmo": ("FlexOlmoConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
-    "hunyuan_v1_moe": (
-        "HunYuanMoEV1Config",
-        {"head_dim": 16, "num_experts": 6, "moe_topk": 2},
-    ),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"head_dim": 16, "num_experts": 6, "moe_topk": 2}),
     "phimoe": ("PhimoeConfig", dict(SIX_EXPERTS)),
     "granitemoe": ("GraniteMoeConfig", {**SIX_EXPERTS, "logits_scaling": 2.0}),
     "solar_open": ("SolarOpenConfig", {**SHARED, "head_dim": 16}),
@@ -488,65 +469,3 @@ def build_tiny_with_tools(folder: Path) -> Path:
     """Write a random Qwen3 model with a long context, whose chat template has tools, to `folder`."""
     template = (Path(__file__).parent / "tool_template.jinja").read_text()
     return build_tiny_qwen3(folder, context=16_384, template=template)
-
-
-@cache
-def trained_tokenizer(vocab: int) -> str:
-    """Train a byte-level BPE tokenizer of `vocab` tokens and return its JSON."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=list(SPECIAL_TOKENS),
-        show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(standard_library_text(CORPUS_BYTES), trainer)
-    return tokenizer.to_str()
-
-
-@cache
-def sentencepiece_tokenizer(vocab: int, *, strips: bool) -> str:
-    """Train a BPE tokenizer with byte fallback, as Llama 2's (`strips` its first space) or Gemma's.
-
-    Its first three tokens are <unk>, <s> and </s>, then come the 256 bytes. Returns its JSON.
-    """
-    trained = Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    learned = vocab - 259
-    trainer = trainers.BpeTrainer(vocab_size=learned, show_progress=False, limit_alphabet=100)
-    trained.train_from_iterator(standard_library_text(CORPUS_BYTES), trainer)
-    model = json.loads(trained.to_str())["model"]
-    ours = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
-    tokenizer = Tokenizer(
-        models.BPE(
-            {token: at for at, token in enumerate(ours)},
-            [tuple(pair) for pair in model["merges"]],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
-    replaced = normalizers.Replace(" ", "\u2581")
-    first = [normalizers.Prepend("\u2581")] if strips else []
-    tokenizer.normalizer = normalizers.Sequence([*first, replaced])
-    last = [decoders.Strip(" ", 1, 0)] if strips else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
-    )
-    tokenizer.add_special_tokens(ours[:3])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    return tokenizer.to_str()
-
-
-def standard_library_text(max_bytes: int) -> Iterator[str]:
-    """Yield source files of the standard library, in order of name, up to about `max_bytes`."""
-    left = max_bytes
-    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
-        if left <= 0:
-            return
-        text = path.read_text(encoding="utf-8", errors="ignore")[:left]
-        left -= len(text)
-        yield text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.shared_base import load_plain
+
+#: Fixtures of `tests/unit/workers/conftest.py`.
+NewEngine = Callable[..., Engine]
+ModelFolder = Callable[..., Path]
 
 
 def modules_of(network: Any, spec: AdapterSpec) -> list[str]:
@@ -142,9 +147,7 @@ class PeftOracle:
         return torch.log_softmax(logits, -1).gather(1, columns).reshape(targets.shape)
 
     def backward(self, op: Pass) -> tuple[float, float]:
-        """Add the gradient of a pass, datum by datum. Return its summed loss, and that of absolute
-        terms.
-        """
+        """Add the gradient of a pass, datum by datum. Return its summed loss, and that of absolute terms."""
         total, size = 0.0, 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:

@@ -22,9 +22,7 @@ def config(**changes: Any) -> bytes:
 
 
 def safetensors(shape_by_name: Mapping[str, Sequence[int]], dtype: str = "F32") -> bytes:
-    """Return a file with tensors of these shapes and small random values, written without a
-    library.
-    """
+    """Return a file with tensors of these shapes and small random values, written without a library."""
     header, blobs, end = {}, [], 0
     for number, (name, shape) in enumerate(shape_by_name.items()):
         values = np.random.default_rng(number).normal(0, 0.1, shape)
@@ -46,10 +44,7 @@ def raw_safetensors(header: bytes, content: bytes = b"") -> bytes:
 
 def q_proj(rank: int = 4, inputs: int = 6, outputs: int = 10, **changes: Any) -> bytes:
     """Return a file with the two matrices of an adapter on one q_proj."""
-    shapes = {
-        f"{PREFIX}.lora_A.weight": (rank, inputs),
-        f"{PREFIX}.lora_B.weight": (outputs, rank),
-    }
+    shapes = {f"{PREFIX}.lora_A.weight": (rank, inputs), f"{PREFIX}.lora_B.weight": (outputs, rank)}
     return safetensors(shapes, **changes)
 
 

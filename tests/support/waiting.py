@@ -26,8 +26,6 @@ async def until_true(look: Callable[[], Awaitable[bool]], look_every_s: float = 
 
 
 def files_below(folder: Path, ending: str) -> list[Path]:
-    """Return the existing files, even while folders are being removed, for which `Path.glob`
-    raises.
-    """
+    """Return the existing files, even while folders are being removed, for which `Path.glob` raises."""
     found = [Path(at, name) for at, _, names in os.walk(folder) for name in names]
     return [file for file in found if file.name.endswith(ending)]

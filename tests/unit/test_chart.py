@@ -44,9 +44,7 @@ def merged(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("example", examples())
-def test_the_values_of_examples_are_valid_and_all_values_are_described(
-    example: str,
-) -> None:
+def test_the_values_of_examples_are_valid_and_all_values_are_described(example: str) -> None:
     validator = jsonschema_rs.validator_for(SCHEMA)
     assert [str(each) for each in validator.iter_errors(VALUES)] == []
     given = merged(examples()[example], VALUES)

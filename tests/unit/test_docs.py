@@ -131,9 +131,7 @@ def test_blocks_share_names_and_may_await_and_a_check_can_fail(tmp_path: Path) -
 
 @cache
 def known_files() -> frozenset[str]:
-    """Return every path of a file here, and every end of it, such as `worker/loop.py` and
-    `loop.py`.
-    """
+    """Return every path of a file here, and every end of it, such as `worker/loop.py` and `loop.py`."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=True,

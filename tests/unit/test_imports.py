@@ -27,13 +27,18 @@ FORBIDDEN = {
     "cotrain_server": TENSORS,
 }
 
-#: Imports each package after those that it may import, and prints all libraries after each.
+#: Imports each package after those that it may import, then the modules of all commands of `cotrain`. Prints all
+#: libraries after each.
 IMPORT_ALL = """
 import importlib, json, sys
+from importlib.metadata import entry_points
 for names in json.loads(sys.argv[1]):
     for name in names:
         importlib.import_module(name)
     print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
+from cotrain.cli import COMMANDS, command_line
+command_line(entry_points(group=COMMANDS))
+print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 """
 
 
@@ -45,7 +50,7 @@ def modules_of(package: str) -> list[str]:
     return sorted({".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts})
 
 
-def test_a_package_imports_no_library_that_is_foreign_to_it() -> None:
+def test_packages_and_commands_import_no_library_that_is_foreign_to_them() -> None:
     paths = json.dumps([str(root) for root in dict.fromkeys(ROOTS.values())])
     script = f"import sys; sys.path[:0] = {paths}\n{IMPORT_ALL}"
     modules = json.dumps([modules_of(package) for package in FORBIDDEN])
@@ -53,21 +58,8 @@ def test_a_package_imports_no_library_that_is_foreign_to_it() -> None:
         [sys.executable, "-c", script, modules], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    for package, loaded in zip(FORBIDDEN, done.stdout.splitlines(), strict=True):
-        assert not FORBIDDEN[package] & set(json.loads(loaded)), package
-
-
-def test_the_command_line_starts_without_torch() -> None:
-    """Every command of `cotrain` imports the modules of all commands."""
-    script = (
-        "import json, sys\nfrom importlib.metadata import entry_points\n"
-        "from cotrain.cli import COMMANDS, command_line\n"
-        "command_line(entry_points(group=COMMANDS))\n"
-        'print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))'
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    loaded = set(json.loads(done.stdout))
-    assert "cotrain_workers" in loaded, "the commands of the workers were not loaded"
-    assert not TENSORS & loaded
+    *libraries, of_commands = map(json.loads, done.stdout.splitlines())
+    for package, loaded in zip(FORBIDDEN, libraries, strict=True):
+        assert not FORBIDDEN[package] & set(loaded), package
+    assert "cotrain_workers" in of_commands, "the commands of the workers were not loaded"
+    assert not TENSORS & set(of_commands)

@@ -1,6 +1,4 @@
-"""Metrics in docs/reference/metrics.md, in the processes, and in the list of definitions, which must be
-equal.
-"""
+"""Metrics in docs/reference/metrics.md, in the processes, and in the list of definitions, which must be equal."""
 
 from __future__ import annotations
 
@@ -17,13 +15,7 @@ from cotrain_server.views import fleet_metrics as collector
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.monitoring.definitions import METRICS, Kind, Metric, Source, of
-from cotrain_store.monitoring.fleet import (
-    Fleet,
-    PoolStatus,
-    QueueStatus,
-    RedisStatus,
-    WorkerStatus,
-)
+from cotrain_store.monitoring.fleet import Fleet, PoolStatus, QueueStatus, RedisStatus, WorkerStatus
 from cotrain_store.monitoring.metrics import REGISTRIES
 from docs.tables import PAGE, with_metrics
 from tests.support.stack import pool_record_for_tests

@@ -1,6 +1,4 @@
-"""Lines of mutants. A mutant whose line has changed would test nothing, and fails here long before
-`make mutants`.
-"""
+"""Lines of mutants. A mutant whose line has changed would test nothing, and fails here long before `make mutants`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`make pin-images` with a script in place of the registry: it writes the digests of the registry,
-or nothing.
-"""
+"""`make pin-images` with a script in place of the registry: it writes the digests of the registry, or nothing."""
 
 from __future__ import annotations
 

@@ -37,9 +37,7 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", code, *arguments]
 
 
-def test_a_forked_process_has_the_properties_of_a_started_one(
-    tmp_path: Path,
-) -> None:
+def test_a_forked_process_has_the_properties_of_a_started_one(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     with Popen(
         python(ASKED, "one", "two"), cwd=tmp_path, env={**os.environ, "COTRAIN_SAID": "so"}, text=True,
@@ -137,9 +135,7 @@ def test_a_process_of_pytest_xdist_is_forked_with_the_tests_imported() -> None:
     assert is_forked == ("PYTEST_XDIST_WORKER" in os.environ)
 
 
-def test_an_import_error_of_a_test_module_is_reported_by_a_forked_process(
-    tmp_path: Path,
-) -> None:
+def test_an_import_error_of_a_test_module_is_reported_by_a_forked_process(tmp_path: Path) -> None:
     (tmp_path / "test_broken.py").write_text(
         "def test_before() -> None: ...\nimport nothing_of_this_name\n"
     )

@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -93,12 +94,16 @@ KEPT = re.compile(
 )
 _WORDS = re.compile(rf"(?<![\w-])({'|'.join(WORDS)})(?!\w)", re.IGNORECASE)
 _EVENT = re.compile(r"""["']([a-z]+(?:_[a-z]+)+)["']""")
+_PROSE = re.compile(r'"{3}.*?"{3}|(^ *|  )#.*?$', re.MULTILINE | re.DOTALL)
 _PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 
 
 def old_words(text: str) -> Iterator[str]:
     """Find words of the first list, with their lines."""
-    for number, line in enumerate(KEPT.sub("", text).splitlines(), 1):
+    text = KEPT.sub("", text)
+    if not _WORDS.search(text):
+        return
+    for number, line in enumerate(text.splitlines(), 1):
         for found in _WORDS.finditer(line):
             yield f"{number}: {found[0]}"
 
@@ -106,7 +111,7 @@ def old_words(text: str) -> Iterator[str]:
 def old_names(code: str) -> Iterator[str]:
     """Find names with a part of the second list: identifiers, and strings that look like events."""
     code = KEPT.sub("", code)
-    if not any(part.lower() in NAMES for part in set(_PART.findall(code))):
+    if not any(part.lower() in NAMES for part in set(_PART.findall(_PROSE.sub("", code)))):
         return  # nothing to cut into names, which takes ten times as long
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         name = token.string if token.type == tokenize.NAME else ""
@@ -116,6 +121,7 @@ def old_names(code: str) -> Iterator[str]:
             yield f"{token.start[0]}: {name}"
 
 
+@cache
 def files() -> list[Path]:
     inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     pages = [*ROOT.glob("*.md"), ROOT / "Makefile"]

@@ -1,7 +1,5 @@
 """Export of a checkpoint for other programs: download, conversion, and comparison with the server."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Retention rules of checkpoints, such as `last:3, best:eval/nll:2`. Pure, except for the deletions."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Result of a training step: of a pass and the optimizer step sent with it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from cotrain.requests.connection import BackgroundLoop

@@ -1,7 +1,5 @@
 """Command `cotrain data show`: the datums of a file of conversations, with their trained parts marked."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Command `cotrain sweep`: train one file of conversations with several settings, and keep the best run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Conversations in OpenAI's format, from JSONL or from Python."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

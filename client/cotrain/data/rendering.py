@@ -5,8 +5,6 @@ generation. So its first trained token is the first one that a sampler would gen
 template's end of the message. Both are found by comparing tokens, never by searching for texts.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """View of a datum: its text, with the parts that are trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any

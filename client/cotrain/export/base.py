@@ -1,7 +1,5 @@
 """The base model's files on this machine: its configuration, and the position of each weight."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

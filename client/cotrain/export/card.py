@@ -1,7 +1,5 @@
 """README.md of an export: a model card for the hub, with the result of the comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ PEFT stacks the matrices of all experts of a layer: A is `[experts * rank, input
 has three-dimensional matrices, with a first dimension of 1 where the experts share one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

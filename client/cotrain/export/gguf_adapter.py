@@ -5,8 +5,6 @@ values, and transformers of values half a head apart. So rows of B of `q_proj` a
 places in the Llama and Mistral families, as in the file of their base model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Libraries of the extra `export`, imported on demand."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -4,8 +4,6 @@ Files are converted one after the other, so memory holds one of them. Where embe
 the unembedding, the merged model gets an unembedding of its own. Otherwise the change would also move the embeddings.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Sequence

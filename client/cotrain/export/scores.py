@@ -4,8 +4,6 @@ The texts are continuations that the server sampled, so their tokens are ones th
 export computes their log-probs with plain transformers or PEFT, on a CPU.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Check of an export on a running vLLM server: load it there, and compare its log-probs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

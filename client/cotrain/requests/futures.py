@@ -4,8 +4,6 @@ Both work from any thread and any event loop, for any number of waiters, any num
 decorators `both_ways` and `submitted` define a method once for blocking and asynchronous callers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import inspect

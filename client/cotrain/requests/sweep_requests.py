@@ -3,8 +3,6 @@
 Each run reserves its own positions, so its order, its back-pressure and its results are those of requests of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import logging

@@ -4,8 +4,6 @@ The format is that of the hosted SDK. A `loss_id` contains the whole loss, so a 
 repeated without its session.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from base64 import urlsafe_b64decode, urlsafe_b64encode

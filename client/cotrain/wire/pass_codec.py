@@ -3,8 +3,6 @@
 It encodes arrays as bytes, but does not check the inputs of a loss or the token ids.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Images in the bodies of requests: checks of hostile data, and the number of their tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from io import BytesIO
 from math import ceil, floor, sqrt

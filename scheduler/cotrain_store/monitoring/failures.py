@@ -3,8 +3,6 @@
 Scripts count failures when they store a result. An API process counts refusals.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Names of the matrices of experts in uploads: PEFT's parameters, one module for each expert, and Tinker's."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Literal

@@ -1,7 +1,5 @@
 """Programs of a server, with their settings and shutdown."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

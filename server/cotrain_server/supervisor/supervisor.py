@@ -157,7 +157,8 @@ class Supervisor:
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
         port = listener.getsockname()[1]
-        url = f"http://{address(_reachable(self.plan.host), port)}"
+        reachable = {"0.0.0.0": "127.0.0.1", ANY_ADDRESS: "::1"}  # noqa: S104  # not bound here
+        url = f"http://{address(reachable.get(self.plan.host, self.plan.host), port)}"
         await _ready(url, self.say)
         following.cancel()
         self._was_ready = True
@@ -287,7 +288,3 @@ async def _ready(url: str, say: Callable[[str], None]) -> None:
             say(f"not ready yet: {reasons}")
             reported = reasons
         await asyncio.sleep(READY_POLL_S)
-
-
-def _reachable(host: str) -> str:
-    return {"0.0.0.0": "127.0.0.1", ANY_ADDRESS: "::1"}.get(host, host)  # noqa: S104  # not bound here

@@ -1,7 +1,5 @@
 """Request and error models of Anthropic's API, and the refusal of unsupported fields."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 

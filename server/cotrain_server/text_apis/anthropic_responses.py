@@ -1,7 +1,5 @@
 """Conversion of samples to Anthropic's response format, complete or streamed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `check_grammar` compiles a grammar in a child process, so a hostile one costs a bounded time.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Parts of a message of a model: reasoning, text and tool calls, from streamed text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto

@@ -1,7 +1,5 @@
 """Objects and events of OpenAI's Responses API, made from the parts of a chat completion."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any

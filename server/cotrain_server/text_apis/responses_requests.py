@@ -1,7 +1,5 @@
 """Request model of OpenAI's Responses API, whose items become the messages of a chat."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

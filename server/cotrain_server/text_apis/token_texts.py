@@ -1,7 +1,5 @@
 """Text of an answer: the visible text so far, and the part of each token for log-probs."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ A model writes calls as its chat template shows them. Qwen and Hermes put JSON b
 Qwen3-Coder XML. Llama 3 writes a JSON object in place of a text. Mistral writes `[TOOL_CALLS]` before its calls.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

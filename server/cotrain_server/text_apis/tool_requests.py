@@ -1,7 +1,5 @@
 """Tools of a request: definitions, choice, and the calls and results in a history, for a template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

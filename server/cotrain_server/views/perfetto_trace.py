@@ -13,7 +13,9 @@ _PROCESS = 1
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one track per run: waiting, the cycle, and within it the passes and the optimizer step."""
-    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=_order)
+    runs = sorted(
+        {run["run"] for cycle in cycles for run in cycle["runs"]}, key=lambda r: (len(r), r)
+    )
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [
         _name("process_name", 0, f"session {session}"),
@@ -63,7 +65,3 @@ def _slice(
 
 def _name(what: str, track: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
-
-
-def _order(run: str) -> tuple[int, str]:
-    return len(run), run

@@ -118,11 +118,7 @@ def _infos(amounts: _Used) -> list[wire.UsageInfo]:
         wire.SampleUsage(token_count=used.sampled_tokens),
         wire.CheckpointUsage(count=used.checkpoints),
     ]
-    return [info for info in infos if _quantity(info)]
-
-
-def _quantity(info: wire.UsageInfo) -> int:
-    return info.count if isinstance(info, wire.CheckpointUsage) else info.token_count
+    return [info for info in infos if _tokens(info) or getattr(info, "count", 0)]
 
 
 def _tokens(info: wire.UsageInfo) -> int:

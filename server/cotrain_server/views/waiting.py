@@ -1,7 +1,5 @@
 """Cause for which a run waits, in one sentence: a pure function of the state that `/status` shows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -7,8 +7,7 @@ from pathlib import Path
 from tests.warm.popen import run
 
 ROOT = Path(__file__).resolve().parents[3]
-#: None of this repository's packages is installed, and of its dependencies only those the benches
-#: declare.
+#: None of this repository's packages is installed, and of its dependencies only those the benches declare.
 BARE = f"""
 import runpy, sys
 import peft, transformers

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.__main__ import scenarios
+from tests.warm.popen import run
 
 ROOT = Path(__file__).resolve().parents[3]
 #: Scripts of the later parts, in the order of `all`.
@@ -99,15 +100,12 @@ def test_b(): raise SystemExit("stopped")
 """
     )
 
-    ran = subprocess.run(
+    ran = run(
         [
             *(sys.executable, "-m", "pytest", "-c", "/dev/null", "--rootdir", str(tmp_path)),
             *("-p", "bench.support.instant_failures", "-p", "no:cacheprovider", str(tmp_path)),
         ],
         cwd=ROOT,
-        capture_output=True,
-        check=False,
-        text=True,
     )
 
     before = ran.stdout.split("= FAILURES =")[0]

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+import click.testing
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from cotrain import __version__
 from cotrain.cli import COMMANDS, command_line
+from tests.support.draws import variant
 
 HERE = EntryPoint("version2", "cotrain.cli:version", COMMANDS)
 MISSING = EntryPoint("serve", "a_library_that_is_not_there.cli:serve", COMMANDS)
@@ -25,9 +27,11 @@ def test_the_version_is_printed() -> None:
 
 
 def test_every_command_has_a_description_and_runnable_examples() -> None:
-    app = command_line(entry_points(group=COMMANDS))
-    for words in commands_of(typer.main.get_command(app)):
-        shown = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
+    command: Any = typer.main.get_command(command_line(entry_points(group=COMMANDS)))
+    for words in commands_of(command):
+        shown = click.testing.CliRunner().invoke(
+            command, [*words, "--help"], env={"COLUMNS": "200"}
+        )
         assert shown.exit_code == 0, words
         assert "Examples:" in shown.output, words
         assert f"cotrain {' '.join(words)}" in shown.output.partition("Examples:")[2], words
@@ -58,7 +62,7 @@ def test_a_command_with_missing_libraries_says_what_to_install() -> None:
     assert "'.[all]'" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", ["cp1252", variant("latin-1"), variant("ascii")])
 def test_a_character_that_a_terminal_cannot_encode_is_a_question_mark(encoding: str) -> None:
     program = (
         "import typer, sys; from rich.table import Table\n"

@@ -1,6 +1,4 @@
-"""Methods and arguments of the hosted SDK: each works here under the same name, or raises the
-reason.
-"""
+"""Methods and arguments of the hosted SDK: each works here under the same name, or raises the reason."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ def test_periods_start_at_multiples_of_their_length() -> None:
 
 
 @pytest.mark.parametrize("period_s", [0.5, 10.0, 60.0])
-def test_a_request_after_the_start_of_a_cycle_is_answered_in_a_period(
-    period_s: float,
-) -> None:
+def test_a_request_after_the_start_of_a_cycle_is_answered_in_a_period(period_s: float) -> None:
     """The wait is the rest of that cycle, the gather window and the whole next cycle, with a tenth
     of a period to spare.
     """

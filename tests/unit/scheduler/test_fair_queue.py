@@ -19,8 +19,7 @@ Weights = dict[TenantId, float]
 KINDS = [*[OpKind.FORWARD_BACKWARD] * 4, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.REJECTED]
 ops = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(1, 900)), min_size=1, max_size=6)
 weights = st.sampled_from([{}, {}, {TenantId("t0"): 3.0}])
-#: A run is sent ops. A cycle has a budget and runs a part of its allowances. The first ops of a run
-#: are cancelled.
+#: A run is sent ops. A cycle has a budget and runs a part of its allowances. The first ops of a run are cancelled.
 acts = st.one_of(
     st.tuples(st.just("send"), st.integers(0, 5), ops),
     st.tuples(
@@ -93,9 +92,7 @@ class Pool:
 
 
 class Naive:
-    """Planner that reads everything each time. It keeps the served tokens of each tenant, but no
-    next part.
-    """
+    """Planner that reads everything each time. It keeps the served tokens of each tenant, but no next part."""
 
     def __init__(self) -> None:
         self.fair_queue = FairQueue()

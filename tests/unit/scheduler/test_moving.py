@@ -46,8 +46,7 @@ def test_sampling_does_not_add_to_the_load_of_the_runs_of_a_worker() -> None:
     trains = WorkerHeartbeat(
         W1, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.5, "idle": 0.5}
     )
-    # If sampling counted as theirs, each run would be 27 s of 54 s, and none would fit half of the
-    # difference of 24 s.
+    # If sampling counted as theirs, each run would be 27 s of 54 s, and none would fit half of the difference of 24 s.
     found = levelled([load_of(samples, 0.0, asked), load_of(trains, 0.0, {})], frozenset())
     assert found == [("b", W1)]
     # Runs without recent training have no weight, however much is sampled.

@@ -88,8 +88,7 @@ def test_a_worker_needs_memory_for_one_more_average_adapter(
 
 
 @given(
-    st.lists(st.floats(10, 1e5), min_size=1, max_size=6),
-    st.lists(st.floats(1, 1e6), max_size=40),
+    st.lists(st.floats(10, 1e5), min_size=1, max_size=6), st.lists(st.floats(1, 1e6), max_size=40)
 )
 def test_workers_differ_by_at_most_one_run_of_any_size(
     rates: list[float], runs: list[float]

@@ -238,17 +238,6 @@ class Backlogged:
 mixed = st.lists(st.lists(st.integers(20, 4_000), min_size=1, max_size=4), min_size=2, max_size=5)
 
 
-@given(mixed, st.integers(1, 600), st.integers(50, 1500), st.integers(3, 15))
-@settings(max_examples=examples(50))
-def test_backlogged_tenants_get_the_same_tokens_within_two_quanta(
-    sizes: list[list[int]], quantum: int, budget_tokens: int, cycles: int
-) -> None:
-    tenants = Backlogged(sizes, quantum, budget_tokens)
-    for _ in range(cycles):
-        tenants.cycle()
-        assert max(tenants.served) - min(tenants.served) < 2 * quantum
-
-
 @given(mixed, st.integers(1, 600), st.integers(200, 1500))
 @settings(max_examples=examples(30))
 def test_shares_are_equal_in_the_long_run(
@@ -261,30 +250,12 @@ def test_shares_are_equal_in_the_long_run(
     assert sum(shares) ** 2 / (len(shares) * sum(share**2 for share in shares)) >= 0.99  # Jain's
 
 
-@given(mixed, st.integers(1, 600), st.integers(100, 1500), st.integers(1, 10), st.integers(1, 99))
-@settings(max_examples=examples(50))
-def test_a_newcomer_is_served_before_others_get_more_than_its_tokens(
-    sizes: list[list[int]], quantum: int, budget_tokens: int, cycles: int, tokens: int
-) -> None:
-    tenants = Backlogged(sizes, quantum, budget_tokens)
-    for _ in range(cycles):
-        tenants.cycle()
-    tenants.sizes = [*sizes, [tokens]]
-    tenants.rows.append(queue_of(f"r{len(sizes)}", "newcomer", []))
-    tenants.seqs.append(0)
-    tenants.served = [0] * len(tenants.sizes)
-    while not tenants.served[-1]:
-        tenants.cycle()
-        if not tenants.served[-1]:
-            assert max(tenants.served) < tokens + 2 * quantum
-
-
-weights = st.lists(
+weights = st.just([1.0] * 5) | st.lists(
     st.floats(LEAST_WEIGHT, MAX_WEIGHT).map(lambda w: round(w, 1)), min_size=5, max_size=5
 )
 
 
-@given(mixed, weights, st.integers(2, 600), st.integers(50, 1500), st.integers(3, 15))
+@given(mixed, weights, st.integers(1, 600), st.integers(50, 1500), st.integers(3, 15))
 @settings(max_examples=examples(50))
 def test_backlogged_tenants_get_tokens_by_their_weights_within_two_quanta(
     sizes: list[list[int]], weights: list[float], quantum: int, budget_tokens: int, cycles: int
@@ -294,7 +265,8 @@ def test_backlogged_tenants_get_tokens_by_their_weights_within_two_quanta(
     for _ in range(cycles):
         tenants.cycle()
         served = [tokens / weight for tokens, weight in zip(tenants.served, weights, strict=True)]
-        assert max(served) - min(served) < 2 * quantum / min(weights) + 1e-6
+        rounding = 0.0 if set(weights) == {1.0} else 1e-6
+        assert max(served) - min(served) < 2 * quantum / min(weights) + rounding
 
 
 def test_a_tenant_with_weight_2_gets_twice_the_tokens_under_contention() -> None:
@@ -308,7 +280,7 @@ def test_a_tenant_with_weight_2_gets_twice_the_tokens_under_contention() -> None
 
 @given(
     mixed, weights, st.integers(1, 600), st.integers(100, 1500), st.integers(1, 10),
-    st.integers(1, 99), st.floats(LEAST_WEIGHT, MAX_WEIGHT),
+    st.integers(1, 99), st.just(1.0) | st.floats(LEAST_WEIGHT, MAX_WEIGHT),
 )  # fmt: skip
 @settings(max_examples=examples(50))
 def test_a_newcomer_waits_at_most_in_proportion_to_the_weights(
@@ -316,6 +288,7 @@ def test_a_newcomer_waits_at_most_in_proportion_to_the_weights(
     tokens: int, own: float,
 ) -> None:  # fmt: skip
     weights = weights[: len(sizes)]
+    rounding = 0.0 if {*weights, own} == {1.0} else 1e-6
     tenants = Backlogged(sizes, quantum, budget_tokens, weights)
     for _ in range(cycles):
         tenants.cycle()
@@ -328,7 +301,7 @@ def test_a_newcomer_waits_at_most_in_proportion_to_the_weights(
         tenants.cycle()
         if not tenants.served[-1]:
             for served, weight in zip(tenants.served[:-1], weights, strict=True):
-                assert served < tokens * weight / own + 2 * quantum + 1e-6
+                assert served < tokens * weight / own + 2 * quantum + rounding
 
 
 def test_a_barrier_delays_only_its_own_run() -> None:
@@ -444,13 +417,10 @@ def test_a_tenant_is_charged_for_the_tokens_that_ran() -> None:
     assert third.allowances == {"b:1": 1_600}  # a had 5,000 at once
 
 
-def test_the_budget_is_the_work_of_a_worker_in_one_period() -> None:
+def test_the_budget_is_the_work_of_one_period_and_grows_relative_to_the_previous_cycle() -> None:
+    """Measured: a throughput from small cycles, 100 times too high, once led to a cycle of 24 s."""
     assert budget(heartbeat("w", tokens_per_s=1500.0), 10.0, last_tokens=0) == 15_000
     assert budget(heartbeat("w", tokens_per_s=0.0), 10.0, last_tokens=0) == 1
-
-
-def test_a_cycle_grows_relative_to_the_previous_one() -> None:
-    """Measured: a throughput from small cycles, 100 times too high, once led to a cycle of 24 s."""
     fast = heartbeat("w", tokens_per_s=1e6)
     assert budget(fast, 10.0, last_tokens=256) == FIRST_TOKENS
     assert budget(fast, 10.0, last_tokens=FIRST_TOKENS) == GROWTH * FIRST_TOKENS

@@ -67,9 +67,7 @@ async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(
     await clock.tick(NOW)
 
     async def ends(at: float, *returns: tuple[str, float]) -> set[str]:
-        """End the open step, with c waiting and others returning later. Return the runs in the next
-        step.
-        """
+        """End the open step, with c waiting and others returning later. Return the runs in the next step."""
         store.finish()
         store.submit("c", at=at - 1)
         again = await clock.tick(at)
@@ -101,9 +99,7 @@ async def test_a_busy_worker_gets_no_step(store: InMemory) -> None:
     assert len(store.steps) == 1
 
 
-async def test_new_runs_go_to_the_least_loaded_worker_in_separate_steps(
-    store: InMemory,
-) -> None:
+async def test_new_runs_go_to_the_least_loaded_worker_in_separate_steps(store: InMemory) -> None:
     store.workers = [WORKER, WorkerId("w1")]
     for run in ("a", "b", "c", "d"):
         store.submit(run)
@@ -115,9 +111,7 @@ async def test_new_runs_go_to_the_least_loaded_worker_in_separate_steps(
     assert runs[0] | runs[1] == {"a", "b", "c", "d"}
 
 
-async def test_a_save_without_free_memory_delays_only_its_own_run(
-    store: InMemory,
-) -> None:
+async def test_a_save_without_free_memory_delays_only_its_own_run(store: InMemory) -> None:
     clock = pool_on(store)
     store.accepts_saves = False
     for kind in (OpKind.FORWARD_BACKWARD, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.FORWARD):
@@ -202,9 +196,7 @@ async def test_a_step_has_the_work_and_the_time_of_one_period(
     assert sum(op.tokens for op in step.ops) == limit_s * TOKENS_PER_S
 
 
-async def test_a_changed_queue_is_read_again_within_the_same_beat(
-    store: InMemory,
-) -> None:
+async def test_a_changed_queue_is_read_again_within_the_same_beat(store: InMemory) -> None:
     clock = pool_on(store, clock_mode=ClockMode.METRONOME, clock_period_s=10)
     clock._last_period = int(NOW // 10)
     store.submit("a")
@@ -276,9 +268,7 @@ async def test_the_queue_is_read_once_and_afterwards_only_its_changes(store: InM
     assert (store.read_all, store.read_runs) == ([0], [])
 
 
-async def test_the_whole_queue_is_read_again_after_a_missed_change(
-    store: InMemory,
-) -> None:
+async def test_the_whole_queue_is_read_again_after_a_missed_change(store: InMemory) -> None:
     clock = pool_on(store)
     await clock.tick(NOW)
     clock.forget_queue()

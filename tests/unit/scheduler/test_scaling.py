@@ -106,9 +106,7 @@ TO_ZERO = Bounds(least=0)
 def wanted(
     needed: list[tuple[float, int]], bounds: Bounds = TO_ZERO, workers: int = 0
 ) -> list[int]:
-    """Return the wanted number at each look, every 2 s. `needed` has pairs of a duration in s and a
-    need.
-    """
+    """Return the wanted number at each look, every 2 s. `needed` has pairs of a duration in s and a need."""
     now = 1_000.0
     scaling, found = first_scaling(workers, now, bounds), []
     for for_s, number in needed:
@@ -159,9 +157,7 @@ def test_the_operators_bounds_hold(needed: int, found: int) -> None:
 
 @settings(max_examples=25)  # each is some thousand looks
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 20)), max_size=12))
-def test_it_never_goes_up_and_down_again_faster_than_it_says(
-    needed: list[tuple[int, int]],
-) -> None:
+def test_it_never_goes_up_and_down_again_faster_than_it_says(needed: list[tuple[int, int]]) -> None:
     found = wanted([(2.0 * n, number) for n, number in needed])
     ups = [i for i, (a, b) in enumerate(pairwise(found)) if b > a]
     downs = [i for i, (a, b) in enumerate(pairwise(found)) if b < a]

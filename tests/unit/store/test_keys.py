@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any, get_args, get_origin, get_type_hints
 
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.ids import (
-    PoolId,
-)
+from cotrain_store.messages.ids import PoolId
 from cotrain_store.oplog.commit_rows import Commit
 from cotrain_store.oplog.submission import Submission
 from cotrain_store.redis_client.scripts import SCRIPTS
@@ -42,9 +40,7 @@ def test_all_keys_of_a_pool_share_its_hash_tag() -> None:
 
 
 def pattern(key: str) -> str:
-    """Write a key with `*` for each filled-in part. A part may have several values, such as
-    `<run>:<seq>`.
-    """
+    """Write a key with `*` for each filled-in part. A part may have several values, such as `<run>:<seq>`."""
     return re.sub(r"\*([:/]\*)+", "*", key)
 
 
@@ -52,8 +48,7 @@ def made_here() -> set[str]:
     return {pattern(maker(*("*" for _ in types))) for maker, types in makers()}
 
 
-#: A string in Lua that is concatenated from literals and other parts, starting with a key or its
-#: prefix.
+#: A string in Lua that is concatenated from literals and other parts, starting with a key or its prefix.
 _BUILT = re.compile(
     r"(?P<start>prefix \.\. '|'\^?cotrain:)(?P<literal>[^']*)'(?P<rest>(?:\s*\.\.\s*(?:'[^']*'|[\w.]+(?:\[\w+\])?))*)"
 )

@@ -1,6 +1,4 @@
-"""Lease of the sweeper: one worker keeps it while it renews it, and another takes it after that
-worker has left.
-"""
+"""Lease of the sweeper: one worker keeps it while it renews it, and another takes it after that worker has left."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from tests.support.shared_base import shared_base
 from tests.support.tiny_models import build_tiny
-
-ModelFolder = Callable[..., Path]
-NewEngine = Callable[..., Engine]
+from tests.support.training import ModelFolder, NewEngine
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -127,9 +127,7 @@ def curves_of(
             for run, points in steps.items()
         ]
         if any(value is not None for each in series for value in each["values"]):
-            charts.append(
-                {"name": name, "heading": heading, "unit": unit, "x": axis, "series": series}
-            )
+            charts.append(chart(name, heading, unit, axis, series))
     return charts
 
 
@@ -140,13 +138,7 @@ def evaluation_of(points: Sequence[HistoryPoint]) -> dict[str, Any] | None:
         return None
     axis = sorted(seen)
     series = [{"label": "evaluation", "values": [seen[step] for step in axis]}]
-    return {
-        "name": "evaluation",
-        "heading": "Loss of evaluations",
-        "unit": "nats per token",
-        "x": axis,
-        "series": series,
-    }
+    return chart("evaluation", "Loss of evaluations", "nats per token", axis, series)
 
 
 def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str, Any]]:
@@ -156,10 +148,15 @@ def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str
         by_step = {point.step: point.value for point in points}
         axis = sorted(by_step)
         series = [{"label": name, "values": [by_step[step] for step in axis]}]
-        charts.append(
-            {"name": f"metric-{number}", "heading": name, "unit": "", "x": axis, "series": series}
-        )
+        charts.append(chart(f"metric-{number}", name, "", axis, series))
     return charts
+
+
+def chart(
+    name: str, heading: str, unit: str, x: Sequence[float], series: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a chart for the pages' script."""
+    return {"name": name, "heading": heading, "unit": unit, "x": x, "series": series}
 
 
 def _on_axis(

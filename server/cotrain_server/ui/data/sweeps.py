@@ -1,13 +1,12 @@
 """Data of the page Compare about settings: loss by learning rate, and parallel coordinates. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cotrain.wire.rest import HistoryPoint
+from cotrain_server.ui.data.activity import chart
 from cotrain_server.ui.data.runs import label_of, mean_loss, short_id
 from cotrain_store.messages.runs import RunRecord
 
@@ -60,14 +59,12 @@ def loss_by_rate(rows: Sequence[SettingsRow]) -> dict[str, Any] | None:
     )
     if len({rate for rate, _ in found}) < 2:
         return None
-    return {
-        "name": "loss_by_rate",
-        "heading": "Last loss by learning rate",
-        "unit": "nats per token",
-        "x": [rate for rate, _ in found],
-        "series": [{"label": LOSS, "values": [loss for _, loss in found]}],
-        "isScatter": True,
-    }
+    rates, series = (
+        [rate for rate, _ in found],
+        [{"label": LOSS, "values": [loss for _, loss in found]}],
+    )
+    drawn = chart("loss_by_rate", "Last loss by learning rate", "nats per token", rates, series)
+    return {**drawn, "isScatter": True}
 
 
 def differing(rows: Sequence[SettingsRow]) -> list[str]:

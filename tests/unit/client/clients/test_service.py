@@ -114,9 +114,7 @@ def test_a_key_with_invalid_characters_is_refused_and_not_shown(key: Any) -> Non
     assert "tml" not in str(refused.value)
 
 
-def test_a_client_without_a_key_raises_with_how_to_set_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_client_without_a_key_raises_with_how_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
     with pytest.raises(SettingsMissing, match="COTRAIN_API_KEY"):
         client_settings()

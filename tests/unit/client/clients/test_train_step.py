@@ -5,14 +5,7 @@ import threading
 
 import pytest
 
-from cotrain import (
-    AdamParams,
-    BadRequestError,
-    Datum,
-    ModelInput,
-    TrainingClient,
-    TrainOutput,
-)
+from cotrain import AdamParams, BadRequestError, Datum, ModelInput, TrainingClient, TrainOutput
 from tests.support.fake_api import FakeApi, refusal
 
 DATUM = Datum(

@@ -40,11 +40,7 @@ def test_a_large_pass_is_sent_in_chunks_and_returned_as_one(
     output = run.forward_backward([DATUM] * 1030, "cross_entropy").result()
     assert sorted(len(message.data) for message in api.passes.values()) == [6, 1024]
     assert len(output.loss_fn_outputs) == 1030
-    assert output.metrics == {
-        "loss:sum": 1030,
-        "clock_cycle:unique": 1,
-        "clock_cycle:unique_1": 2,
-    }
+    assert output.metrics == {"loss:sum": 1030, "clock_cycle:unique": 1, "clock_cycle:unique_1": 2}
 
 
 def test_the_first_await_means_accepted_and_the_second_done(

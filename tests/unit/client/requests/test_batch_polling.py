@@ -26,9 +26,7 @@ def poll(
     *answers: Answer,
     policy: RetryPolicy | None = None,
 ) -> list[dict[str, Any]]:
-    """Run `work` while the server returns these answers. Return the request bodies that it
-    received.
-    """
+    """Run `work` while the server returns these answers. Return the request bodies that it received."""
     api = FakeApi(answers={"retrieve_futures": list(answers)})
 
     async def at_once(_: float) -> None:

@@ -162,9 +162,7 @@ def loop() -> Iterator[BackgroundLoop]:
 async def nothing() -> None: ...
 
 
-def test_a_call_from_the_thread_of_the_client_is_refused(
-    loop: BackgroundLoop,
-) -> None:
+def test_a_call_from_the_thread_of_the_client_is_refused(loop: BackgroundLoop) -> None:
     async def call_back() -> None:
         loop.run(nothing())
 

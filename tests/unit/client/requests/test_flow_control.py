@@ -21,9 +21,7 @@ PATIENCE_S = 120
 
 
 class Server:
-    """Server that answers a posted request when a test calls `take` or `refuse`, and records
-    arrivals.
-    """
+    """Server that answers a posted request when a test calls `take` or `refuse`, and records arrivals."""
 
     def __init__(self) -> None:
         self.came: list[int] = []

@@ -112,14 +112,7 @@ REFUSED_CONFIGS = {
     "an option of tomorrow": (config(use_magic=True), "use_magic"),
     "pattern that is no map": (config(rank_pattern=[1]), "rank_pattern"),
     "pattern to texts": (config(alpha_pattern={"q_proj": "1"}), "alpha_pattern"),
-    "pattern without end": (
-        config(alpha_pattern={r"((.+)+)+!": 1}),
-        "alpha_pattern: its regular",
-    ),
-    "target without end": (
-        config(target_modules=r"((.+)+)+!"),
-        "target_modules: its regular",
-    ),
+    "target without end": (config(target_modules=r"((.+)+)+!"), "target_modules: its regular"),
     "no pattern": (config(rank_pattern={"q_proj(": 4}), "rank_pattern contains an invalid regular"),
     "many patterns": (
         config(rank_pattern={f"q{i}|k": 4 for i in range(1001)}),

@@ -128,7 +128,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=8),

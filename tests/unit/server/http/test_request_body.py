@@ -191,9 +191,7 @@ def test_the_count_is_an_upper_bound_of_the_values(value: object, piece: int) ->
 
 
 @pytest.mark.parametrize("limits", [FEW, MANY, CHATS])
-def test_a_small_body_of_ten_million_lists_is_refused_in_little_memory(
-    limits: JsonLimits,
-) -> None:
+def test_a_small_body_of_ten_million_lists_is_refused_in_little_memory(limits: JsonLimits) -> None:
     """Measured: 3 KB on the wire became 900 MB of lists, and no request was answered for 19 s."""
     plain = zstandard.decompress(deflated_json_body(), max_output_size=64 * MIB)
     tracemalloc.start()
@@ -219,9 +217,7 @@ def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
         count_json(body, NO_LIMIT)
 
 
-def test_depth_is_counted_across_blocks_of_a_body(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_depth_is_counted_across_blocks_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", 7)
     count_json(b"[1,{" * 16 + b"}]" * 16, NO_LIMIT)
     with pytest.raises(Unreadable):

@@ -113,9 +113,7 @@ async def test_the_memory_of_vast_json_belongs_to_the_other_process(parser: Pars
     assert resident_bytes() - before < 8 * MIB  # 200,000 lists and numbers are 20 MiB
 
 
-async def test_a_crashed_process_fails_its_request_and_is_replaced(
-    parser: Parser,
-) -> None:
+async def test_a_crashed_process_fails_its_request_and_is_replaced(parser: Parser) -> None:
     with pytest.raises(BodyTooLarge, match="too much memory"):
         await parser.parse_json(ALICE, VAST, _crash)
     assert await parser.parse_json(ALICE, VAST, _size_of_list, b'{"a": [1]}') == 1

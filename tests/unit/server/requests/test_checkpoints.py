@@ -88,9 +88,7 @@ def test_a_save_during_training_is_a_snapshot() -> None:
 
 
 @pytest.mark.parametrize("ttl_seconds", [None, 1])
-def test_a_repeated_save_with_another_sampler_number_is_the_same(
-    ttl_seconds: int | None,
-) -> None:
+def test_a_repeated_save_with_another_sampler_number_is_the_same(ttl_seconds: int | None) -> None:
     first, again = (save(sampling_session_seq_id=n, ttl_seconds=ttl_seconds) for n in (4, 5))
     assert first.digest == again.digest
     assert first.digest != save(sampling_session_seq_id=4, ttl_seconds=7_200).digest
@@ -117,11 +115,7 @@ def test_any_other_name_is_accepted(name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "message"),
     [
-        (
-            "sampler_weights",
-            {},
-            "Exactly one of path and sampling_session_seq_id is needed.",
-        ),
+        ("sampler_weights", {}, "Exactly one of path and sampling_session_seq_id is needed."),
         (
             "sampler_weights",
             {"path": "a", "sampling_session_seq_id": 1},

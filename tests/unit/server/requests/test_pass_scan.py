@@ -203,12 +203,7 @@ def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [
-        b"\x0a\x00" * 200_000,
-        b"\x30\x01" * 200_000,
-        b"\x48\x01" * 200_000,
-        b"\x2a\x00" * 200_000,
-    ],
+    [b"\x0a\x00" * 200_000, b"\x30\x01" * 200_000, b"\x48\x01" * 200_000, b"\x2a\x00" * 200_000],
     ids=["without a run", "known", "unknown", "settings"],
 )
 def test_few_of_millions_of_fields_are_scanned_in_python(

@@ -113,10 +113,7 @@ LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
             with_datum(reference_input=LONG),
             "data[1].reference_input and target_tokens have 66 tokens; tiny/model reads 64 before",
         ),
-        (
-            with_datum(student_input={"chunks": [{"type": "image"}]}),
-            "image",
-        ),
+        (with_datum(student_input={"chunks": [{"type": "image"}]}), "image"),
         (with_datum(weights=None), "data[1].weights: "),
         (with_datum(routed_experts=EXPERTS), "data[1].routed_experts: tiny/model has no experts"),
     ],

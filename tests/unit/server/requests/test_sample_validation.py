@@ -1,6 +1,4 @@
-"""Validation of sample requests: the wording of each refusal, and that no invalid request is
-accepted.
-"""
+"""Validation of sample requests: the wording of each refusal, and that no invalid request is accepted."""
 
 from __future__ import annotations
 

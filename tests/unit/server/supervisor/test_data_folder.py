@@ -51,9 +51,7 @@ def test_every_file_is_readable_by_its_owner_only(tmp_path: Path) -> None:
     assert stat.S_IMODE((folder.logs / "api.log").stat().st_mode) == 0o600
 
 
-def test_a_socket_path_too_long_for_the_kernel_is_replaced_by_a_short_one(
-    tmp_path: Path,
-) -> None:
+def test_a_socket_path_too_long_for_the_kernel_is_replaced_by_a_short_one(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path / ("x" * MAX_SOCKET_PATH))
     socket = folder.socket()
     assert len(str(socket)) <= MAX_SOCKET_PATH

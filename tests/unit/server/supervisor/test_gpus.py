@@ -76,8 +76,7 @@ def test_gpu_numbers_set_by_the_operator_keep_their_meaning(
 
 
 @pytest.mark.parametrize(
-    ("asked", "names"),
-    [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))],
+    ("asked", "names"), [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))]
 )
 def test_all_gpus_or_named_ones_are_chosen(asked: str, names: tuple[str, ...]) -> None:
     assert chosen(asked, 1, ["2", "5", "7"]) == names

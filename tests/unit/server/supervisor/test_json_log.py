@@ -1,6 +1,4 @@
-"""Conversion of printed lines to JSON, with the time first. Lines that are JSON already stay
-unchanged.
-"""
+"""Conversion of printed lines to JSON, with the time first. Lines that are JSON already stay unchanged."""
 
 from __future__ import annotations
 

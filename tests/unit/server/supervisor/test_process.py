@@ -66,9 +66,7 @@ async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
-async def test_a_process_stopped_during_its_start_does_not_stay(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_stopped_during_its_start_does_not_stay(tmp_path: Path) -> None:
     watched = Watched(tmp_path, SLEEPER)
     await asyncio.sleep(0)  # enough for the start to begin, not enough for it to finish
     await watched.child.stop()
@@ -101,9 +99,7 @@ async def test_a_crash_loop_is_reported_and_restarts_continue(tmp_path: Path) ->
     await watched.kept
 
 
-async def test_a_process_killed_after_a_long_run_is_restarted_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_a_process_killed_after_a_long_run_is_restarted_at_once(tmp_path: Path) -> None:
     watched = Watched(tmp_path, replace(SLEEPER, good_life_s=0.0))
     watched.child.restarts = RestartHistory((time.monotonic(),) * 9)
     for _ in range(2):
@@ -132,9 +128,7 @@ REFUSING = replace(
 )
 
 
-async def test_a_refusal_to_start_is_reported_and_ends_the_restarts(
-    tmp_path: Path,
-) -> None:
+async def test_a_refusal_to_start_is_reported_and_ends_the_restarts(tmp_path: Path) -> None:
     watched, refusals = Watched(tmp_path, REFUSING), list[str]()
 
     def end(reason: str) -> bool:

@@ -57,9 +57,7 @@ def test_a_damaged_log_is_a_final_reason_and_names_the_remedy(tmp_path: Path, sa
     assert "--fix" in found.text
 
 
-def test_a_log_of_a_newer_redis_is_final_and_needs_another_binary(
-    tmp_path: Path,
-) -> None:
+def test_a_log_of_a_newer_redis_is_final_and_needs_another_binary(tmp_path: Path) -> None:
     found = reason(
         tmp_path,
         "# Can't handle RDB format version 99",

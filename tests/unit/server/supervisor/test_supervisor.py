@@ -1,6 +1,4 @@
-"""Shutdown of a server: first the processes that accept work, last those that store it, each with a
-time limit.
-"""
+"""Shutdown of a server: first the processes that accept work, last those that store it, each with a time limit."""
 
 from __future__ import annotations
 
@@ -67,8 +65,7 @@ async def test_stages_stop_in_the_reverse_order_of_their_start(
     supervisor.say = hear
     supervisor._add(folder, [program(tmp_path, "redis", ORDERLY)])
     supervisor._add(
-        folder,
-        [program(tmp_path, "w0", STUBBORN, grace_s=0.2), program(tmp_path, "w1", ORDERLY)],
+        folder, [program(tmp_path, "w0", STUBBORN, grace_s=0.2), program(tmp_path, "w1", ORDERLY)]
     )
     supervisor._add(folder, [program(tmp_path, "scheduler", ORDERLY)])
     supervisor._add(folder, [program(tmp_path, "api", STUBBORN, grace_s=0.2)])

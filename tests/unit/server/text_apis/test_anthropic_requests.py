@@ -1,6 +1,4 @@
-"""Requests of Anthropic's clients: converted to a sample request, or refused by the name of the
-field.
-"""
+"""Requests of Anthropic's clients: converted to a sample request, or refused by the name of the field."""
 
 from __future__ import annotations
 
@@ -53,12 +51,7 @@ def test_successive_messages_of_one_role_are_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"output_config": {"effort": "low"}},
-        {"container": "c"},
-        {"nobody_knows_this": 1},
-    ],
+    "fields", [{"output_config": {"effort": "low"}}, {"container": "c"}, {"nobody_knows_this": 1}]
 )
 def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=next(iter(fields))):

@@ -14,7 +14,8 @@ from cotrain_server.errors import Invalid
 from cotrain_server.text_apis import chat_template as chat
 from cotrain_server.text_apis.chat_template import ChatTemplate, Message
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from tests.support.tiny_models import CHAT_TEMPLATE, SPECIAL_TOKENS, trained_tokenizer
+from tests.support.tiny_models import CHAT_TEMPLATE
+from tests.support.tiny_tokenizers import SPECIAL_TOKENS, trained_tokenizer
 
 LLAMA2 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}\
 {% set loop_messages = messages[1:] %}{% else %}{% set loop_messages = messages %}{% endif %}

@@ -13,7 +13,7 @@ from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from cotrain_server.text_apis.tool_calls import ToolForm
 from cotrain_server.text_apis.tool_requests import ToolUse, openai_tools
-from tests.support.tiny_models import trained_tokenizer
+from tests.support.tiny_tokenizers import trained_tokenizer
 
 TOKENIZER = Tokenizer(tokenizers.Tokenizer.from_str(trained_tokenizer(512)))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -16,7 +16,7 @@ from cotrain_server.text_apis.openai_responses import (
 )
 from cotrain_server.text_apis.token_texts import TokenTexts
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
+from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
 
 EOS = 2
 BYTE = 3

@@ -26,7 +26,7 @@ from cotrain_server.text_apis.tokenizer_cache import Language, Tokenizer, langua
 from cotrain_store.bodies.sample_body import SampleBody
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
-from tests.support.tiny_models import SPECIAL_TOKENS, trained_tokenizer
+from tests.support.tiny_tokenizers import SPECIAL_TOKENS, trained_tokenizer
 
 SAMPLER: Any = None
 LARGE = replace(POOL, max_sequence_tokens=32_768)

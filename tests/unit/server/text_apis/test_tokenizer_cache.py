@@ -20,15 +20,10 @@ from tokenizers import decoders
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
-from cotrain_server.text_apis.tokenizer_cache import (
-    PARTIAL,
-    TextGrowth,
-    Tokenizer,
-    language_of,
-)
+from cotrain_server.text_apis.tokenizer_cache import PARTIAL, TextGrowth, Tokenizer, language_of
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
-from tests.support.tiny_models import sentencepiece_tokenizer, trained_tokenizer
+from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
 
 
 async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) -> None:

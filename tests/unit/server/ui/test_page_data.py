@@ -1,6 +1,4 @@
-"""Contents of the pages, made by pure functions from the stored records, for the operator and for
-one tenant.
-"""
+"""Contents of the pages, made by pure functions from the stored records, for the operator and for one tenant."""
 
 from __future__ import annotations
 

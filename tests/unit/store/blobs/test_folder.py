@@ -59,9 +59,7 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
 def test_a_folder_removed_while_it_is_checked_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another process removes the folder after the first `stat`. A second one would report that it
-    is not a folder.
-    """
+    """Another process removes the folder after the first `stat`. A second one would report that it is not a folder."""
     folder, look = tmp_path / "shared", Path.stat
     folder.mkdir()
 

@@ -276,10 +276,7 @@ async def test_a_tokenizer_is_read_from_the_store_once(
     ],  # several seconds each
 )
 def test_a_process_with_a_wrong_bucket_ends_with_one_sentence(
-    module: str,
-    object_store: SeaweedFS,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
+    module: str, object_store: SeaweedFS, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     settings = (
         settings_of(empty_redis.url, tmp_path, tmp_path / "no-model") | object_store.variables()

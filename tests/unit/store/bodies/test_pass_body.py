@@ -70,9 +70,7 @@ def test_a_body_of_the_client_is_decoded_unchanged(
         ).map(lambda rows: (columns, rows))
     )
 )
-def test_a_sparse_matrix_becomes_dense_with_zeros(
-    matrix: tuple[int, list[dict[int, int]]],
-) -> None:
+def test_a_sparse_matrix_becomes_dense_with_zeros(matrix: tuple[int, list[dict[int, int]]]) -> None:
     columns, rows = matrix
     dense = np.zeros((len(rows), columns), np.float32)
     for at, row in enumerate(rows):
@@ -123,17 +121,11 @@ MALFORMED = {
     "a first row that starts late": {"sparse_csr": csr([1], [1, 1], [0]), "shape": [1, 1]},
     "a last row that ends early": {"sparse_csr": csr([1], [0, 0], [0]), "shape": [1, 1]},
     "rows that go backwards": {"sparse_csr": csr([1], [0, 2, 1], [0]), "shape": [2, 1]},
-    "row starts that overflow": {
-        "sparse_csr": csr([], [0, BIG, -2, 0], []),
-        "shape": [3, 1],
-    },
+    "row starts that overflow": {"sparse_csr": csr([], [0, BIG, -2, 0], []), "shape": [3, 1]},
     "a column outside": {"sparse_csr": csr([1], [0, 1], [1]), "shape": [1, 1]},
     "a negative column": {"sparse_csr": csr([1], [0, 1], [-1]), "shape": [1, 1]},
     "fewer columns than values": {"sparse_csr": csr([1, 2], [0, 2], [0]), "shape": [1, 2]},
-    "half a row start": {
-        "sparse_csr": wire_pb2.SparseCsr(crow_indices=b"123"),
-        "shape": [0, 1],
-    },
+    "half a row start": {"sparse_csr": wire_pb2.SparseCsr(crow_indices=b"123"), "shape": [0, 1]},
 }
 
 

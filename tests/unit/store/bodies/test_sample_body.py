@@ -1,6 +1,4 @@
-"""Bodies and results of sample requests: unchanged by encoding and decoding, and safe with
-malicious bytes.
-"""
+"""Bodies and results of sample requests: unchanged by encoding and decoding, and safe with malicious bytes."""
 
 from __future__ import annotations
 

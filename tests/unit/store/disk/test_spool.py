@@ -14,13 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.spool import (
-    RESULTS,
-    Spool,
-    SpoolRef,
-    new_writer,
-    unwritten_segments,
-)
+from cotrain_store.disk.spool import RESULTS, Spool, SpoolRef, new_writer, unwritten_segments
 from cotrain_store.errors import SpoolCorrupt
 from tests.support.processes import environment_of
 
@@ -251,9 +245,7 @@ def free(folder: Path) -> list[str]:
     return list(unwritten_segments(Folder(folder)))
 
 
-def test_a_segment_is_locked_until_its_references_are_settled(
-    tmp_path: Path,
-) -> None:
+def test_a_segment_is_locked_until_its_references_are_settled(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "w", segment_bytes=100)
     first, second = put(spool, b"x" * 60), put(spool, b"y" * 60)
     full = put(spool, b"z")  # in the next segment

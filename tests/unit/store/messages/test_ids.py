@@ -6,14 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.ids import (
-    RequestId,
-    SessionId,
-    decode,
-    request_id,
-    run_id,
-    run_of,
-)
+from cotrain_store.messages.ids import RequestId, SessionId, decode, request_id, run_id, run_of
 from cotrain_store.messages.runs import LoraSpec
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)

@@ -4,11 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.ids import (
-    SessionId,
-    sample_id,
-    sampler_id,
-)
+from cotrain_store.messages.ids import SessionId, sample_id, sampler_id
 from cotrain_store.messages.samples import parse_sample
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)

@@ -5,10 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_store.messages.ids import (
-    WeightsRef,
-    encode,
-)
+from cotrain_store.messages.ids import WeightsRef, encode
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, external_folder
 

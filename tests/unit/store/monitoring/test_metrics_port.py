@@ -1,6 +1,4 @@
-"""Metrics port: off by default, with its own threads. A process does not start if its port is in
-use.
-"""
+"""Metrics port: off by default, with its own threads. A process does not start if its port is in use."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Export of spans: its settings, its cost with a slow, full or missing collector, and its absence
-when it is off.
-"""
+"""Export of spans: its settings, its cost with a slow, full or missing collector, and its absence when it is off."""
 
 from __future__ import annotations
 
@@ -67,33 +65,29 @@ def test_an_unsupported_setting_is_refused(environ: dict[str, str], said: str) -
         is_asked_for({**ENDPOINT, **environ})
 
 
-OFF = """
-import sys
+#: Traces without an address, then with one and without the extra.
+TRACE_TWICE = f"""
+import os, sys
 import cotrain_scheduler.__main__
 from cotrain_store.refusal import trace_or_refuse
 trace_or_refuse("scheduler", "here")
 ours = ("cotrain_store.monitoring.otlp", "opentelemetry.exporter", "opentelemetry.sdk.trace")
 print([name for name in sys.modules if name.startswith(ours)])
+os.environ |= {ENDPOINT}
+sys.modules["opentelemetry.exporter"] = None
+trace_or_refuse("scheduler", "here")
 """
 
 
-def test_without_tracing_no_exporter_is_imported() -> None:
+def test_no_exporter_is_imported_without_tracing_and_none_there_is_refused_in_one_line() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", OFF],
-        env=environment_of({}), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert ran.stdout == "[]\n"
-
-
-def test_tracing_without_the_extra_is_refused_in_one_line() -> None:
-    missing = "import sys; sys.modules['opentelemetry.exporter'] = None\n"
-    ran = subprocess.run(
-        [sys.executable, "-c", missing + OFF],
-        env=environment_of(ENDPOINT), capture_output=True, text=True, check=False,
+        [sys.executable, "-c", TRACE_TWICE],
+        env=environment_of({}), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ran.returncode == 2
-    assert len(ran.stdout.splitlines()) == 1
-    assert "pip install 'cotrain[otel]'" in ran.stdout
+    imported, refusal = ran.stdout.splitlines()
+    assert imported == "[]"
+    assert "pip install 'cotrain[otel]'" in refusal
     assert "Traceback" not in ran.stderr
 
 

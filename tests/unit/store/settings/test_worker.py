@@ -70,9 +70,7 @@ def test_an_invalid_value_is_refused_by_name(wrong: dict[str, object]) -> None:
         settings(**wrong)
 
 
-def test_the_micro_batch_size_is_a_number_or_auto(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_micro_batch_size_is_a_number_or_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings().micro_batch_tokens == "auto"
     for given, expected in (("auto", "auto"), ("1024", 1024)):
         monkeypatch.setenv("COTRAIN_MICRO_BATCH_TOKENS", given)

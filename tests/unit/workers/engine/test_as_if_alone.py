@@ -1,10 +1,8 @@
-"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in
-fp32.
-"""
+"""Guarantee of the project: a run among others equals the run alone, with identical bits on CPU in fp32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +14,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Pass, PassOutput
 from tests.support.draws import variant
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, Tenant, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, Tenant, same_bits
 
 pytestmark = pytest.mark.numerics
 
@@ -50,7 +46,7 @@ def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> Non
 
 
 @pytest.mark.parametrize("family", [variant("qwen3"), "gemma3"])
-@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [variant(8192), 64])
 def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, family: str, micro_batch_tokens: int
 ) -> None:
@@ -72,9 +68,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
 
 
 def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
-    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its
-    operands.
-    """
+    """Segments then start anywhere in memory, and a GEMM may depend on the alignment of its operands."""
     folder = build_tiny("qwen3", tmp_path, hidden=72, vocab=131)
     together, alone = Engine.load(str(folder)), Engine.load(str(folder))
 

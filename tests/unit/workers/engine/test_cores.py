@@ -43,9 +43,7 @@ def two_threads() -> Iterator[None]:
 def test_the_first_thread_computes_on_all_its_cores_and_later_ones_on_one(
     threads: int, cores: int
 ) -> None:
-    """A second OpenMP team puts the first one to sleep at every switch. Training then took 1.5
-    times as long.
-    """
+    """A second OpenMP team puts the first one to sleep at every switch. Training then took 1.5 times as long."""
 
     def work() -> tuple[int, int]:
         use_cores(threads)

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -19,9 +17,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.training import Tenant, random_datum, relative_error, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine, Tenant, random_datum, relative_error, same_bits
 
 LOSS_BY_TENANT = ("cross_entropy", "ppo", "gspo", "cispo", "dro", "importance_sampling")
 EIGHT = tuple(
@@ -76,29 +72,17 @@ def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> N
     assert same_bits(together.adapters.state("large"), alone.adapters.state("large"))
 
 
-def test_forward_passes_change_no_state(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    engine.run([Create("a", 0, SPEC), pass_of("a", 1, 5)])
-    before = engine.adapters.state("a")
-
-    forward = engine.run([pass_of("a", 2, 9, needs_grad=False)]).outputs["a", 2]
-
-    assert isinstance(forward, PassOutput)
-    assert same_bits(engine.adapters.state("a"), before)
-
-
-def test_forward_and_forward_backward_return_the_same_logprobs(
+def test_a_forward_returns_the_logprobs_of_forward_backward_and_changes_no_state(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine()
-    ops: list[Op] = [
-        Create("a", 0, SPEC),
-        pass_of("a", 1, 9, 20),
-        pass_of("a", 2, 9, 20, needs_grad=False),
-    ]
+    trained, only_read = pass_of("a", 1, 9, 20), pass_of("a", 2, 9, 20, needs_grad=False)
+    out = engine.run([Create("a", 0, SPEC), trained, only_read]).outputs
+    before = engine.adapters.state("a")
+    again = engine.run([replace(only_read, seq=3)]).outputs["a", 3]
 
-    out = engine.run(ops).outputs
-
+    assert same_bits(engine.adapters.state("a"), before)
+    assert isinstance(again, PassOutput)
     backward, forward = out["a", 1], out["a", 2]
     assert isinstance(backward, PassOutput)
     assert isinstance(forward, PassOutput)
@@ -107,29 +91,19 @@ def test_forward_and_forward_backward_return_the_same_logprobs(
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_forward_runs_without_building_a_graph(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    recording = []
-    engine._base.backbone.register_forward_hook(
-        lambda *_: recording.append(torch.is_grad_enabled())
-    )
-
-    engine.run([Create("a", 0, SPEC), pass_of("a", 1, 9, needs_grad=False)])
-
-    assert recording == [False]
-
-
-def test_the_base_model_is_called_without_a_cache(new_engine: NewEngine) -> None:
+def test_a_forward_runs_without_a_graph_and_without_a_cache(new_engine: NewEngine) -> None:
     """With a cache, transformers silently ignores the packing."""
     engine = new_engine()
     seen = []
     engine._base.backbone.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["use_cache"]), with_kwargs=True
+        lambda _, args, kwargs: seen.append((torch.is_grad_enabled(), kwargs["use_cache"])),
+        with_kwargs=True,
     )
 
-    engine.run([Create("a", 0, SPEC), pass_of("a", 1, 9)])
+    engine.run([Create("a", 0, SPEC), pass_of("a", 1, 9, needs_grad=False)])
+    engine.run([pass_of("a", 2, 9)])
 
-    assert seen == [False]
+    assert seen == [(False, False), (True, False)]
 
 
 def test_an_overflowing_gradient_is_discarded_though_the_loss_is_finite(

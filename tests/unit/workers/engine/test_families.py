@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,12 @@ from safetensors.torch import load_file, save_file
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from docs.models import PAGE, described, model_type_of, rows
-from tests.support.draws import variant
-from tests.support.families import TOLERANCE, measure
+from tests.support.families import TOLERANCE, first_of_a_kind, measure
 from tests.support.tiny_models import EVERY, build_tiny
-
-ModelFolder = Callable[..., Path]
-
-
-#: Families whose layers others have too.
-ALIKE = (
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe-wrapped", "lfm2_moe", "bamba"),
-    *("granitemoehybrid-dense", "gemma4-moe-wrapped"),
-)
+from tests.support.training import ModelFolder
 
 
-@pytest.mark.parametrize("family", [variant(each) if each in ALIKE else each for each in EVERY])
+@pytest.mark.parametrize("family", first_of_a_kind(EVERY))
 def test_a_family_computes_as_transformers_and_peft(
     model_folder: ModelFolder, tmp_path: Path, family: str
 ) -> None:

@@ -27,6 +27,7 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import assert_same, decoder_of, finish, output, request
+from tests.support.draws import variant
 from tests.support.images import PLACEHOLDER, SIDE, ImageOracle, image, pictured_datum, with_images
 from tests.support.shared_base import shared_base
 from tests.support.training import Tenant, random_datum, same_bits
@@ -60,7 +61,7 @@ def apart(one: np.ndarray | torch.Tensor, other: np.ndarray | torch.Tensor) -> f
     return float(np.abs(np.asarray(one) - np.asarray(other)).max())
 
 
-@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "qwen3-vl-moe"])
+@pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", variant("qwen3-vl-moe")])
 def test_images_compute_as_in_transformers_and_peft(
     model_folder: Callable[..., Path], family: str
 ) -> None:

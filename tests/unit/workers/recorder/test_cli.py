@@ -16,7 +16,7 @@ from cotrain.cli import COMMANDS, command_line
 from cotrain_store.messages.ids import RunId
 from cotrain_workers.recorder.file import read_cycle, write_cycle
 from tests.support.flight import A, B, Flight, a_pass, a_step, create
-from tests.unit.workers.conftest import NewEngine
+from tests.support.training import NewEngine
 from tests.warm.popen import run
 
 APP = command_line(

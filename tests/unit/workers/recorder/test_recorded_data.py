@@ -1,6 +1,4 @@
-"""Cycles recorded by an earlier version (tests/data/recorded), whose replay must have the same
-results.
-"""
+"""Cycles recorded by an earlier version (tests/data/recorded), whose replay must have the same results."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def test_there_are_recorded_cycles() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recorded_cycle_has_the_same_results(path: Path) -> None:
-    """The bits are equal with the numerics of the recording; otherwise results are within the
-    tolerance of a recovery.
-    """
+    """The bits are equal with the numerics of the recording; otherwise results are within the tolerance of a recovery."""
     cycle = read_cycle(path)
     engine = engine_for(cycle.facts, str(FOLDER / "model"), device="cpu")
     restore_before(engine, cycle)

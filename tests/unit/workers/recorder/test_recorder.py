@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_workers.recorder.file import (
-    RecordingUnreadable,
-    read_cycle,
-    read_facts,
-    write_cycle,
-)
+from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle, read_facts, write_cycle
 from tests.support.flight import A, B, Flight, a_load, a_pass, a_save, a_step, create, whole_story
-from tests.unit.workers.conftest import NewEngine
+from tests.support.training import NewEngine
 
 
 @pytest.fixture

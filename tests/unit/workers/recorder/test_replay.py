@@ -23,7 +23,7 @@ from cotrain_workers.recorder.replay import (
 )
 from tests.support.flight import A, B, C, Flight, a_pass, a_step, create, whole_story
 from tests.support.tiny_models import build_tiny
-from tests.unit.workers.conftest import NewEngine
+from tests.support.training import NewEngine
 
 
 @pytest.fixture
@@ -77,9 +77,7 @@ def test_every_recorded_cycle_is_replayed_with_the_same_bits(flight: Flight) -> 
     assert len(rows) == sum(len(c.facts.step.ops) + len(c.found.by_run) for c in cycles if c.found)
 
 
-def test_a_changed_bit_of_a_state_is_reported_for_its_run_only(
-    second_cycle: RecordedCycle,
-) -> None:
+def test_a_changed_bit_of_a_state_is_reported_for_its_run_only(second_cycle: RecordedCycle) -> None:
     weights = one_bit_off(second_cycle.before[RunId(A)])
     rows = replayed(with_state(second_cycle, A, weights=weights))
     assert (A, None) in diverged(rows)
@@ -169,9 +167,7 @@ def test_one_run_of_a_cycle_is_replayed_alone(flight: Flight) -> None:
     assert verdicts(replayed(alone)) == {(B, 4): "equal", (B, 5): "equal", (B, None): "equal"}
 
 
-def test_a_replay_shows_the_digests_of_the_cycle_record(
-    second_cycle: RecordedCycle,
-) -> None:
+def test_a_replay_shows_the_digests_of_the_cycle_record(second_cycle: RecordedCycle) -> None:
     assert second_cycle.found
     shown = {(row.run, row.seq): row.digest for row in replayed(second_cycle)}
     for op_id, fingerprint in second_cycle.found.by_op.items():

@@ -62,9 +62,7 @@ def test_a_snapshot_has_the_stated_size_and_place(tmp_path: Path) -> None:
     assert RUN not in snapshot.file  # the name of a run comes from a client, and a path must not
 
 
-def test_a_replaced_worker_never_overwrites_a_file_of_its_successor(
-    tmp_path: Path,
-) -> None:
+def test_a_replaced_worker_never_overwrites_a_file_of_its_successor(tmp_path: Path) -> None:
     writers = ("w0-1", "w0-2", "w1-1")
     assert len({written(tmp_path, a_state(), writer=writer).file for writer in writers}) == 3
 

@@ -204,9 +204,7 @@ def sharing_of(
     return TimeSharing(service, Share(0.5), threading.Event(), DeviceTime()), sampler
 
 
-def test_successive_steps_leave_sampling_only_its_share_of_all_time(
-    clock: SimpleNamespace,
-) -> None:
+def test_successive_steps_leave_sampling_only_its_share_of_all_time(clock: SimpleNamespace) -> None:
     """The decoder also uses the time between two steps, which is charged to it."""
     sharing, sampler = sharing_of(clock)
     began = clock.now
@@ -226,9 +224,7 @@ def test_decoding_while_training_is_idle_is_free(clock: SimpleNamespace) -> None
     assert (sampler.steps - before) * STEP_S >= 0.2 - STEP_S
 
 
-def test_a_sampler_without_descriptors_does_not_disturb_training(
-    clock: SimpleNamespace,
-) -> None:
+def test_a_sampler_without_descriptors_does_not_disturb_training(clock: SimpleNamespace) -> None:
     sharing, sampler = sharing_of(clock, WithoutDescriptors)
     train(sharing, clock, 0.2)
     assert sampler.steps == 1

@@ -28,9 +28,7 @@ def test_a_worker_id_belongs_to_one_process_until_that_ends(tmp_path: Path) -> N
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
     )
     with Popen(
-        [sys.executable, "-c", script, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"taken\n"

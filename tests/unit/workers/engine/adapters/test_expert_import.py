@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.mixtures import SOME, random_weights
 from tests.support.shared_base import load_plain
-from tests.support.training import random_datum
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder, NewEngine, random_datum
 
 EXPERTS = "model.layers.1.mlp.experts"
 

@@ -29,7 +29,8 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
-from tests.support.training import MIX, PeftOracle, Tenant, same_bits
+from tests.support.draws import variant
+from tests.support.training import MIX, NewEngine, PeftOracle, Tenant, same_bits
 
 TENANT = MIX[0]
 
@@ -66,7 +67,7 @@ def for_run(ops: list[Op], run: str) -> list[Op]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_load_restores_weights_optimizer_and_later_steps_exactly(
-    new_engine: Callable[..., Engine], dtype: torch.dtype
+    new_engine: NewEngine, dtype: torch.dtype
 ) -> None:
     engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
     for each in (engine, stayed):
@@ -87,7 +88,7 @@ def test_a_load_restores_weights_optimizer_and_later_steps_exactly(
     assert same_bits(engine.adapters.state(TENANT.run), stayed.adapters.state(TENANT.run))
 
 
-def test_a_load_without_optimizer_state_resets_adam(new_engine: Callable[..., Engine]) -> None:
+def test_a_load_without_optimizer_state_resets_adam(new_engine: NewEngine) -> None:
     engine, fresh = new_engine(), new_engine()
     engine.run(TENANT.ops(0))
     save = saved(engine)
@@ -97,12 +98,13 @@ def test_a_load_without_optimizer_state_resets_adam(new_engine: Callable[..., En
     assert (state.step, int(state.m.count_nonzero()), int(state.v.count_nonzero())) == (0, 0, 0)
 
     fresh.run([load_of(save, seq=0, optimizer=False, creates=True)])
+    assert logprobs_of(fresh) == logprobs_of(engine)
     for each in (engine, fresh):
         each.run(TENANT.ops(1))
     assert same_bits(engine.adapters.state(TENANT.run), fresh.adapters.state(TENANT.run))
 
 
-def test_a_load_drops_a_pending_gradient(new_engine: Callable[..., Engine]) -> None:
+def test_a_load_drops_a_pending_gradient(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     before, save = engine.adapters.state(TENANT.run), saved(engine)
@@ -114,9 +116,7 @@ def test_a_load_drops_a_pending_gradient(new_engine: Callable[..., Engine]) -> N
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_a_checkpoint_is_unchanged_while_a_run_that_loaded_it_trains(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_a_checkpoint_is_unchanged_while_a_run_that_loaded_it_trains(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     save = saved(engine)
@@ -128,9 +128,7 @@ def test_a_checkpoint_is_unchanged_while_a_run_that_loaded_it_trains(
     assert all(map(torch.equal, arenas, before))
 
 
-def test_a_new_run_continues_from_a_checkpoint(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_a_new_run_continues_from_a_checkpoint(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     first = [load_of(saved(engine), run="new", seq=0, optimizer=True, creates=True)]
@@ -140,9 +138,7 @@ def test_a_new_run_continues_from_a_checkpoint(
     assert same_bits(engine.adapters.state("new"), engine.adapters.state(TENANT.run))
 
 
-def test_another_run_loads_a_checkpoint_and_keeps_its_own_seed(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_another_run_loads_a_checkpoint_and_keeps_its_own_seed(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([*TENANT.ops(0), Create("other", 0, replace(TENANT.spec, seed=77))])
     engine.run([load_of(saved(engine), run="other", optimizer=True)])
@@ -151,9 +147,7 @@ def test_another_run_loads_a_checkpoint_and_keeps_its_own_seed(
     assert same_bits(replace(other, spec=mine.spec), mine)
 
 
-def test_saves_and_loads_of_one_cycle_run_in_their_order(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_saves_and_loads_of_one_cycle_run_in_their_order(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     first = saved(engine)
@@ -170,18 +164,15 @@ def test_saves_and_loads_of_one_cycle_run_in_their_order(
     assert isinstance(again, SaveOutput)
     assert first.optimizer
     assert again.optimizer
+    assert trained.optimizer is None  # saved for sampling
     assert not torch.equal(trained.weights.flat, first.weights.flat)
     assert torch.equal(again.weights.flat, first.weights.flat)
     assert torch.equal(again.optimizer.v, first.optimizer.v)
     assert again.optimizer.step == first.optimizer.step == 1
 
 
-def test_runs_that_load_among_others_change_no_bit_of_any_run(
-    new_engine: Callable[..., Engine],
-) -> None:
-    """Two runs of the mix load, one starts with a load, and the others train. Each result equals
-    that of the run alone.
-    """
+def test_runs_that_load_among_others_change_no_bit_of_any_run(new_engine: NewEngine) -> None:
+    """Two runs of the mix load, one starts with a load, and the others train. Each result equals that of the run alone."""
 
     def ops_of(tenant: Tenant, save: SaveOutput, cycle: int) -> list[Op]:
         ops = tenant.ops(cycle)
@@ -219,7 +210,7 @@ def test_runs_that_load_among_others_change_no_bit_of_any_run(
     ids=str,
 )
 def test_a_checkpoint_of_another_shape_is_refused_without_a_change(
-    new_engine: Callable[..., Engine], spec: AdapterSpec
+    new_engine: NewEngine, spec: AdapterSpec
 ) -> None:
     engine = new_engine()
     engine.run([*TENANT.ops(0), Create("other", 0, spec)])
@@ -236,9 +227,7 @@ def test_a_checkpoint_of_another_shape_is_refused_without_a_change(
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_every_op_after_a_failed_creation_reports_it(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_every_op_after_a_failed_creation_reports_it(new_engine: NewEngine) -> None:
     engine = new_engine()
     wide = AdapterSpec(rank=10_000, seed=0)
     flat = torch.zeros(engine.adapters.layout_of(wide).size)
@@ -262,34 +251,12 @@ def test_every_op_after_a_failed_creation_reports_it(
     assert not any(first.run in engine.adapters for first in refused)
 
 
-def test_a_save_for_sampling_has_no_optimizer_state(new_engine: Callable[..., Engine]) -> None:
-    engine = new_engine()
-    engine.run(TENANT.ops(0))
-    output = engine.run([Save(TENANT.run, 9)]).outputs[TENANT.run, 9]
-    assert isinstance(output, SaveOutput)
-    assert output.optimizer is None
-
-
-def test_the_logprobs_of_a_new_run_equal_those_of_the_saved_run(
-    new_engine: Callable[..., Engine],
-) -> None:
-    engine = new_engine()
-    engine.run(TENANT.ops(0))
-    expected = logprobs_of(engine)
-    engine.run([load_of(saved(engine), run="new", seq=0, optimizer=False, creates=True)])
-    assert logprobs_of(engine, replace(TENANT, run="new")) == expected
-
-
 def without_optimizer(save: SaveOutput, alpha: float) -> SaveOutput:
     return SaveOutput(HostWeights(replace(save.weights.spec, alpha=alpha), save.weights.flat))
 
 
-def test_loaded_weights_of_another_alpha_keep_their_effect(
-    new_engine: Callable[..., Engine],
-) -> None:
-    """The B matrix of the run is scaled by the ratio. Equal up to fp32 rounding, since 7.5 / 32 is
-    not a power of two.
-    """
+def test_loaded_weights_of_another_alpha_keep_their_effect(new_engine: NewEngine) -> None:
+    """The B matrix of the run is scaled by the ratio. Equal up to fp32 rounding, since 7.5 / 32 is not a power of two."""
     engine, other = new_engine(), new_engine()
     engine.run(TENANT.ops(0))
     theirs = replace(TENANT.spec, alpha=7.5)
@@ -308,39 +275,31 @@ def test_loaded_weights_of_another_alpha_keep_their_effect(
     np.testing.assert_allclose(ours, scaled, atol=1e-5)
 
 
-def test_an_optimizer_state_of_another_alpha_is_refused(
-    new_engine: Callable[..., Engine],
+@pytest.mark.parametrize(
+    ("alpha", "optimizer", "said"),
+    [(7.5, True, "another alpha"), (1e300, False, "too large an alpha")],
+)
+def test_an_alpha_that_does_not_fit_is_refused(
+    new_engine: NewEngine, alpha: float, optimizer: bool, said: str
 ) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     before, save = engine.adapters.state(TENANT.run), saved(engine)
-    weights = without_optimizer(save, 7.5).weights
 
-    load = replace(load_of(save, optimizer=True), weights=weights)
+    weights = without_optimizer(save, alpha).weights
+    load = replace(load_of(save, optimizer=optimizer), weights=weights)
     failure = engine.run([load]).outputs[TENANT.run, 98]
 
     assert isinstance(failure, Failure)
-    assert "another alpha" in failure.message
+    assert said in failure.message
     assert same_bits(engine.adapters.state(TENANT.run), before)
 
 
-def test_an_alpha_that_would_overflow_is_refused(new_engine: Callable[..., Engine]) -> None:
-    engine = new_engine()
-    engine.run(TENANT.ops(0))
-    before = engine.adapters.state(TENANT.run)
-
-    load = load_of(without_optimizer(saved(engine), 1e300), optimizer=False)
-    failure = engine.run([load]).outputs[TENANT.run, 98]
-
-    assert isinstance(failure, Failure)
-    assert "too large an alpha" in failure.message
-    assert same_bits(engine.adapters.state(TENANT.run), before)
-
-
-@pytest.mark.parametrize("creates", [True, False])
-@pytest.mark.parametrize("ruined", ["weights", "m", "v"])
+@pytest.mark.parametrize(
+    ("ruined", "creates"), [("weights", True), ("m", False), ("v", True), variant("weights", False)]
+)
 def test_a_checkpoint_with_non_finite_values_is_refused(
-    new_engine: Callable[..., Engine], ruined: str, creates: bool
+    new_engine: NewEngine, ruined: str, creates: bool
 ) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
@@ -368,13 +327,7 @@ def test_a_checkpoint_with_non_finite_values_is_refused(
         assert loaded == LoadOutput("tinker://r/weights/x")
 
 
-NewEngine = Callable[..., Engine]
-
-TARGETS = (
-    Target("q", "attn", 6, 10),
-    Target("up", "mlp", 6, 9),
-    Target("head", "unembed", 6, 20),
-)
+TARGETS = (Target("q", "attn", 6, 10), Target("up", "mlp", 6, 9), Target("head", "unembed", 6, 20))
 
 
 def layout_of(spec: AdapterSpec) -> Layout:

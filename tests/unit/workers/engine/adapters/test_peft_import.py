@@ -37,10 +37,9 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
+from tests.support.draws import variant
+from tests.support.training import ModelFolder, NewEngine
 from tests.support.uploads import config, q_proj, safetensors
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
 
 TOKENS = np.random.default_rng(0).integers(0, 128, 24)
 MAX_RANK = 16
@@ -124,9 +123,7 @@ def every_logprob(network: Any) -> np.ndarray:
 
 
 def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
-    """Return the log-probs of every token of the vocabulary at every position: the logits up to a
-    constant.
-    """
+    """Return the log-probs of every token of the vocabulary at every position: the logits up to a constant."""
     columns = np.tile(np.arange(128), (len(TOKENS), 1))
     weights = np.zeros(columns.shape, np.float32)
     datum = Datum(TOKENS, {"target_tokens": columns, "weights": weights})
@@ -136,8 +133,14 @@ def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
     return output.logprobs[0]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("settings", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [
+        *((settings, False) for settings in FOREIGN.values()),
+        (FOREIGN["everything"], True),
+        *(variant(each, True) for name, each in FOREIGN.items() if name != "everything"),
+    ],
+)
 def test_an_imported_adapter_computes_the_results_of_peft(
     new_engine: NewEngine,
     model_folder: ModelFolder,

@@ -1,18 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from cotrain_workers.engine import running_cycle
 from cotrain_workers.engine.cycle import drive
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.base_model import eos_token_ids
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, Save, SaveOutput
-from tests.support.training import MIX
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine
 
 
 class Named:

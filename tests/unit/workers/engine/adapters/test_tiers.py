@@ -14,9 +14,8 @@ from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, OptimStep, Pass, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.draws import variant
+from tests.support.training import MIX, NewEngine, random_datum, same_bits
 
 SPEC = AdapterSpec(1, seed=0, train_mlp=False, train_unembed=False)
 STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -80,7 +79,9 @@ def test_a_thousand_idle_runs_use_the_device_memory_of_eight(new_engine: NewEngi
     assert engine.adapters.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # fp64 is not guaranteed
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, variant(torch.bfloat16)]
+)  # fp64 is not guaranteed
 def test_a_cycle_too_large_for_the_device_runs_in_groups_with_equal_bits(
     new_engine: NewEngine, dtype: torch.dtype
 ) -> None:

@@ -30,10 +30,10 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import Target
 from tests.support.decoding import finish, graph_report, request, trained_weights
+from tests.support.draws import variant
 from tests.support.plain_pages import plain_pages
-from tests.support.training import MIX
+from tests.support.training import MIX, NewEngine
 
-NewEngine = Callable[..., Engine]
 Outputs = Mapping[str, SampleOutput | Failure]
 
 RUNS = [tenant.run for tenant in MIX]
@@ -93,7 +93,7 @@ def assert_close(ours: Outputs, theirs: Outputs) -> None:
         np.testing.assert_allclose(found.prompt_logprobs, expected.prompt_logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma2"])
+@pytest.mark.parametrize("family", [variant("qwen3"), variant("mistral"), "gemma2"])
 def test_the_cuda_parts_give_the_results_of_the_plain_parts(
     new_engine: NewEngine, family: str, request: pytest.FixtureRequest
 ) -> None:
@@ -128,9 +128,7 @@ def test_graphs_over_a_pool_that_has_grown_are_dropped(new_engine: NewEngine) ->
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_graph_capture_is_limited_to_its_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_graph_capture_is_limited_to_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     class Graph:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +30,7 @@ from tests.support.decoding import (
 )
 from tests.support.draws import variant
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, PeftOracle, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder, NewEngine, PeftOracle, same_bits
 
 #: Tokens per sample, sampled at least three times per test. Enough to begin a page of 16 after a
 #: prompt of 37 or 70 tokens.
@@ -74,7 +70,7 @@ def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str)
             np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", variant("gemma3")])
+@pytest.mark.parametrize("family", [variant("qwen3"), "gemma2", variant("gemma3")])
 @pytest.mark.numerics
 def test_a_seeded_request_gives_the_same_bits_in_any_batch(
     new_engine: NewEngine, family: str
@@ -143,7 +139,7 @@ def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("run", ["all-8", "head-16"])
+@pytest.mark.parametrize("run", ["all-8", variant("head-16")])
 def test_greedy_output_equals_that_of_transformers(
     new_engine: NewEngine, model_folder: ModelFolder, run: str
 ) -> None:

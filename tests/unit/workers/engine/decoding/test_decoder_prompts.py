@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from cotrain_workers.engine.decoding.requests import NewTokens, SampledSequence, SampleOutput
-from cotrain_workers.engine.engine import Engine
-from tests.support.decoding import (
-    assert_same,
-    decoder_of,
-    output,
-    request,
-    trained_weights,
-    whole,
-)
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.decoding import assert_same, decoder_of, output, request, trained_weights, whole
+from tests.support.training import NewEngine
 
 
 def test_a_cached_prefix_changes_no_bit(new_engine: NewEngine) -> None:
@@ -44,9 +33,7 @@ def test_a_cached_prefix_changes_no_bit(new_engine: NewEngine) -> None:
     assert_same(again, alone)
 
 
-def test_a_prompt_of_whole_pages_is_shared_with_a_longer_one(
-    new_engine: NewEngine,
-) -> None:
+def test_a_prompt_of_whole_pages_is_shared_with_a_longer_one(new_engine: NewEngine) -> None:
     engine = new_engine()
     mine = request("mine", np.arange(32), num_samples=2)
     alone = output(decoder_of(engine, {}), mine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,7 @@ from tests.support.decoding import (
     trained_weights,
     trainer_logprobs,
 )
-from tests.support.training import MIX
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine
 
 VOCAB, CONTEXT = 128, 512
 PROMPT = np.random.default_rng(0).integers(0, VOCAB, 37)
@@ -185,12 +183,7 @@ def test_prompt_logprobs_may_be_limited_to_the_last_positions(
     targets = np.random.default_rng(2).integers(-1, VOCAB, (len(PROMPT) - 1, 2))
     output(decoder, request("before", PROMPT, RUN))
     mine = request(
-        "m",
-        PROMPT,
-        RUN,
-        prompt_logprobs=True,
-        prompt_logprobs_last_n=4,
-        topk_prompt_logprobs=3,
+        "m", PROMPT, RUN, prompt_logprobs=True, prompt_logprobs_last_n=4, topk_prompt_logprobs=3
     )
     found = output(decoder, mine)
 
@@ -242,10 +235,7 @@ def test_topk_and_target_logprobs_equal_those_of_the_model(
     assert found.target_prompt_logprobs is not None
     wanted = np.take_along_axis(expected[:4], targets.clip(min=0), 1)
     np.testing.assert_allclose(
-        found.target_prompt_logprobs,
-        np.where(targets == -1, np.nan, wanted),
-        rtol=0,
-        atol=1e-5,
+        found.target_prompt_logprobs, np.where(targets == -1, np.nan, wanted), rtol=0, atol=1e-5
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 
 from cotrain_workers.engine.decoding.kv_cache import affordable_tokens, default_page_tokens
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.base_model import KvShape
 from cotrain_workers.engine.model.linear_attention import StateShape
 from tests.support.decoding import (
@@ -25,9 +23,7 @@ from tests.support.decoding import (
     trainer_logprobs,
     whole,
 )
-
-NewEngine = Callable[..., Engine]
-
+from tests.support.training import NewEngine
 
 UNSCORED: dict[str, Any] = {
     "prompt_logprobs": False,

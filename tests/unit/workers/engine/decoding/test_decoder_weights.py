@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
 from tests.support.decoding import (
     RUNS,
@@ -23,9 +20,7 @@ from tests.support.decoding import (
     whole,
 )
 from tests.support.full_table import no_descriptor
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import NewEngine
 
 
 def test_a_neighbour_with_non_finite_weights_fails_alone(new_engine: NewEngine) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora import grouped as lora_grouped
 from cotrain_workers.engine.lora.backend import (
@@ -24,8 +22,7 @@ from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import Target
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import self_check as lora_self_test
 from cotrain_workers.engine.lora.grouped import (
     GroupedLora,
@@ -37,10 +36,7 @@ from tests.support.engine_checks import (
     warmed_up,
 )
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, random_datum, relative_error
-
-ModelFolder = Callable[..., Path]
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, relative_error
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 9, 40, 8, 30, 70)
@@ -124,9 +120,7 @@ def test_the_number_of_products_does_not_depend_on_that_of_adapters(
     assert numbers == [3 * ((1 + 3) + 2 * (2 + 3))] * 2
 
 
-def test_more_segments_than_groups_are_several_products(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_more_segments_than_groups_are_several_products(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_products(monkeypatch)
     _, segments = same_class(1100)
     found = came_out("grouped", segments, 8 * 1100, torch.float32)

@@ -18,11 +18,11 @@ from cotrain_workers.engine.lora.quantized import Quantization, QuantizedWeight
 from cotrain_workers.engine.model.base_model import UnsupportedModel
 from cotrain_workers.engine.model.model_source import NoModel
 from tests.support.decoding import decoder_of, finish, request, trained_weights, trainer_logprobs
+from tests.support.draws import variant
 from tests.support.shared_base import load_plain
 from tests.support.tiny_models import build_tiny
-from tests.support.training import MIX, relative_error, same_bits
+from tests.support.training import MIX, ModelFolder, relative_error, same_bits
 
-ModelFolder = Callable[..., Path]
 Dequantized = Callable[[Quantization], Path]
 
 KINDS: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
@@ -48,7 +48,9 @@ def dequantized(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFact
     return written
 
 
-@pytest.mark.parametrize(("kind", "lora"), [*((kind, "seg") for kind in KINDS), ("nf4", "grouped")])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("int8", "seg"), ("fp8", "seg"), variant("nf4", "seg"), ("nf4", "grouped")]
+)
 def test_training_equals_that_on_the_dequantized_weights(
     model_folder: ModelFolder, dequantized: Dequantized, kind: Quantization, lora: Any
 ) -> None:
@@ -65,7 +67,7 @@ def test_training_equals_that_on_the_dequantized_weights(
         assert lora == "grouped" or same_bits(ours, theirs)
 
 
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize("recompute", [variant("never"), "always"])
 def test_a_run_among_others_equals_the_run_alone(model_folder: ModelFolder, recompute: Any) -> None:
     together, alone = (
         Engine.load(str(model_folder(FAMILY)), quantization="int8", recompute=choice)

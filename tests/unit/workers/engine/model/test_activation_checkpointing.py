@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -14,13 +13,11 @@ from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant
 from tests.support.engine_checks import gradient_passes
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, same_bits
 
 
 @pytest.mark.parametrize(
-    ("family", "lora"), [("qwen3", "seg"), ("gemma2", "seg"), variant("qwen3", "grouped")]
+    ("family", "lora"), [variant("qwen3", "seg"), ("gemma2", "seg"), variant("qwen3", "grouped")]
 )
 def test_recomputing_changes_no_bit(new_engine: NewEngine, family: str, lora: str) -> None:
     kept, recomputed = (
@@ -52,9 +49,7 @@ def test_neighbours_change_no_bit_while_recomputing(new_engine: NewEngine) -> No
 
 
 def kept_bytes(engine: Engine) -> int:
-    """Return the bytes that one micro-batch keeps for its backward, without the base model's
-    weights.
-    """
+    """Return the bytes that one micro-batch keeps for its backward, without the base model's weights."""
     weights = {p.untyped_storage().data_ptr() for p in engine._base.backbone.parameters()}
     by_storage: dict[int, int] = {}
 

@@ -24,10 +24,7 @@ from cotrain_workers.engine.routing import AttentionRule, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import batch_runner
 from tests.support.shared_base import load_plain
-from tests.support.training import random_datum
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder, NewEngine, random_datum
 
 CPU = torch.device("cpu")
 
@@ -175,15 +172,7 @@ def kernel_of_torch_2_13(
     assert enable_gqa
     key, value = (x.repeat_interleave(2, dim=1) for x in (key, value))
     return kernel_of_torch_2_11(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        scale=scale,
-        window_size=window_size,
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size
     )
 
 
@@ -228,8 +217,7 @@ def with_wrong_heads(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "heads"),
-    [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)],
+    ("kernel", "heads"), [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)]
 )
 def test_keys_and_values_are_copied_only_for_a_kernel_that_needs_it(
     kernel: Callable[..., torch.Tensor], heads: int, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,4 @@
-"""Kernels, which are used only after a comparison of their results and gradients with those of a
-plain function.
-"""
+"""Kernels, which are used only after a comparison of their results and gradients with those of a plain function."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from cotrain_workers.engine.model import base_model
-from cotrain_workers.engine.model.base_model import (
-    UnsupportedModel,
-    load_base_model,
-    make_skeleton,
-)
+from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model, make_skeleton
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from cotrain_workers.group.sharded_base import read_rows, weight_files
 from tests.support.fake_hub import FakeHub
-
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder
 
 WEIGHTS = "model.safetensors"
 
@@ -34,10 +28,7 @@ def why_not(model: Path | str, kind: type[UnusableModel] = NoModel) -> str:
     """Load an unusable model. Return the error, without the model's name."""
     with pytest.raises(kind) as refused:
         load_base_model(
-            str(model),
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            local_files_only=True,
+            str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
         )
     named = f"Base model {model} cannot be served: "
     assert str(refused.value).startswith(named)

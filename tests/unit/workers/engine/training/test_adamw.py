@@ -234,9 +234,7 @@ def test_the_largest_accepted_gradient_leaves_moments_finite(
 
 
 @pytest.mark.parametrize("size", [2.0, 1e3, 1e18])
-def test_a_gradient_with_an_infinite_square_fails_alone(
-    size: float,
-) -> None:
+def test_a_gradient_with_an_infinite_square_fails_alone(size: float) -> None:
     adapter_bank, alone = bank(), bank()
     for each in (adapter_bank, alone):
         each.create("bad", AdapterSpec(4, seed=0))
@@ -281,9 +279,7 @@ def test_a_clipped_gradient_may_have_any_size() -> None:
         {"learning_rate": 3e38},
     ],
 )
-def test_a_step_to_infinite_weights_leaves_the_run_unchanged(
-    parameters: dict[str, float],
-) -> None:
+def test_a_step_to_infinite_weights_leaves_the_run_unchanged(parameters: dict[str, float]) -> None:
     adapter_bank = bank()
     adapter = adapter_bank.create("a", AdapterSpec(4, seed=0))
     adapter.gradient.flat.fill_(1e-3)

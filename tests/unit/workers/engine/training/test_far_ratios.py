@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.training import random_datum
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine, random_datum
 
 SPEC = AdapterSpec(4, seed=0)
 

@@ -1,13 +1,10 @@
-"""Datum above the token limit of micro-batches: other work runs between its layers, without a
-change of bits.
-"""
+"""Datum above the token limit of micro-batches: other work runs between its layers, without a change of bits."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,8 @@ from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInput
 from cotrain_workers.engine.training.memory_model import Budget
 from tests.support import tiny_models
 from tests.support.draws import variant
-from tests.support.training import MIX, random_datum, relative_error, same_bits
+from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
-NewEngine = Callable[..., Engine]
 LIMIT = 16
 LAYERS = 2
 SPEC = AdapterSpec(4, seed=3)
@@ -59,8 +55,14 @@ def begun(new_engine: NewEngine, spec: AdapterSpec = SPEC, **settings: Any) -> E
     return engine
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma2", "bamba"])
-@pytest.mark.parametrize("recompute", ["never", "always"])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [
+        *(("qwen3", "never"), ("gemma3", "always"), ("gemma2", "never"), ("bamba", "always")),
+        *(variant("qwen3", "always"), variant("gemma3", "never"), variant("gemma2", "always")),
+        variant("bamba", "never"),
+    ],
+)
 def test_a_layered_pass_has_the_bits_of_one_in_one_piece(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, recompute: str
 ) -> None:
@@ -79,9 +81,14 @@ def test_a_layered_pass_has_the_bits_of_one_in_one_piece(
     assert all(map(np.array_equal, ours.logprobs, theirs.logprobs))
 
 
-@pytest.mark.parametrize("loss_fn", ["ppo", "gspo", "cross_entropy"])
 @pytest.mark.parametrize(
-    "spec", [SPEC, replace(SPEC, train_attn=False, train_mlp=False), replace(SPEC, train_mlp=False)]
+    ("loss_fn", "spec"),
+    [
+        ("ppo", SPEC),
+        ("gspo", replace(SPEC, train_attn=False, train_mlp=False)),
+        ("gspo", replace(SPEC, train_mlp=False)),
+        ("cross_entropy", replace(SPEC, train_attn=False, train_mlp=False)),
+    ],
 )
 def test_every_loss_and_every_choice_of_targets_has_the_same_bits(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, loss_fn: str, spec: AdapterSpec
@@ -216,7 +223,7 @@ def others(cycle: int) -> list[Op]:
         ("never", True, 1),
         variant("always", True, None),
         variant("never", False, None),
-        ("always", False, 1),
+        variant("always", False, 1),
     ],
 )
 def test_a_datum_suspended_after_every_layer_has_the_same_bits(
@@ -226,9 +233,7 @@ def test_a_datum_suspended_after_every_layer_has_the_same_bits(
     needs_grad: bool,
     adapter_bytes: int | None,
 ) -> None:
-    """Whole cycles of other runs with their steps run in between. Adapters are offloaded and
-    restored.
-    """
+    """Whole cycles of other runs with their steps run in between. Adapters are offloaded and restored."""
     settings: dict[str, Any] = {"recompute": recompute, "adapter_bytes": adapter_bytes}
     stopped = begun(new_engine, **settings)
     op = long_pass("cross_entropy", 50, 4, 33, needs_grad=needs_grad)
@@ -344,9 +349,7 @@ def test_a_datum_runs_to_its_end_if_the_suspended_ones_are_inactive(
     assert ("run-2", 1) in _cycle(engine, [third]).outputs
 
 
-def test_a_dropped_run_frees_its_datum_without_the_garbage_collector(
-    new_engine: NewEngine,
-) -> None:
+def test_a_dropped_run_frees_its_datum_without_the_garbage_collector(new_engine: NewEngine) -> None:
     engine = begun(new_engine)
     _cycle(engine, [long_pass()])
     (kept,) = engine._forward_backward._long

@@ -1,6 +1,4 @@
-"""Memory model of micro-batches: measured lines, token budgets, and the handling of running out of
-memory.
-"""
+"""Memory model of micro-batches: measured lines, token budgets, and the handling of running out of memory."""
 
 from __future__ import annotations
 
@@ -220,8 +218,7 @@ def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(
     linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
     base = 2 * (linear + 2 * shape.hidden * shape.vocab)
     of_adapters = adapter_budget(total, base)
-    # Chunk of the head: logits, probabilities, and their gradient in 16 bits. 1.4 times the ideal
-    # bytes per token.
+    # Chunk of the head: logits, probabilities, and their gradient in 16 bits. 1.4 times the ideal bytes per token.
     line = ActivationModel(1024 * shape.vocab * 10, 1.4 * 4.94e6)
     decoder = int((total - base - GB) * CUDA_SHARE)  # share of the memory free at its creation
     weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
@@ -267,10 +264,7 @@ CASES = {
     ("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES
 )
 def test_running_out_of_memory_is_handled_with_the_least_loss(
-    given: MicroBatch,
-    lengths: list[int],
-    can_recompute: bool,
-    expected: Recompute | Fail | Split,
+    given: MicroBatch, lengths: list[int], can_recompute: bool, expected: Recompute | Fail | Split
 ) -> None:
     assert after_oom(given, lengths, can_recompute=can_recompute) == expected
 

@@ -1,6 +1,4 @@
-"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of
-CUDA memory.
-"""
+"""Measurements of micro-batches, with a meter that counts the tensors saved by autograd instead of CUDA memory."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -24,8 +21,7 @@ from cotrain_workers.engine.training.memory_probe import (
     measure_tower,
     size_micro_batches,
 )
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import NewEngine
 
 
 def waves(base: BaseModel) -> partial[ForwardBackward]:

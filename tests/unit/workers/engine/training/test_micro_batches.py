@@ -23,10 +23,7 @@ def test_slices_cover_an_op_in_order_and_never_split_a_datum(
         assert len(set(columns[op_slice.first : op_slice.last])) == 1
 
 
-@given(
-    ops=st.lists(st.tuples(lengths, st.booleans()), max_size=6),
-    limit=st.integers(1, 64),
-)
+@given(ops=st.lists(st.tuples(lengths, st.booleans()), max_size=6), limit=st.integers(1, 64))
 def test_micro_batches_have_every_slice_once_with_gradients_first(
     ops: list[tuple[list[int], bool]], limit: int
 ) -> None:

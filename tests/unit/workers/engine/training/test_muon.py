@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,9 +23,8 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.adamw import orthogonalized
-from tests.support.training import random_datum, same_bits
+from tests.support.training import NewEngine, random_datum, same_bits
 
-NewEngine = Callable[..., Engine]
 MUON = AdapterSpec(4, 3, optimizer="muon")
 
 

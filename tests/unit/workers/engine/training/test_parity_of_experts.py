@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant
 from tests.support.mixtures import SOME, EagerOracle, random_weights
-from tests.support.training import Tenant, relative_error, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import ModelFolder, NewEngine, Tenant, relative_error, same_bits
 
 #: Runs with experts of both kinds: shared matrices, and each expert with both of its own.
 OWN = AdapterSpec(3, seed=9, alpha=6.0, per_expert=True)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import OptimStep, Pass, StepOutput
 from tests.support.engine_checks import parity_with_peft
-from tests.support.training import MIX, PeftOracle, mean_error, relative_error
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import (
+    MIX,
+    ModelFolder,
+    NewEngine,
+    PeftOracle,
+    mean_error,
+    relative_error,
+)
 
 # fp32: a few times 1.5e-6, the measured effect of another order of summation.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -50,10 +52,9 @@ def test_a_mixed_cycle_equals_plain_peft(
     assert parity.loss_error < TOLERANCE[dtype]
 
 
-# A weight whose gradients are little more than rounding errors takes steps as long as any other,
-# because Adam divides by their size. In fp32, the worst of 20,000 weights is up to 3e-5 off, in our
-# result or in torch's, depending on the machine. Over all weights, five kinds of kernels were
-# measured at 3e-7.
+# A weight whose gradients are little more than rounding errors takes steps as long as any other, because Adam divides
+# by their size. In fp32, the worst of 20,000 weights is up to 3e-5 off, in our result or in torch's, depending on the
+# machine. Over all weights, five kinds of kernels were measured at 3e-7.
 @pytest.mark.parametrize(
     ("dtype", "error", "tolerance"),
     [(torch.float32, mean_error, 1e-6), (torch.float64, relative_error, 1e-12)],

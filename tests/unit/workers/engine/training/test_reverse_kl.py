@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,11 +25,9 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.reverse_kl import KlHead, Referred
+from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
-from tests.support.training import MIX, random_datum, same_bits
-
-NewEngine = Callable[..., Engine]
-ModelFolder = Callable[..., Path]
+from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, same_bits
 
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
 
@@ -179,7 +175,7 @@ def kl_runs(engine: Engine) -> dict[str, list[Op]]:
     return runs
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [8192, 64])
+@pytest.mark.parametrize("micro_batch_tokens", [variant(8192), 64])
 def test_a_run_among_others_equals_the_run_alone_exactly(
     new_engine: NewEngine, micro_batch_tokens: int
 ) -> None:
@@ -195,7 +191,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
         assert same_bits(together.adapters.state(run), alone.adapters.state(run)), run
 
 
-@pytest.mark.parametrize("poison", ["reference", "run", "weights"])
+@pytest.mark.parametrize("poison", ["reference", "run", variant("weights")])
 def test_a_reverse_kl_with_nan_fails_alone(new_engine: NewEngine, poison: str) -> None:
     among, alone = new_engine(), new_engine()
     runs = kl_runs(among)
@@ -253,9 +249,7 @@ def test_long_reference_contexts_fill_at_most_a_micro_batch(new_engine: NewEngin
     assert rows == [*[64] * 6, 32]  # references two at a time, the run all at once
 
 
-def test_running_out_of_memory_in_a_reference_changes_no_bit(
-    new_engine: NewEngine,
-) -> None:
+def test_running_out_of_memory_in_a_reference_changes_no_bit(new_engine: NewEngine) -> None:
     troubled, untroubled = new_engine(), new_engine()
     calls: list[int] = []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,9 +14,7 @@ from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.micro_batches import OpSlice, cut
 from cotrain_workers.engine.training.shared_prompts import LEAST_SHARED, shared_prompts, spans_of
-from tests.support.training import MIX, random_datum, relative_error, same_bits
-
-NewEngine = Callable[..., Engine]
+from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 
 #: Of windows, of sinks, of caps on scores, of latent attention, of layers that differ in shape, and of experts.
 FAMILIES = ("qwen3", "qwen3-window", "gemma2", "gpt_oss", "deepseek_v3", "gemma4")
@@ -161,10 +159,7 @@ def test_slices_are_cut_by_their_rows() -> None:
     lengths, shared = [100, 100, 100, 30], [0, 90, 90, 0]
     slices = [*cut(0, lengths, [1] * 4, 120, needs_grad=True, shared=shared)]
     # The third begins a slice, so it has all of its rows.
-    assert [(each.first, each.last, each.tokens) for each in slices] == [
-        (0, 3, 120),
-        (3, 4, 30),
-    ]
+    assert [(each.first, each.last, each.tokens) for each in slices] == [(0, 3, 120), (3, 4, 30)]
     halves = OpSlice(0, 0, 4, 150, needs_grad=True).halves(lengths, shared)
     assert [(each.first, each.last, each.tokens) for each in halves] == [(0, 1, 100), (1, 4, 140)]
     assert spans_of(8, [5, 6, 4], [0, 3, 0]) == [

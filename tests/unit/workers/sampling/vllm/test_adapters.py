@@ -37,7 +37,7 @@ def test_requests_over_many_adapters_finish_with_two_at_once(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
     requests = [
-        request(f"r{n}", [*trained.folders, None][n % 6], num_samples=1 + n % 3) for n in range(24)
+        request(f"r{n}", [*trained.folders, None][n % 6], num_samples=1 + n % 3) for n in range(12)
     ]
     decoder = new_decoder(max_adapters=2, max_sequences=8)
     outputs = run(decoder, *requests)

@@ -210,9 +210,9 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_newcomer_enters_at_once_next_to_a_tenant_with_thousands() -> None:
+async def test_a_newcomer_enters_at_once_next_to_a_tenant_with_hundreds() -> None:
     guests = Guests()
-    await guests.come("heavy", 1_000)
+    await guests.come("heavy", 300)
     assert Counter(guests.inside) == {"heavy": PLACES - 2}
 
     await guests.come("light", 1)
@@ -224,7 +224,7 @@ async def test_a_newcomer_enters_at_once_next_to_a_tenant_with_thousands() -> No
 
 async def test_places_go_to_the_tenant_with_the_fewest() -> None:
     guests = Guests()
-    await guests.come("heavy", 1_000)
+    await guests.come("heavy", 300)
     await guests.come("light", 100)
     for _ in range(2 * PLACES):
         await guests.leave("heavy")
@@ -236,12 +236,12 @@ async def test_places_go_to_the_tenant_with_the_fewest() -> None:
 
 async def test_a_cancelled_sequence_keeps_no_place() -> None:
     guests = Guests()
-    await guests.come("a", 1_000)
+    await guests.come("a", 100)
     await guests.cancel_all()
     again = Guests()
     again.entry = guests.entry
 
-    await again.come("b", 1_000)
+    await again.come("b", 100)
 
     assert len(again.inside) == PLACES - 2
     await again.cancel_all()

@@ -90,10 +90,7 @@ def test_a_server_without_runtime_adapter_loading_is_reported(
 
 
 def test_a_folder_invisible_to_the_server_is_reported(
-    vllm: FakeVllm,
-    targets: tuple[Target, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(name: str, path: str, _: str) -> None:
         raise FileNotFoundError(path)
@@ -104,10 +101,7 @@ def test_a_folder_invisible_to_the_server_is_reported(
 
 
 def test_adapters_without_effect_are_detected(
-    vllm: FakeVllm,
-    targets: tuple[Target, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted: dict[str, Any] = vllm._model.adapted
     monkeypatch.setattr(

@@ -10,9 +10,7 @@ CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
 
 
 def stored(pages: Pages, index: PrefixIndex, weights: str | None, chunks: list[bytes]) -> list[int]:
-    """Compute a prompt as a sequence does: share indexed pages and index the rest. Return its
-    pages.
-    """
+    """Compute a prompt as a sequence does: share indexed pages and index the rest. Return its pages."""
     nodes = index.match(Origin(weights, "t"), chunks)
     for node in nodes:
         pages.hold(node.page)

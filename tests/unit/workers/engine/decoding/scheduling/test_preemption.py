@@ -18,9 +18,7 @@ PAGE = 4
 
 
 def queues(*running: tuple[str, str, int]) -> dict[str, TenantQueue]:
-    """Return the queues of running sequences (tenant, weights, generated tokens), in the order of
-    arrival.
-    """
+    """Return the queues of running sequences (tenant, weights, generated tokens), in the order of arrival."""
     found: dict[str, TenantQueue] = {}
     for arrival, (tenant, weights, tokens) in enumerate(running):
         asked = request(f"r{arrival}", np.array([1]), weights, tenant=tenant)

@@ -253,9 +253,7 @@ def test_a_shared_last_page_is_copied_before_it_is_written() -> None:
 
 
 def jain(tokens: Counter[str]) -> float:
-    """Return Jain's index of fairness: 1 if all values are equal, 1 / n if one tenant has
-    everything.
-    """
+    """Return Jain's index of fairness: 1 if all values are equal, 1 / n if one tenant has everything."""
     values = list(tokens.values())
     return sum(values) ** 2 / (len(values) * sum(value**2 for value in values))
 
@@ -334,9 +332,7 @@ def test_a_light_tenant_gets_all_it_needs_without_accumulating_credit() -> None:
 
 
 def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> None:
-    """Scaled from 20 requests of 64 x 1,900 tokens. Memory for 20 of these sequences, all of it in
-    use.
-    """
+    """Scaled from 20 requests of 64 x 1,900 tokens. Memory for 20 of these sequences, all of it in use."""
     pretender = Pretender(20 * 24, LARGE)
     for at in range(20):
         pretender.add(at, [at], 64, 95, "heavy")
@@ -357,9 +353,7 @@ def test_a_newcomer_next_to_long_sequences_needs_one_step_more_than_alone() -> N
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_generating_tenant_gets_a_row_per_step_next_to_long_prompts(count: int) -> None:
-    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the
-    tenant's share.
-    """
+    """A page is, as on a CPU, more than a shared step holds. A row per step is less than the tenant's share."""
     pretender = Pretender(1_000, StepSizes(PAGE, alone=BUDGET, shared=PAGE - 1, sequences=LIMITS))
     for at in range(count):
         pretender.add(at, [at, *range(1, 400)], 1, 1, f"long{at}")

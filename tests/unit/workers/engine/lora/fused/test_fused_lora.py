@@ -1,6 +1,4 @@
-"""Backend `fused` compared with `seg`, and with itself among other tenants, in Triton's
-interpreter.
-"""
+"""Backend `fused` compared with `seg`, and with itself among other tenants, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.lora_problem import CPU, Tenant, differences, needs_kernels, same, tenant, work
 
-#: Sigmoid 1 / (1 + exp(-z)) in the interpreter: exp gives infinity, and the quotient a correct
-#: zero.
+#: Sigmoid 1 / (1 + exp(-z)) in the interpreter: exp gives infinity, and the quotient a correct zero.
 OVERFLOW = "ignore:overflow encountered in exp:RuntimeWarning"
 pytestmark = [needs_kernels, pytest.mark.filterwarnings(OVERFLOW)]
 
@@ -34,9 +31,7 @@ OF_MLP = {torch.float32: 2e-6, torch.bfloat16: 0.04}  # two products, one after 
 
 
 def company(dtype: torch.dtype = torch.float32) -> list[Tenant]:
-    """Return tenants of many ranks, with more than a tile of rows, one row or none. Some train half
-    of the modules.
-    """
+    """Return tenants of many ranks, with more than a tile of rows, one row or none. Some train half of the modules."""
     return [
         tenant(AdapterSpec(16, seed=1), ROWS + 9, dtype),
         tenant(AdapterSpec(1, seed=2), 1, dtype),

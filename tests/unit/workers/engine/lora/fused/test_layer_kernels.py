@@ -1,6 +1,4 @@
-"""Decoder layers with kernels, with gates and residual additions inside the products, in Triton's
-interpreter.
-"""
+"""Decoder layers with kernels, with gates and residual additions inside the products, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -161,9 +159,7 @@ def rotated(pure: Any, weight: Any, cos: Any, sin: Any, x: torch.Tensor) -> Any:
 
 
 def heads(dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return five rows of three heads of size 24, a weight, the rotation angles, and the output
-    gradient.
-    """
+    """Return five rows of three heads of size 24, a weight, the rotation angles, and the output gradient."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(5, 3, 24), (24,), (5, 24), (5, 24), (5, 3, 24)]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]

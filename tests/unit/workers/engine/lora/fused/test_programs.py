@@ -1,6 +1,4 @@
-"""Compilation of the kernels, which Triton's interpreter does not test, and their fit on a GPU that
-is not present.
-"""
+"""Compilation of the kernels, which Triton's interpreter does not test, and their fit on a GPU that is not present."""
 
 from __future__ import annotations
 
