@@ -19,12 +19,11 @@ LEAST_S = 0.001
 
 
 def use_cores(threads: int) -> None:
-    """Make this thread compute on `threads` cores (0: torch's default), and every later thread on
-    one core.
+    """Make this thread compute on `threads` cores (0: torch's default), and every later thread on one core.
 
-    A thread that copies a run or writes a save would otherwise make its first large tensor with
-    its own team of threads. OpenMP then sees more threads than cores, and lets all of them sleep
-    where they spun before. Training took half as long again on a CPU, until the worker ended.
+    A thread that copies a run or writes a save would otherwise make its first large tensor with its own team of
+    threads. OpenMP then sees more threads than cores, and lets all of them sleep where they spun before. Training
+    took half as long again on a CPU, until the worker ended.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -73,10 +72,9 @@ class CoreChoice:
 class StepCores:
     """Context of a step of small products, on one core if that is faster, else on `threads`.
 
-    One core is faster when other processes compete for the cores. The threads of a product wait
-    for each other some sixty times in a decoder step. A thread without a core keeps the others
-    waiting for the length of a time slice. Eight tokens took 2.5 s on two cores and 0.4 s on one
-    of them, with nine threads competing for both.
+    One core is faster when other processes compete for the cores. The threads of a product wait for each other some
+    sixty times in a decoder step. A thread without a core keeps the others waiting for the length of a time slice.
+    Eight tokens took 2.5 s on two cores and 0.4 s on one of them, with nine threads competing for both.
     """
 
     def __init__(self, threads: int) -> None:

@@ -19,11 +19,10 @@ def run_to_end(work: Yielding[T]) -> T:
 
 
 def drive(work: Yielding[T], at_yield: Callable[[], None]) -> tuple[T, float]:
-    """Run the computation to its end and call `at_yield` at each yield point; also return the time
-    of those calls in s.
+    """Run the computation to its end and call `at_yield` at each yield point; also return the time of those calls
+    in s.
 
-    An exception of `at_yield` is raised inside the computation, which stops as if it had failed
-    itself.
+    An exception of `at_yield` is raised inside the computation, which stops as if it had failed itself.
     """
     elsewhere_s = 0.0
     try:

@@ -27,15 +27,12 @@ class LockStep(Protocol):
 
     @property
     def sharding(self) -> str:
-        """Description of the processes that hold the base model: "" for this process alone. No bit
-        depends on it.
-        """
+        """Description of the processes that hold the base model: "" for this process alone. No bit depends on it."""
 
     def await_pass(self, wanted: Forward) -> Forward:
         """Wait until a pass of this kind can run, and return the kind to run it as.
 
-        The two differ in one case: a pass that would keep its layers' values may have to recompute
-        them.
+        The two differ in one case: a pass that would keep its layers' values may have to recompute them.
         """
 
 

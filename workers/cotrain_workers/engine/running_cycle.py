@@ -82,9 +82,7 @@ class RunningCycle:
         )
 
     def _expect_open_gradients(self, ops: Sequence[Op]) -> None:
-        """Reserve space for the gradients of passes that may stay open, before adapters are placed
-        on the device.
-        """
+        """Reserve space for the gradients of passes that may stay open, before adapters are placed on the device."""
         for op in ops:
             if (
                 isinstance(op, Pass | ReverseKl)
@@ -183,8 +181,7 @@ class RunningCycle:
 def next_wave(
     passes: Sequence[Pass | ReverseKl], allowances: Mapping[tuple[str, int], int]
 ) -> tuple[list[Pass | ReverseKl], list[Pass | ReverseKl]]:
-    """Split passes into those that may run now and those that wait. Passes of a run keep their
-    order.
+    """Split passes into those that may run now and those that wait. Passes of a run keep their order.
 
     A run waits behind a pass that may stay open, until that pass ends or until the next cycle.
     """

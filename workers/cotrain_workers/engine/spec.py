@@ -1,5 +1,6 @@
 """Specification of an adapter: its parameters, target modules, and the layout of its arena."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -213,3 +214,8 @@ def has_experts(targets: Sequence[Target]) -> bool:
 def aligned(offset: int) -> int:
     """Round up to the next possible offset of a matrix."""
     return -(-offset // ALIGN) * ALIGN
+
+
+def seed_of(name: str) -> int:
+    """Return 63 bits derived from a name."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1

@@ -51,8 +51,7 @@ class Followers:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self.lost: str | None = None
-        """Reason why this group cannot continue."""
+        self.lost: str | None = None  # reason why this group cannot continue
         self._facts: dict[int, MemberFacts] = {}
         self.send(dict.fromkeys(links.others, (do_nothing, ())))  # any answer contains the facts
         self.collect()

@@ -1,11 +1,9 @@
-"""Bisection of a failing step: find the request that breaks the engine or crashes its process, and
-run the others.
+"""Bisection of a failing step: find the request that breaks the engine or crashes its process, and run the others.
 
-An exception is located at once: each run returns to its last committed state and its ops run one
-by one. A crash leaves no process to report it. Each group of a step's ops is therefore recorded in
-the store before it runs, and removed afterwards. A group that is still recorded at the next start
-is split in halves, first between two runs, then within one. The split ends at a single op during
-which MAX_CRASHES processes crashed.
+An exception is located at once: each run returns to its last committed state and its ops run one by one. A crash
+leaves no process to report it. Each group of a step's ops is therefore recorded in the store before it runs, and
+removed afterwards. A group that is still recorded at the next start is split in halves, first between two runs,
+then within one. The split ends at a single op during which MAX_CRASHES processes crashed.
 """
 
 from __future__ import annotations

@@ -58,10 +58,8 @@ class LargePasses:
             if kill.worker == worker:
                 # Before any step, because the process may have ended in a replay.
                 engine.spare_memory(kill.tokens)
-        self._deferred: set[str] = set()
-        """Dangerous requests that other requests were run before."""
-        self._running_alone = ""
-        """Dangerous request that runs alone now; else empty."""
+        self._deferred: set[str] = set()  # dangerous requests that other requests were run before
+        self._running_alone = ""  # dangerous request that runs alone now; else empty
         self._proven = dict.fromkeys((False, True), (LEAST_TOKENS, LEAST_TOKENS))
         """Tokens of the largest micro-batch and of the longest datum that ran to their end, by `needs_grad`."""
         engine.watch_micro_batches(self._recorded)

@@ -1,9 +1,8 @@
 """Removal of unreferenced files: segments of the spool, and recovery copies.
 
-A process may be about to refer to any of them. Files held by a process stay. The others are
-removed only after this worker has seen them unreferenced for a long time
-(`cotrain_store.disk.orphan_ages`). A process suspended for longer finds its segment closed to new
-references (`SpoolReferences`).
+A process may be about to refer to any of them. Files held by a process stay. The others are removed only after this
+worker has seen them unreferenced for a long time (`cotrain_store.disk.orphan_ages`). A process suspended for longer
+finds its segment closed to new references (`SpoolReferences`).
 """
 
 import math

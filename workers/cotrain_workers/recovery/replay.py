@@ -1,8 +1,7 @@
 """Restoration of a run: its snapshot, then its log from the snapshot to `done`.
 
-The state of a run is the fold of its ops. The engine produces the same bits for the same ops next
-to any other runs, so a replayed run ends in the same state. The replayed results are compared with
-the stored ones as a proof.
+The state of a run is the fold of its ops. The engine produces the same bits for the same ops next to any other
+runs, so a replayed run ends in the same state. The replayed results are compared with the stored ones as a proof.
 """
 
 from __future__ import annotations
@@ -207,11 +206,10 @@ class Replay:
     def _run_log(
         self, run: RunId, base: Base, position: LogPosition, last: int
     ) -> Yielding[tuple[int, bool]]:
-        """Run the log from a base to `last`; return the number of ops, and whether bits are
-        compared.
+        """Run the log from a base to `last`; return the number of ops, and whether bits are compared.
 
-        They are compared from the base until memory first runs out. If lost saves are among the ops that a
-        rewind abandoned, those ops run first, from the base.
+        They are compared from the base until memory first runs out. If lost saves are among the ops that a rewind
+        abandoned, those ops run first, from the base.
         """
         logged = [
             op
@@ -363,8 +361,7 @@ def rewind_target(position: LogPosition, step: int) -> int | str:
 
 
 def _from_last_load(ops: list[QueuedOp]) -> list[QueuedOp]:
-    """Return the ops without those that a load replaced. The op that created the run and unstored
-    saves stay.
+    """Return the ops without those that a load replaced. The op that created the run and unstored saves stay.
 
     A failed load does not count: its commit left only its place in the log.
     """

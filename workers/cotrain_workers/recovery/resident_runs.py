@@ -71,8 +71,7 @@ class ResidentRuns:
         self._replay = Replay(engine, execution, weights, self._snapshots, self.progress, exact)
         self._backlogs: dict[RunId, ReplayBacklog] = {}
         self._writing: dict[RunId, tuple[int, Future[tuple[Snapshot, float]]]] = {}
-        self._rewound = set[RunId]()
-        """Runs in memory whose REWIND is not committed."""
+        self._rewound = set[RunId]()  # runs in memory whose REWIND is not committed
         self._uncovered_s: dict[RunId, float] = {}
         """Training in copies that are taken and not yet registered, whether they can be written or not."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
@@ -85,8 +84,7 @@ class ResidentRuns:
 
     @property
     def snapshot_age(self) -> tuple[float, float]:
-        """Largest training time of a run without a recovery copy, and the time at which a copy is
-        due, both in s.
+        """Largest training time of a run without a recovery copy, and the time at which a copy is due, both in s.
 
         Any thread may read it.
         """

@@ -1,9 +1,8 @@
 """Recovery copies of runs, and the policy of taking them and of evicting runs.
 
-Copies are written whole or not at all, and checked when read. A key is `<run
-digest>/<seq>-<writer>.safetensors`. The writer is a worker and its epoch. A replaced worker
-therefore never overwrites a file of its successor, or of a worker to which its runs were
-reassigned. The policy is pure.
+Copies are written whole or not at all, and checked when read. A key is `<run digest>/<seq>-<writer>.safetensors`.
+The writer is a worker and its epoch. A replaced worker therefore never overwrites a file of its successor, or of a
+worker to which its runs were reassigned. The policy is pure.
 """
 
 import hashlib
@@ -110,12 +109,11 @@ def orphans(
     bases: Callable[[RunId], frozenset[str]],
     is_at_work: Callable[[str, str], bool],
 ) -> dict[str, str]:
-    """Find the removable files, each with its mark: partial files of crashed processes, and files
-    that no log starts from.
+    """Find the removable files, each with its mark: partial files of crashed processes, and files that no log
+    starts from.
 
-    A file exists before it is registered. `is_at_work` returns True for a run's folder and a
-    writer that may be about to register one. `bases` returns a run's registered files. A damaged
-    file has no run, and stays.
+    A file exists before it is registered. `is_at_work` returns True for a run's folder and a writer that may be
+    about to register one. `bases` returns a run's registered files. A damaged file has no run, and stays.
     """
     return {
         blob.key: blob.mark

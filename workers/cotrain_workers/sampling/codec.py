@@ -1,16 +1,15 @@
 """Conversion of claimed sample requests to decoder requests, and of decoder outputs to results."""
 
-import hashlib
 from collections.abc import Iterable
 
 import numpy as np
 
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
-from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, Image
+from cotrain_workers.engine.spec import seed_of
 
 
 def sample_request(
@@ -18,8 +17,7 @@ def sample_request(
 ) -> SampleRequest:
     """Return the decoder's request, with defaults for missing fields.
 
-    A missing seed is derived from the request's id, so that a repeated request yields the same
-    tokens.
+    A missing seed is derived from the request's id, so that a repeated request yields the same tokens.
     """
     tokens, strings = _stops(body.stop, end_of_sequence)
     return SampleRequest(
@@ -45,11 +43,6 @@ def sample_request(
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
     )
-
-
-def seed_of(request: RequestId) -> int:
-    """Return 63 bits derived from a request's id."""
-    return int.from_bytes(hashlib.sha256(request.encode()).digest()[:8], "big") >> 1
 
 
 def sample_result(output: SampleOutput | Failure) -> Result:

@@ -31,8 +31,7 @@ class Grammars:
         self._compiled = lru_cache(maxsize=MAX_COMPILED)(self._compile)
 
     def __call__(self, grammar: str, vocab_size: int, final: frozenset[int]) -> Grammar:
-        """Return the start of a grammar over tokens below `vocab_size`. `final` tokens may follow
-        its end.
+        """Return the start of a grammar over tokens below `vocab_size`. `final` tokens may follow its end.
 
         Raises:
             GrammarUnusable: it is invalid or exceeds the limits.

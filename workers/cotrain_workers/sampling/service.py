@@ -1,9 +1,8 @@
 """Sampling service of a worker: claim sample requests from Redis, decode them, store the results.
 
-A tenant's claimed requests are limited to those that the decoder can soon begin. The others wait
-in Redis, where tenants alternate and a cancelled request is simply deleted. A claimed request
-without a result (this process crashes, or drains) runs again on some worker, and yields the same
-tokens.
+A tenant's claimed requests are limited to those that the decoder can soon begin. The others wait in Redis, where
+tenants alternate and a cancelled request is simply deleted. A claimed request without a result (this process
+crashes, or drains) runs again on some worker, and yields the same tokens.
 """
 
 import contextlib
@@ -166,8 +165,7 @@ class SamplingService:
         self._ask_at = 0.0
         self.accepts_requests = True
         """False while this worker drains: claimed requests still get results."""
-        self.waiting = 0
-        """Number of claimed requests that had not begun after the last step."""
+        self.waiting = 0  # number of claimed requests that had not begun after the last step
 
     @property
     def running(self) -> int:

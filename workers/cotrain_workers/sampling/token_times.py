@@ -92,10 +92,9 @@ class _TracedTimes:
 class SampleTraces:
     """Recorder of the start and end of traced requests. For one thread.
 
-    It records the spans of sample requests: from acceptance to result, with the wait for the
-    decoder and the decoding inside. The spans are made from recorded times once a result is
-    stored. A worker that crashes leaves none, and the process that runs a request again reports
-    it as its own.
+    It records the spans of sample requests: from acceptance to result, with the wait for the decoder and the
+    decoding inside. The spans are made from recorded times once a result is stored. A worker that crashes leaves
+    none, and the process that runs a request again reports it as its own.
     """
 
     def __init__(self) -> None:

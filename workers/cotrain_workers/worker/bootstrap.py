@@ -56,11 +56,10 @@ log = structlog.get_logger()
 
 
 class BatchSizeCache:
-    """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one
-    JSON file.
+    """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one JSON file.
 
-    It stores measured micro-batch sizes, so that a restart on the same hardware uses the same
-    size. A size changes the last bits of results, and two measurements may differ slightly.
+    It stores measured micro-batch sizes, so that a restart on the same hardware uses the same size. A size changes
+    the last bits of results, and two measurements may differ slightly.
     """
 
     def __init__(self, path: Path) -> None:
@@ -118,8 +117,7 @@ def device_of(settings: WorkerSettings) -> str:
 def measured_engine(
     settings: WorkerSettings, device: str, links: Links | None = None
 ) -> tuple[Trainer, float]:
-    """Load the engine and measure its throughput in tokens/s. With `links`, this process is the
-    first of a group.
+    """Load the engine and measure its throughput in tokens/s. With `links`, this process is the first of a group.
 
     Raises ModelTooLarge if memory is insufficient for either.
     """
@@ -284,8 +282,7 @@ def enter_pool(
     tuning: Tuning,
     cost: ReplayCost,
 ) -> WorkerLoop:
-    """Claim the worker id in the pool and return the worker loop. Open steps of a predecessor are
-    re-executed.
+    """Claim the worker id in the pool and return the worker loop. Open steps of a predecessor are re-executed.
 
     `spools` are of bodies and of results; `cost` is of a replay.
     """

@@ -1,22 +1,21 @@
 """Accounting of device time, throughput estimate, and time sharing of training and sampling.
 
-**Device time.** Each lap books the time since the previous lap to one phase: training, optimizer,
-sampling or idle. The phases add up to the elapsed time. Booked time never changes, so the
-heartbeat's thread reads numbers that only grow, at most one lap late.
+**Device time.** Each lap books the time since the previous lap to one phase: training, optimizer, sampling or idle.
+The phases add up to the elapsed time. Booked time never changes, so the heartbeat's thread reads numbers that only
+grow, at most one lap late.
 
-**Throughput** estimates trained tokens per second from the cycles, small ones included. It is
-pure. A small cycle spends its time on reading the frozen weights, whatever its number of tokens.
-Its tokens per second therefore do not predict a large cycle's. A Kalman filter estimates both
-parts of `seconds = forwards * overhead + tokens * per_token`.
+**Throughput** estimates trained tokens per second from the cycles, small ones included. It is pure. A small cycle
+spends its time on reading the frozen weights, whatever its number of tokens. Its tokens per second therefore do not
+predict a large cycle's. A Kalman filter estimates both parts of `seconds = forwards * overhead + tokens *
+per_token`.
 
-**Time sharing.** The decoder works between micro-batches of training, within its share of the
-processor. The policy (`Share`) is pure. While both have work, a second of training earns the
-decoder `s / (1 - s)` seconds, to use before training continues. A decode step cannot be
-interrupted, so it may overdraw the credit by one step, and training is paid back first. Credit
-that the decoder has no work for is not saved.
+**Time sharing.** The decoder works between micro-batches of training, within its share of the processor. The policy
+(`Share`) is pure. While both have work, a second of training earns the decoder `s / (1 - s)` seconds, to use before
+training continues. A decode step cannot be interrupted, so it may overdraw the credit by one step, and training is
+paid back first. Credit that the decoder has no work for is not saved.
 
-Bounds for any interval in which both have work, with T seconds of training and D of decoding. The
-longest decode step is d, and the longest training time between two visits is t:
+Bounds for any interval in which both have work, with T seconds of training and D of decoding. The longest decode
+step is d, and the longest training time between two visits is t:
 
 * `T >= (1 - s) * (T + D - d)`: training keeps its share, up to one decode step.
 * `D >= s * (T + D - t)`: the decoder keeps its share, up to one uninterrupted part of training.

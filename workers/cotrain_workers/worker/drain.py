@@ -1,8 +1,7 @@
 """Drain state of a worker: its runs move to another worker, and it accepts no new work.
 
-The heartbeat's thread updates the state. The worker loop reads it to decide its next action; the
-heartbeat reports the progress. A worker hands over one run at a time while it continues, after the
-run's last op is in a snapshot.
+The heartbeat's thread updates the state. The worker loop reads it to decide its next action; the heartbeat reports
+the progress. A worker hands over one run at a time while it continues, after the run's last op is in a snapshot.
 """
 
 from dataclasses import dataclass
@@ -67,11 +66,9 @@ class Drain:
         return self.own.has_successor()
 
     def end(self, epoch: int) -> bool:
-        """Deregister the worker if another worker can take its runs, so that they can move
-        anywhere at once.
+        """Deregister the worker if another worker can take its runs, so that they can move anywhere at once.
 
-        Return False if no worker can, or if work is left here: the next process with this worker
-        id continues it.
+        Return False if no worker can, or if work is left here: the next process with this worker id continues it.
         """
         is_over = self.own.deregister(epoch)
         log.info("worker_left", runs_go_elsewhere=is_over)

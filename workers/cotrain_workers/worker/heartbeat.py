@@ -1,12 +1,11 @@
 """Heartbeat of a worker, and exclusive use of its worker id.
 
-A thread sends the heartbeat, and stops the worker when another process has taken over its id.
-`WorkerReport` collects the contents; it runs on the heartbeat's thread and only reads.
+A thread sends the heartbeat, and stops the worker when another process has taken over its id. `WorkerReport`
+collects the contents; it runs on the heartbeat's thread and only reads.
 
-A worker id belongs to one process, enforced by a lock on this host and by heartbeats across hosts.
-Epochs keep two processes with one id from harming each other, but the older one would be fenced. A
-second process is an operator's mistake and is reported as one. Without a configured id, each
-process claims a free one.
+A worker id belongs to one process, enforced by a lock on this host and by heartbeats across hosts. Epochs keep two
+processes with one id from harming each other, but the older one would be fenced. A second process is an operator's
+mistake and is reported as one. Without a configured id, each process claims a free one.
 """
 
 import fcntl
@@ -177,8 +176,7 @@ class WorkerIdInUse(Exception):
 
 
 def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
-    """Lock a worker id on this host. The returned file descriptor holds the lock until the process
-    ends.
+    """Lock a worker id on this host. The returned file descriptor holds the lock until the process ends.
 
     Raises:
         WorkerIdInUse: another process has held it for `patience_s`.
@@ -226,8 +224,7 @@ def await_absence(
 def claim_free_worker_id(
     folder: Path, pool: str, heartbeat_of: Callable[[WorkerId], WorkerHeartbeat | None], host: str
 ) -> WorkerId:
-    """Lock the first of the ids w0, w1, … that no process uses on any host, until this process
-    ends.
+    """Lock the first of the ids w0, w1, … that no process uses on any host, until this process ends.
 
     The successor of a process that ended gets its id, and with it its runs.
     """

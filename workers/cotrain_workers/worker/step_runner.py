@@ -1,8 +1,7 @@
 """Execution of a step's ops on the engine. Only failing ops fail.
 
-There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception,
-each run executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups
-(bisection).
+There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception, each run
+executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,13 +132,12 @@ class StepRunner:
     ) -> Yielding[StepRun]:
         """Execute a step's ops. Yields where the engine does, while the step runs as a whole.
 
-        If a process ended during a large pass of the step, only some ops run. The others have no
-        output. Passes with an allowance may stay open. They pause when the step's time `is_over`.
+        If a process ended during a large pass of the step, only some ops run. The others have no output. Passes
+        with an allowance may stay open. They pause when the step's time `is_over`.
 
-        In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise
-        crash in a different step each time, and bisection counts the crashes of one step. Every pass
-        also runs to its end if a run's restored bits may differ, because the commit of its next op
-        must record that.
+        In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise crash in a
+        different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a
+        run's restored bits may differ, because the commit of its next op must record that.
 
         Raises:
             DeviceLost: the device has failed, and the process must restart.

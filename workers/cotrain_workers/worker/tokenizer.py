@@ -31,8 +31,7 @@ class PublishedTokenizer:
 
     folder: str  # name of the published folder; empty for a kind that only Python can run
     text: TextOf
-    grammar_of: GrammarOf | None
-    """Compiler of grammars; None for a kind that only Python can run."""
+    grammar_of: GrammarOf | None  # compiler of grammars; None for a kind that only Python can run
 
 
 def publish_tokenizer(

@@ -13,7 +13,8 @@ from cotrain_store.messages.results import ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput
 from cotrain_workers.engine.ops import Failure
-from cotrain_workers.sampling.codec import sample_request, sample_result, seed_of
+from cotrain_workers.engine.spec import seed_of
+from cotrain_workers.sampling.codec import sample_request, sample_result
 from tests.support.samples import BODY
 
 REQUEST = RequestId("s:sample:0:1")

@@ -25,9 +25,8 @@ def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
 class Gradient:
     """Gradient arena, and every module's matrices in it.
 
-    Zeroing an arena writes all of it, which is expensive on a CPU. There the arena becomes stale
-    instead. Products overwrite it, and only matrices without a product are zeroed when the whole
-    arena is read.
+    Zeroing an arena writes all of it, which is expensive on a CPU. There the arena becomes stale instead. Products
+    overwrite it, and only matrices without a product are zeroed when the whole arena is read.
     """
 
     def __init__(self, arena: torch.Tensor, layout: Layout) -> None:
@@ -210,14 +209,13 @@ class Adapter:
         self.version = next(_VERSIONS)
 
     def claim_gradient(self, *, may_stay_open: bool) -> Gradient:
-        """Return the destination of a pass's gradient: the adapter's own arena while no other pass
-        uses it, else scratch.
+        """Return the destination of a pass's gradient: the adapter's own arena while no other pass uses it, else
+        scratch.
 
-        A failed pass is undone by discarding the sums or dropping the scratch. Both start from
-        zeros, so the bits of the sum do not depend on the choice. A pass that may stay open does
-        not use the own arena: between cycles the adapter is then as its last complete op left it.
-        A pass behind an open one does not use it either. The open pass ends first and is added to
-        the arena as a whole.
+        A failed pass is undone by discarding the sums or dropping the scratch. Both start from zeros, so the bits
+        of the sum do not depend on the choice. A pass that may stay open does not use the own arena: between cycles
+        the adapter is then as its last complete op left it. A pass behind an open one does not use it either. The
+        open pass ends first and is added to the arena as a whole.
         """
         if may_stay_open:
             self.has_open_gradient = True
@@ -231,8 +229,7 @@ class Adapter:
     def is_finite(self, claimed: Gradient) -> torch.Tensor:
         """Return, on the device, a boolean that is true if a gradient is finite.
 
-        On a CPU the adapter's own gradient is read once for this and for the norm of the next
-        step.
+        On a CPU the adapter's own gradient is read once for this and for the norm of the next step.
         """
         if claimed.is_cuda or claimed is not self.gradient:
             return is_all_finite(claimed.flat)
@@ -299,9 +296,7 @@ def discard_all(gradients: Sequence[Gradient]) -> None:
 
 
 def is_all_finite(values: torch.Tensor) -> torch.Tensor:
-    """Return, on the device, a boolean that is true if no value is NaN or infinite. At least one
-    value is required.
-    """
+    """Return, on the device, a boolean that is true if no value is NaN or infinite. At least one value is required."""
     if not values.is_cuda:
         # This takes a third of the time for an arena. An infinite sum of finite values is
         # inconclusive.

@@ -30,7 +30,14 @@ from cotrain_workers.engine.adapters.residency import (
 )
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, shape_of
+from cotrain_workers.engine.spec import (
+    AdapterSpec,
+    Layout,
+    Target,
+    plan_layout,
+    seed_of,
+    shape_of,
+)
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
 ARENAS_AT_REST = ("weights", "m", "v")
@@ -115,8 +122,7 @@ class AdapterBank:
         # Order: the least recently used first.
         self._adapter_by_run: OrderedDict[str, Adapter] = OrderedDict()
         self._in_use: frozenset[str] = frozenset()
-        self.offloaded = 0
-        """Number of adapters on the host alone. Any thread may read it."""
+        self.offloaded = 0  # number of adapters on the host alone. Any thread may read it.
         self._layout_by_shape: dict[tuple[object, ...], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
         """Weights of the base model by module, for uploads that contain copies of them."""
@@ -215,8 +221,7 @@ class AdapterBank:
         return device_groups(runs, sizes, self._adapter_bytes)
 
     def bring_in(self, runs: Sequence[str]) -> dict[str, Adapter]:
-        """Bring these runs to the device for the next computation, and offload others if
-        necessary.
+        """Bring these runs to the device for the next computation, and offload others if necessary.
 
         Return the adapters of the known runs.
         """
@@ -243,8 +248,7 @@ class AdapterBank:
         self._in_use = frozenset()
 
     def runs_to_evict(self) -> list[str]:
-        """Return the runs to drop until host memory is within its limit, the least recently used
-        first.
+        """Return the runs to drop until host memory is within its limit, the least recently used first.
 
         The caller must store a snapshot of each before it drops it.
         """
@@ -269,9 +273,7 @@ class AdapterBank:
         }
 
     def device_bytes(self, adapter: Adapter) -> int:
-        """Return the device bytes of a training adapter: four arenas, five with an open pass, and
-        the compute copy.
-        """
+        """Return the device bytes of a training adapter: four arenas, five with an open pass, and the compute copy."""
         wide, narrow = self._arena_dtype, self._compute_dtype
         copy = 0 if narrow == wide else narrow.itemsize
         return adapter.layout.size * ((4 + adapter.has_open_gradient) * wide.itemsize + copy)
@@ -315,9 +317,8 @@ class AdapterBank:
 def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
     """Return a fresh weight arena, fp32 `[layout.size]` on the host.
 
-    A is Kaiming-uniform with `a = sqrt(5)`, as in PEFT: uniform in +-1/sqrt(inputs). Each module
-    draws from its own generator. Its A therefore depends on the seed, its name and the rank, and
-    on no other module.
+    A is Kaiming-uniform with `a = sqrt(5)`, as in PEFT: uniform in +-1/sqrt(inputs). Each module draws from its own
+    generator. Its A therefore depends on the seed, its name and the rank, and on no other module.
     """
     return run_to_end(draw_weights(spec, layout))
 
@@ -329,16 +330,10 @@ def draw_weights(spec: AdapterSpec, layout: Layout) -> Yielding[torch.Tensor]:
     drawn = 0
     for target in layout.targets:
         bound = 1.0 / math.sqrt(target.inputs)
-        generator = torch.Generator().manual_seed(module_seed(spec.seed, target.name))
+        generator = torch.Generator().manual_seed(seed_of(f"{spec.seed}:{target.name}"))
         a = views[target.name].a.uniform_(-bound, bound, generator=generator)
         drawn += a.numel()
         if drawn >= DRAWN_AT_ONCE:
             drawn = 0
             yield
     return arena
-
-
-def module_seed(seed: int, module: str) -> int:
-    """Hash a run's seed and a module's name into 63 bits."""
-    digest = hashlib.sha256(f"{seed}:{module}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -292,8 +292,7 @@ def save(bank: AdapterBank, op: Save) -> SaveOutput | Failure:
 def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
     """Write a checkpoint over a run's adapter, which keeps its spec and its arenas.
 
-    If alpha differs, B is multiplied by the ratio, so that the adapter adds the same as the
-    checkpoint.
+    If alpha differs, B is multiplied by the ratio, so that the adapter adds the same as the checkpoint.
     """
     if op.run not in bank:
         return unknown_run()
@@ -401,9 +400,8 @@ def mix(
 ) -> HostWeights:
     """Return the adapter whose change of every module is the sum of `coefficient * change`.
 
-    Its rank is the sum of the ranks, and it trains the union of the sources' modules. One source
-    with coefficient 1 yields the same bits. `sources` has at least one entry, all of one base
-    model.
+    Its rank is the sum of the ranks, and it trains the union of the sources' modules. One source with coefficient 1
+    yields the same bits. `sources` has at least one entry, all of one base model.
     """
     spec = mixed_spec([weights.spec for _, weights in sources])
     layout = layout_of(spec)
@@ -421,8 +419,7 @@ def mix(
 
 
 def mixed_spec(specs: Sequence[AdapterSpec]) -> AdapterSpec:
-    """Return the spec of a combination of adapters; its seed, never used again, is that of the
-    first.
+    """Return the spec of a combination of adapters; its seed, never used again, is that of the first.
 
     A common alpha is kept; otherwise it is the default.
     """

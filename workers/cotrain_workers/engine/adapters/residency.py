@@ -27,11 +27,9 @@ class Moves:
 
 
 def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int | None) -> Moves:
-    """Bring in all adapters of a cycle, and offload the fewest others, the least recently used
-    first.
+    """Bring in all adapters of a cycle, and offload the fewest others, the least recently used first.
 
-    `sizes` are in order of use, the least used first. Needed adapters come in even if they do not
-    fit.
+    `sizes` are in order of use, the least used first. Needed adapters come in even if they do not fit.
     """
     bring = [adapter for adapter in sizes if adapter.run in needed and not adapter.is_on_device]
     if budget is None:
@@ -77,11 +75,10 @@ def on_device(sizes: Sequence[AdapterSize]) -> int:
 def device_groups(
     runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None
 ) -> list[list[str]]:
-    """Split the runs of a cycle into the fewest groups, in order, that fit on the device one at a
-    time.
+    """Split the runs of a cycle into the fewest groups, in order, that fit on the device one at a time.
 
-    There is almost always one group. The budget only affects which runs compute together. An
-    adapter larger than the budget is a group of its own.
+    There is almost always one group. The budget only affects which runs compute together. An adapter larger than
+    the budget is a group of its own.
     """
     groups: list[list[str]] = [[]]
     left = budget

@@ -38,7 +38,6 @@ from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next,
 from cotrain_workers.engine.decoding.prompt_logprobs import (
     SKIPPED,
     PromptScores,
-    asks_about_prompt,
 )
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
@@ -169,7 +168,7 @@ class EngineDecoder:
         limit = self.max_sequence_tokens
         if request.max_tokens is not None:
             limit = min(limit, len(request.prompt) + request.max_tokens)
-        scores = PromptScores(request) if asks_about_prompt(request) else None
+        scores = PromptScores(request) if request.scores_prompt else None
         group = Group(request, self._arrivals, self._page_tokens, limit, scores)
         self._arrivals += 1
         if group.generates_nothing and scores is None and not request.return_routed_experts:

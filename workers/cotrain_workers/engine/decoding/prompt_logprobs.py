@@ -71,12 +71,6 @@ class PromptScores:
         return torch.from_numpy(np.concatenate(columns, axis=1)).to(device)
 
 
-def asks_about_prompt(request: SampleRequest) -> bool:
-    """Return True if any log-probability of the prompt is requested."""
-    wanted = request.prompt_logprobs or request.topk_prompt_logprobs > 0
-    return wanted or request.target_prompt_logprobs is not None
-
-
 def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and log-probabilities of the `k` most probable tokens, int32 and float32 `[n, k]`.
 

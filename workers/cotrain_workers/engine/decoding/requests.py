@@ -66,6 +66,12 @@ class SampleRequest:
     return_routed_experts: bool = False
     images: Sequence[Image] = ()  # of the prompt, in order
 
+    @property
+    def scores_prompt(self) -> bool:
+        """True if any log-probability of the prompt is requested."""
+        wanted = self.prompt_logprobs or self.topk_prompt_logprobs > 0
+        return wanted or self.target_prompt_logprobs is not None
+
 
 @dataclass(frozen=True)
 class TopK:

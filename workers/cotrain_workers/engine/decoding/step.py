@@ -139,9 +139,8 @@ class Item(NamedTuple):
 def padded(rows: int) -> int:
     """Return the padded length of a step.
 
-    A row of a product with a weight matrix has the same bits for every number of rows from 12 on
-    (measured on CPU fp32). A minimum of 16 instead of 32 saves a quarter of the time of a step with few
-    sequences.
+    A row of a product with a weight matrix has the same bits for every number of rows from 12 on (measured on CPU
+    fp32). A minimum of 16 instead of 32 saves a quarter of the time of a step with few sequences.
     """
     return FEWEST_ROWS if rows <= FEWEST_ROWS else bucket(rows)
 

@@ -4,7 +4,6 @@ Every sequence is a separate request with its own seed. With vLLM's `n`, sequenc
 `seed + i`. It would then equal sequence `i - 1` of a request whose seed is one higher.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from cotrain_workers.engine.decoding.requests import (
     SampleRequest,
     TopK,
 )
+from cotrain_workers.engine.spec import seed_of
 
 Row = Mapping[int, float]  # log-prob by token, at one position
 
@@ -89,7 +89,7 @@ def completion_body(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "seed": sequence_seed(request.seed, sequence),
+        "seed": seed_of(f"{request.seed}:{sequence}"),
         # End-of-sequence tokens that should stop are in `stop_tokens`.
         "ignore_eos": True,
         "stop_token_ids": sorted(request.stop_tokens),
@@ -104,15 +104,9 @@ def completion_body(
     }
     if request.tenant:
         body["cache_salt"] = request.tenant  # a shared hit would reveal another tenant's prompt
-    if sequence == 0 and _scores_prompt(request):
+    if sequence == 0 and request.scores_prompt:
         body["prompt_logprobs"] = request.topk_prompt_logprobs
     return body
-
-
-def sequence_seed(seed: int, sequence: int) -> int:
-    """Return the 63-bit seed of a sequence, derived from the request's seed and the sequence's number."""
-    digest = hashlib.sha256(f"{seed}:{sequence}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> SampleOutput:
@@ -121,7 +115,7 @@ def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> 
     Raises KeyError, TypeError or ValueError if a response does not have vLLM's format.
     """
     scores: list[Row] = []
-    if _scores_prompt(request):
+    if request.scores_prompt:
         scores = _prompt_rows(request, completions[0].choice["prompt_logprobs"])
     last = _last_rows(request, scores)
     k = request.topk_prompt_logprobs
@@ -131,14 +125,6 @@ def sample_output(request: SampleRequest, completions: Sequence[Completion]) -> 
         topk_prompt=_top_k(last, k) if k else None,
         target_prompt_logprobs=_target_logprobs(request, scores),
         cached_prompt_tokens=completions[0].cached_prompt_tokens,
-    )
-
-
-def _scores_prompt(request: SampleRequest) -> bool:
-    return (
-        request.prompt_logprobs
-        or request.topk_prompt_logprobs > 0
-        or request.target_prompt_logprobs is not None
     )
 
 

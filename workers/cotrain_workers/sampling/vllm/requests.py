@@ -44,10 +44,9 @@ KEPT_SHARE = 16
 class TenantEntry:
     """Slots for `count` sequences, assigned fairly to tenants. For one event loop.
 
-    It admits sequences to the server: the tenant with the fewest in flight goes first. A
-    sequence in flight is never withdrawn. A part of all slots is therefore reserved for tenants
-    without a sequence in flight. A tenant with many waits before it fills the server, and a
-    newcomer is admitted at once.
+    It admits sequences to the server: the tenant with the fewest in flight goes first. A sequence in flight is
+    never withdrawn. A part of all slots is therefore reserved for tenants without a sequence in flight. A tenant
+    with many waits before it fills the server, and a newcomer is admitted at once.
     """
 
     def __init__(self, count: int) -> None:
@@ -124,15 +123,13 @@ class _Failed(Exception):
 class VllmSampler:
     """Sampler on one server, which splits requests into sequences. For one event loop.
 
-    It retries a request while the server is unavailable. If the server rejects a request, only
-    that request fails.
+    It retries a request while the server is unavailable. If the server rejects a request, only that request fails.
     """
 
     server: VllmServer
     base_model: str
     targets: Sequence[Target]
-    shared: Path
-    """Folder with the same path on the server, as the folders of all adapters."""
+    shared: Path  # folder with the same path on the server, as the folders of all adapters
     copies: AdapterCopies | None = None  # fills `shared` if adapters are in an object store
     max_adapters: int = MAX_ADAPTERS
     max_sequences: int = MAX_SEQUENCES

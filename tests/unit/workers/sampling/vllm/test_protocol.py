@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, NOT_COMPUTED_LOGPROB, SampleRequest
+from cotrain_workers.engine.spec import seed_of
 from cotrain_workers.sampling.vllm.protocol import (
     Completion,
     ServerFacts,
@@ -15,7 +16,6 @@ from cotrain_workers.sampling.vllm.protocol import (
     parse_completion,
     refusal,
     sample_output,
-    sequence_seed,
 )
 
 FACTS = ServerFacts("0", "base", context_tokens=10, adapts_unembedding=True)
@@ -69,7 +69,7 @@ def test_a_request_body_uses_no_default_of_the_server() -> None:
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "seed": sequence_seed(-3, 0),
+        "seed": seed_of("-3:0"),
         "ignore_eos": True,
         "stop_token_ids": [2, 9],
         "stop": ["\n\n"],
@@ -97,7 +97,7 @@ def test_the_prompt_is_scored_once_and_only_on_request() -> None:
 
 
 def test_the_seeds_of_sequences_differ_and_are_in_range() -> None:
-    seeds = {sequence_seed(seed, i) for seed in (-(2**63), 0, 1, 2**64 - 1) for i in range(8)}
+    seeds = {seed_of(f"{seed}:{i}") for seed in (-(2**63), 0, 1, 2**64 - 1) for i in range(8)}
     assert len(seeds) == 32
     assert all(0 <= seed < 2**63 for seed in seeds)
 
