@@ -57,6 +57,14 @@ def test_a_forked_process_has_the_properties_of_a_started_one(tmp_path: Path) ->
     assert process.returncode == 7
 
 
+def test_a_process_with_a_session_of_its_own_has_it_at_once() -> None:
+    """Jupyter asks for the group of a kernel right after its start, and later signals it."""
+    for _ in range(20):
+        with Popen(python("input()"), stdin=subprocess.PIPE, start_new_session=True) as process:
+            assert os.getpgid(process.pid) == process.pid
+            process.communicate(b"\n")
+
+
 def test_a_process_with_other_import_settings_is_started_normally() -> None:
     ran = run(python(ASKED), env={**os.environ, "HF_HOME": "/elsewhere"}, stdin=subprocess.DEVNULL)
     assert json.loads(ran.stdout)["loaded"] is False

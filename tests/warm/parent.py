@@ -98,11 +98,15 @@ class Parent:
         orderer.close()
 
     def _start(self, orderer: socket.socket, order: dict[str, Any], descriptors: list[int]) -> None:
+        reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             become(order, descriptors, self._listener.getsockname())
-        for descriptor in descriptors:
+        for descriptor in (*descriptors, writer):
             os.close(descriptor)
+        # The child closes its end after `setsid`. Before that, a signal to its group would end this process.
+        os.read(reader, 1)
+        os.close(reader)
         self._started[pid] = Started(orderer, order["death_signal"])
         tell(orderer, pid)
 
