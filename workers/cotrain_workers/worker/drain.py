@@ -75,7 +75,7 @@ class Drain:
         return is_over
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunMoves:
     """Runs to move away from this worker, checked between steps."""
 
