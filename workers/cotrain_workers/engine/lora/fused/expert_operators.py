@@ -138,6 +138,8 @@ def expand_back(
     count, blocks = len(tiles) - 1, -(-inputs // size.columns)
     gate_and_up = gated or [low, low]
     gx, gx1, slopes = outs if gate else (outs[0], outs[0], shares)
+    # They are allocated without `tma`, on which the number of columns must not depend.
+    assert not gate or slopes.shape[1] == blocks
     _programs().expert_expand_back[(programs_of(max(count * blocks, 1), low.device),)](
         gys[0], gys[-1], weights[0], weights[-1], low, *gate_and_up, gx, gx1, slopes, shares, tiles, bounds, entries,
         entries.stride(0), scales, len(low), inputs, width, pitch(weights[0]), low.shape[1], experts,

@@ -59,10 +59,8 @@ def find_tiles(
         first = tl.sum(tl.where(mine, firsts + (number - ends + counts) * BM, 0), 0)
         stop = tl.sum(tl.where(mine, stops, 0), 0)
         last = tl.minimum(first + BM, stop)
-        before = (
-            number * 0
-        )  # segments that end before the tile, and those that begin before its end
-        until = number * 0
+        # Segments that end before the tile, and those that begin before its end.
+        before, until = number * 0, number * 0
         for start in range(0, segments, SEGMENTS):
             segment = start + tl.arange(0, SEGMENTS)
             span = bounds + expert * width + 1 + 2 * segment
