@@ -8,7 +8,8 @@ scheduler's clock and a worker. A first pass warms caches. The second one is rec
 maintenance between steps is not part of the path.
 
 A *move* is a call into another file than the last call of the same thread; the same move counts once, as a loop is
-read once. A *return* is a move into a file that this thread had entered before. API and scheduler share a thread, and are distinguished by their tasks.
+read once. A *return* is a move into a file that this thread had entered before. API and scheduler share a thread, and
+are distinguished by their tasks.
 
 Left out are frames that resume after an await, and periodic tasks beside the path (BESIDE). So are files of the worker
 that run once per layer or per key (KERNELS).
