@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -61,36 +61,35 @@ def docstring(file: Path) -> str:
 def _section(graph: grimp.ImportGraph, folder: str) -> str:
     rooms = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
     names = [path.name for path in rooms]
-    edges = direct(_edges(graph, _module(folder), names))
-    alone = [name for name in names if not any(name in edge for edge in edges)]
-    arrows = [*(f"  {a} --> {b}" for a, b in edges), *(f"  {name}" for name in alone)]
-    picture = ["```mermaid", "flowchart TD", *arrows, "```", ""]
+    imports: dict[str, list[str]] = {}
+    for a, b in direct(_edges(graph, _module(folder), names)):
+        imports.setdefault(a, []).append(b)
     return "\n".join(
         [
             f"### `{folder}/`",
             "",
             _what_it_knows(ROOT / folder / "__init__.py"),
             "",
-            *(picture if rooms else []),
             "| path | contents |",
             "|---|---|",
-            *(row for path in rooms for row in _rows(path, folder)),
+            *(row for path in rooms for row in _rows(path, folder, imports.get(path.name, []))),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
             "",
         ]
     )
 
 
-def _rows(path: Path, folder: str) -> Iterator[str]:
+def _rows(path: Path, folder: str, imports: Sequence[str] = ()) -> Iterator[str]:
     """Yield the row of a package and of its subpackages, unless these have their own section."""
-    yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py")
+    yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py", imports)
     if str(path.relative_to(ROOT)) not in OWN_SECTION:
         for inner in sorted(path.glob("*/__init__.py")):
             yield from _rows(inner.parent, folder)
 
 
-def _row(name: str, described_in: Path) -> str:
-    return f"| `{name}` | {_what_it_knows(described_in)} |"
+def _row(name: str, described_in: Path, imports: Sequence[str] = ()) -> str:
+    arrow = f" → {', '.join(imports)}" if imports else ""
+    return f"| `{name}`{arrow} | {_what_it_knows(described_in)} |"
 
 
 def _what_it_knows(file: Path) -> str:
