@@ -21,6 +21,8 @@ class SamplerRecord:
     ephemeral: bool
     """True if a save without a name made it: only this sampler refers to its weights."""
     created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""
 
 
 @dataclass(frozen=True)

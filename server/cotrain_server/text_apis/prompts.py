@@ -116,6 +116,7 @@ def _sampler(
         weights=weights,
         ephemeral=False,
         created_at=time.time(),
+        step=checkpoint.step if checkpoint else None,
     )
 
 
