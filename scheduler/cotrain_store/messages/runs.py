@@ -148,7 +148,7 @@ PointKind = Literal["optim_step", "forward"]
 #: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
 #: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last six
 #: fields of `PassEntry`; points without it are shorter. Doubles are stored bit for bit.
-POINT = struct.Struct("<IIQdddddQQIdddddd")
+POINT = struct.Struct("<IIQdddddQQIddddddddd")
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,9 @@ class PassEntry:
     effective: float = 0.0  # Effective sample size, in tokens
     bounded: float = 0.0  # Number of tokens with an advantage and a bounded ratio
     clipped: float = 0.0  # Number of those out of bounds
+    lagged: float = 0.0  # Number of targets with a `policy_step`, of any loss
+    lag: float = 0.0  # Sum of the optimizer steps since they were sampled
+    lag_max: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
     for row in stored:
         whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
         number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
-        sampled, gap, gap_max, effective, bounded, clipped = whole[11:]
+        sampled, gap, gap_max, effective, bounded, clipped, lagged, lag, lag_max = whole[11:]
         is_step = kind == "optim_step"
         points.append(
             HistoryPoint(
@@ -239,6 +242,8 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
                 rollout_gap_max=gap_max if sampled else None,
                 effective_sample_size=effective / sampled if sampled else None,
                 clip_fraction=clipped / bounded if bounded else None,
+                policy_lag=lag / lagged if lagged else None,
+                policy_lag_max=lag_max if lagged else None,
             )
         )
         before = number
@@ -259,3 +264,5 @@ class SamplerRecord:
     ephemeral: bool
     """True if a save without a name made it: only this sampler refers to its weights."""
     created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""

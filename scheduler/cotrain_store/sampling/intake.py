@@ -99,7 +99,8 @@ class SampleIntake:
                 the request is valid; retry later.
         """
         await self._capacity.check()
-        request, content = sample_id(sampler.id, seq), encode_sample(body)
+        request = sample_id(sampler.id, seq)
+        content = encode_sample(replace(body, policy_step=sampler.step))
         tokens = token_limit(body, longest)
         answer = b"ROOM"
         if len(content) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync

@@ -115,6 +115,7 @@ def _sampler(
         weights=weights,
         ephemeral=False,
         created_at=time.time(),
+        step=checkpoint.step if checkpoint else None,
     )
 
 

@@ -361,11 +361,13 @@ class SamplingService:
 
     def _finish(self, request: str, output: SampleOutput | Failure) -> None:
         if isinstance(output, SampleOutput):
+            result = sample_result(self._running[request], output)
             used = usage_of(self._running[request], output)
             self._uncounted["prompt_tokens"] += used.prompt_tokens
             self._uncounted["cached_prompt_tokens"] += used.cached_tokens
             self._usage[RequestId(request)] = used
         else:
+            result = Result.failed(output.message, output.category)
             reason = output.message if output.category == "server" else None
             log.warning(
                 "request_failed", request=request, kind="sample", category=output.category,
@@ -373,7 +375,7 @@ class SamplingService:
             )  # fmt: skip
         self._uncounted["sample_requests"] += 1
         self._leave(request)
-        self._finished[RequestId(request)] = sample_result(output)
+        self._finished[RequestId(request)] = result
 
     def _leave(self, request: str) -> None:
         self._running.pop(request, None)
