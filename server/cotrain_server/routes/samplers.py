@@ -29,7 +29,7 @@ from cotrain_server.requests.sample_validation import check_sample, check_sample
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import TenantId, WeightsRef, sampler_id
+from cotrain_store.messages.ids import TenantId, sampler_id
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord
 

@@ -68,7 +68,11 @@ def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
             "must be types.AdamOptimizerConfig",
         ),
         ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
-        ("create_sampling_client_async", {"record_stability_info": True}, "records no stability metrics"),
+        (
+            "create_sampling_client_async",
+            {"record_stability_info": True},
+            "records no stability metrics",
+        ),
     ],
 )
 def test_an_unsupported_argument_raises_with_the_reason(
