@@ -161,6 +161,8 @@ def test_the_workers_of_a_server_in_use_pass_their_self_check(
     run: TrainingClient, server: Server
 ) -> None:
     training = [run.train(DATA) for _ in range(3)]
+    sampler = run.save_weights_and_get_sampling_client()
+    samples = sampler.sample(ModelInput.from_ints([5]), 2, SamplingParams(max_tokens=100))
     where = ["--base-url", server.address, "--data-dir", str(server.data_dir), "--json"]
     found = CliRunner().invoke(
         command_line([]), ["selfcheck", *where], env={"COTRAIN_ADMIN_KEY": ""}
@@ -168,10 +170,13 @@ def test_the_workers_of_a_server_in_use_pass_their_self_check(
     assert found.exit_code == 0, found.output
     [row] = json.loads(found.output)
     assert (row["ok"], row["runs"], row["logprobs"], row["problem"]) == (True, 6, 0.0, "")
+    assert (row["samples"], row["tokens"]) == (0.0, 748)
+    assert len(samples.result().sequences) == 2
     key = (server.data_dir / "admin-key").read_text().strip()
     path = f"{server.address}/metrics/fleet"
     metrics = httpx.get(path, headers={"Authorization": f"Bearer {key}"}).text
     assert re.search(r"cotrain_worker_self_check_ok\{.*\} 1.0", metrics)
+    assert re.search(r'cotrain_worker_self_check_difference\{kind="samples".*\} 0.0', metrics)
     for each in training:
         each.result()
 
