@@ -42,7 +42,7 @@ class JoinedWrites:
     processor time of a small request, and each part wakes the client.
     """
 
-    __slots__ = ("_unsent", "_loop", "_transport", "abort", "is_closing")
+    __slots__ = ("_loop", "_transport", "_unsent", "abort", "is_closing")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop, self._unsent = transport, loop, b""
