@@ -144,8 +144,9 @@ class Futures(ChannelSubscriber):
             return await self._sample_outcome(tenant, request, name, timeout_s, key_id)
         waiter = self._register(request)
         try:
-            sent = self._redis.get(result_keys.result(request))
-            run, value = await self._records.run_with(tenant, run_of(request), sent)
+            run, value = await self._records.run_with(
+                tenant, run_of(request), self._redis.get(result_keys.result(request))
+            )
             pool = run.pool
             del run  # thousands wait here
             if value is None:

@@ -42,11 +42,18 @@ class JoinedWrites:
     processor time of a small request, and each part wakes the client.
     """
 
-    __slots__ = ("_loop", "_transport", "_unsent", "abort", "is_closing")
+    __slots__ = ("_loop", "_transport", "_unsent")
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop, self._unsent = transport, loop, b""
-        self.is_closing, self.abort = transport.is_closing, transport.abort
+
+    def is_closing(self) -> bool:
+        """Return True if the connection is closed or will be."""
+        return self._transport.is_closing()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def write(self, data: bytes) -> None:
         """Write some bytes, at the latest in the next iteration of the event loop."""

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import TryAgainResponse
@@ -87,15 +87,15 @@ class Poll:
     and it is cancelled when the client disconnects.
     """
 
-    async def respond(self, request: Request) -> Response:
-        """Return the answer, at the latest after the hold time."""
-        request_id, receive = request.state.request_id, request.receive
-        ready = await answered(_prepare(self, request), request_id)
-        if isinstance(ready, Response):
-            return ready
-        del request  # the body is freed already; thousands wait here
-        answer = await while_connected(receive, answered(ready(), request_id))
-        return answer or Response(status_code=CLIENT_CLOSED_REQUEST)
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, at the latest after the hold time."""
+        request_id = scope["state"]["request_id"]
+        # The request body is freed before waiting.
+        ready = await answered(_prepare(self, Request(scope, receive)), request_id)
+        if not isinstance(ready, Response):
+            answer = await while_connected(receive, answered(ready(), request_id))
+            ready = answer or Response(status_code=CLIENT_CLOSED_REQUEST)
+        await ready(scope, receive, send)
 
 
 async def answered(work: Coroutine[Any, Any, Ready], request_id: str) -> Ready | Response:

@@ -13,6 +13,8 @@ from fastapi import APIRouter, Depends, Query, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
+from starlette.types import Receive, Send
+from starlette.types import Scope as RequestScope
 from typing_extensions import override
 
 from cotrain.wire.pass_codec import PROTOBUF
@@ -73,15 +75,19 @@ class TenantRoute(APIRoute):
 
         return guarded
 
-    async def respond(self, request: Request) -> Response:
-        """Return the answer of an endpoint that queues its request, without FastAPI (`direct_routes.py`)."""
+    async def serve(self, scope: RequestScope, receive: Receive, send: Send) -> None:
+        """Send the answer of an endpoint that queues its request, without FastAPI (`direct_routes.py`)."""
+        request = Request(scope, receive)
         try:
             queued: BaseModel = await self._guarded(request, self.endpoint)
+            answer = Response(
+                queued.model_dump_json(exclude_none=True), media_type="application/json"
+            )
         except CONNECTION_LOST:
-            return refusal(StoreUnavailable(), request.state.request_id)
+            answer = refusal(StoreUnavailable(), request.state.request_id)
         except StoreError as error:
-            return refusal(error, request.state.request_id)
-        return Response(queued.model_dump_json(exclude_none=True), media_type="application/json")
+            answer = refusal(error, request.state.request_id)
+        await answer(scope, receive, send)
 
     async def _guarded(self, request: Request, endpoint: Endpoint[Answer]) -> Answer:
         services: Services = request.app.state.services

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 from uvicorn.server import ServerState
 
 from cotrain_server.http.connection_limits import (
@@ -170,10 +171,12 @@ class Recorded(asyncio.Transport):
         super().__init__()
         self.writes: list[bytes | None] = []
 
+    @override
     def write(self, data: object) -> None:
         assert isinstance(data, bytes)
         self.writes.append(data)
 
+    @override
     def close(self) -> None:
         self.writes.append(None)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -17,8 +16,8 @@ from cotrain_server.http.direct_routes import DirectRoutes
 class Direct:
     path: str
 
-    async def respond(self, request: Request) -> Response:
-        return Response(b"direct")
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"direct")(scope, receive, send)
 
 
 async def framework(scope: Scope, receive: Receive, send: Send) -> None:
