@@ -15,6 +15,7 @@ from bench.neighbours.attacks import empty_datums_body, tiny_datums_body
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain_server.errors import Unreadable
 from cotrain_server.requests import pass_scan
+from cotrain_server.requests.pass_ops import pass_op
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     HEAD_FIELDS,
@@ -24,7 +25,7 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.passes import FEW_FIELDS, pass_op, read_binary_pass
+from cotrain_server.requests.passes import FEW_FIELDS, read_binary_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL
