@@ -5,6 +5,7 @@ an answer that waited for an earlier chunk would never end.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
@@ -30,7 +31,7 @@ from cotrain_server.http.tenant_routes import (
 )
 from cotrain_server.parsing.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
-from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op
+from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
 from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
 from cotrain_server.services import Services
@@ -175,7 +176,8 @@ async def _pass_op(
     parser = services.parser
     try:
         if addressed.has_images or not addressed.is_read:
-            return await parser.run_in_child(tenant.id, pass_op, addressed, pool)
+            op, is_sent = await parser.run_in_child(tenant.id, pass_op_apart, addressed, pool)
+            return replace(op, body=addressed.content) if is_sent else op
         if is_json:
             return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
         return await parser.run(tenant.id, weight, pass_op, addressed, pool)
