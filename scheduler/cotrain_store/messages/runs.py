@@ -1,4 +1,4 @@
-"""Records of runs, tenants, sessions and pools, and the points of a run's history."""
+"""Records of runs, tenants, sessions, samplers and pools, and the points of a run's history."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
 
 
 class RunState(StrEnum):
@@ -148,7 +148,7 @@ PointKind = Literal["optim_step", "forward"]
 #: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
 #: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last six
 #: fields of `PassEntry`; points without it are shorter. Doubles are stored bit for bit.
-POINT = struct.Struct("<IIQdddddQQIdddddd")
+POINT = struct.Struct("<IIQdddddQQIddddddddd")
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,9 @@ class PassEntry:
     effective: float = 0.0  # Effective sample size, in tokens
     bounded: float = 0.0  # Number of tokens with an advantage and a bounded ratio
     clipped: float = 0.0  # Number of those out of bounds
+    lagged: float = 0.0  # Number of targets with a `policy_step`, of any loss
+    lag: float = 0.0  # Sum of the optimizer steps since they were sampled
+    lag_max: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,7 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
     for row in stored:
         whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
         number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
-        sampled, gap, gap_max, effective, bounded, clipped = whole[11:]
+        sampled, gap, gap_max, effective, bounded, clipped, lagged, lag, lag_max = whole[11:]
         is_step = kind == "optim_step"
         points.append(
             HistoryPoint(
@@ -239,7 +242,27 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
                 rollout_gap_max=gap_max if sampled else None,
                 effective_sample_size=effective / sampled if sampled else None,
                 clip_fraction=clipped / bounded if bounded else None,
+                policy_lag=lag / lagged if lagged else None,
+                policy_lag_max=lag_max if lagged else None,
             )
         )
         before = number
     return points
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Sampling session of one tenant. Immutable: later training does not change it."""
+
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
+    ephemeral: bool
+    """True if a save without a name made it: only this sampler refers to its weights."""
+    created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""

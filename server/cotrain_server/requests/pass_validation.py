@@ -17,6 +17,7 @@ import numpy as np
 
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
+from cotrain.wire.datums import NO_POLICY_STEP
 from cotrain.wire.pass_codec import ROUTED_EXPERTS
 from cotrain.wire.runs import AdamParams, MuonParams
 from cotrain_server.errors import Invalid
@@ -84,6 +85,10 @@ _READ = {
 }
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
 
+#: Input of every loss that only metrics read: steps of the policies that sampled the targets.
+POLICY_STEP = "policy_step"
+MAX_POLICY_STEP = 2**31 - 1
+
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
 #: must then run in parts, for other tenants too.
 LARGEST = float(np.finfo(np.float32).max)
@@ -120,8 +125,24 @@ def check_pass(request: PassBody, pool: PoolRecord) -> int:
             check_experts(field, datum.routed_experts, len(datum.tokens), pool)
     for name in needs.inputs:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
+    for number, datum in enumerate(request.datums):
+        if POLICY_STEP in datum.inputs:
+            _check_policy_step(f"data[{number}].loss_fn_inputs.{POLICY_STEP}", datum)
     nodes = len(custom.graph.nodes) if custom else 0
     return request.num_tokens + nodes * len(request.datums)
+
+
+def _check_policy_step(field: str, datum: DatumArrays) -> None:
+    steps, length = datum.inputs[POLICY_STEP], len(datum.tokens)
+    if steps.shape != (length,):
+        raise Invalid(f"{field} has shape {list(steps.shape)}, but the input has {length} tokens.")
+    bad = (steps < NO_POLICY_STEP) | (steps > MAX_POLICY_STEP) | (steps != np.floor(steps))
+    if bad.any():
+        at = int(bad.argmax())
+        raise Invalid(
+            f"{field}[{at}] is {steps[at]}, but must be an optimizer step (0..{MAX_POLICY_STEP}), or {NO_POLICY_STEP} "
+            "for a target that no policy of this run sampled. Use `sequence.policy_steps` of a sample."
+        )
 
 
 def check_steps(field: str, params: AdamParams | MuonParams) -> None:
