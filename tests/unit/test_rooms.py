@@ -5,7 +5,6 @@ from __future__ import annotations
 from graphlib import TopologicalSorter
 
 import grimp
-import pytest
 
 from docs import rooms
 
