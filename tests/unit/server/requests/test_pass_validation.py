@@ -66,7 +66,7 @@ def test_inputs_unused_by_a_loss_are_not_checked() -> None:
 
 COLUMNS = np.array([[0, 1], [2, 3], [4, 5]])
 FOREIGN = DatumArrays(np.arange(3), {"labels": np.arange(3)})
-#: What is wrong, the request, and the refusal.
+#: Requests by their defect, each with its refusal.
 REFUSED = {
     "an unknown loss": (
         replace(request(), loss_fn="nope"),
