@@ -11,7 +11,7 @@ PointKind = Literal["optim_step", "forward"]
 #: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
 #: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last six
 #: fields of `PassEntry` (`runs.py`); points without it are shorter. Doubles are stored bit for bit.
-POINT = struct.Struct("<IIQdddddQQIdddddd")
+POINT = struct.Struct("<IIQdddddQQIddddddddd")
 #: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.
 METRIC_POINT = struct.Struct("<IIQddd")
 
@@ -35,7 +35,7 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
     for row in stored:
         whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
         number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
-        sampled, gap, gap_max, effective, bounded, clipped = whole[11:]
+        sampled, gap, gap_max, effective, bounded, clipped, lagged, lag, lag_max = whole[11:]
         is_step = kind == "optim_step"
         points.append(
             HistoryPoint(
@@ -55,6 +55,8 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
                 rollout_gap_max=gap_max if sampled else None,
                 effective_sample_size=effective / sampled if sampled else None,
                 clip_fraction=clipped / bounded if bounded else None,
+                policy_lag=lag / lagged if lagged else None,
+                policy_lag_max=lag_max if lagged else None,
             )
         )
         before = number

@@ -1,11 +1,11 @@
-"""Records of runs, tenants, sessions and pools, and the entries of a run's history."""
+"""Records of runs, tenants, sessions, samplers and pools, and the entries of a run's history."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
 
 
 class RunState(StrEnum):
@@ -156,6 +156,9 @@ class PassEntry:
     effective: float = 0.0  # Effective sample size, in tokens
     bounded: float = 0.0  # Number of tokens with an advantage and a bounded ratio
     clipped: float = 0.0  # Number of those out of bounds
+    lagged: float = 0.0  # Number of targets with a `policy_step`, of any loss
+    lag: float = 0.0  # Sum of the optimizer steps since they were sampled
+    lag_max: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -185,3 +188,21 @@ class RewindEntry:
 
 
 HistoryEntry = PassEntry | StepEntry | MetricsEntry | RewindEntry
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Sampling session of one tenant. Immutable: later training does not change it."""
+
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
+    ephemeral: bool
+    """True if a save without a name made it: only this sampler refers to its weights."""
+    created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""
