@@ -53,6 +53,11 @@ def test_every_python_block_compiles() -> None:
             block.compile()  # a SyntaxError names the page and the line
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    mark = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
+    assert [page for page in CODE_PAGES if mark.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_the_index_names_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
