@@ -12,6 +12,7 @@ import pytest
 
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
@@ -21,7 +22,6 @@ from cotrain_store.messages.runs import (
     PassEntry,
     RunRecord,
     StepEntry,
-    read_points,
 )
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.redis_client.scripts import SCRIPTS

@@ -43,9 +43,6 @@ DTYPE_BY_INPUT: dict[str, DType] = {
 }
 """Element type of every known loss input, for inputs passed as plain lists."""
 
-NO_POLICY_STEP = -1
-"""Value of `policy_step` for a target that no policy of the run sampled, such as one of the prompt."""
-
 
 class EncodedTextChunk(OneLine):
     """Sequence of token ids, from a list, an array, a tensor, or the output of a tokenizer.

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from cotrain.wire.datums import NO_POLICY_STEP, ModelInput, Token
+from cotrain.wire.constants import NO_POLICY_STEP
+from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
 from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData, read_numbers

@@ -8,21 +8,25 @@ run's order (as a rejected op), because its client has already used the seq_id.
 `NEEDS_BY_LOSS` lists the inputs and settings of each loss. The engine implements the formulas.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
-from cotrain.wire.datums import NO_POLICY_STEP
-from cotrain.wire.pass_codec import ROUTED_EXPERTS
-from cotrain.wire.runs import AdamParams, MuonParams
+from cotrain.wire.constants import CUSTOM, NO_POLICY_STEP, ROUTED_EXPERTS
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord
+
+if TYPE_CHECKING:  # the child processes that check passes start faster without the wire's models
+    from cotrain.wire.custom_loss import CustomLoss
+    from cotrain.wire.runs import AdamParams, MuonParams
 
 TARGETS = "target_tokens"
 NOT_GIVEN = -1
@@ -191,6 +195,8 @@ def _with_optional(request: PassBody, needs: LossNeeds) -> LossNeeds:
 
 
 def _custom_loss(request: PassBody) -> CustomLoss:
+    from cotrain.wire.custom_loss import LOSS_ID, MAX_NODE_RUNS, decode_loss
+
     loss_id = request.loss_config.get(LOSS_ID)
     if len(request.loss_config) > 1 or not isinstance(loss_id, str):
         raise Invalid(

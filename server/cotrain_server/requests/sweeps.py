@@ -11,16 +11,15 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import MAX_SWEEP_RUNS, AdamParams, SweepFuture
+from cotrain.wire.runs import AdamParams, SweepFuture
 from cotrain_server.errors import Unreadable, status_of
+from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import split_sweep, too_many_runs
 from cotrain_server.requests.pass_validation import check_adam
 from cotrain_server.requests.passes import (
-    Op,
-    ParsedPass,
     RunRequest,
-    digest_of,
     op_or_refusal,
     parse_run_and_seq,
     read_sweep_pass,

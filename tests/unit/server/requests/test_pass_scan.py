@@ -6,6 +6,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.requests import pass_scan
+from cotrain_server.requests.pass_ops import canonical, digest_of, pass_op, pass_op_apart
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     HEAD_FIELDS,
@@ -26,8 +28,9 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.passes import FEW_FIELDS, pass_op, read_binary_pass
+from cotrain_server.requests.passes import FEW_FIELDS, read_binary_pass
 from cotrain_server.requests.sweeps import read_sweep
+from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL
@@ -249,6 +252,22 @@ def test_a_pass_of_many_fields_is_read_once_its_base_model_is_known() -> None:
     few = read_binary_pass(zstandard.decompress(tiny_datums_body("r", 10)), forward_only=True)
     assert few.is_read
     assert pass_op(few, POOL).tokens == 10
+
+
+def test_a_pass_of_many_fields_is_stored_as_it_was_sent() -> None:
+    loss = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
+    body = zstandard.decompress(tiny_datums_body("r", 2_500))
+    head = head_of(body)
+    body = head + loss + body[len(head) : -len(loss)]  # not in the canonical order
+    asked = read_binary_pass(body, forward_only=False)
+    op, is_sent = pass_op_apart(asked, POOL)
+    assert (is_sent, op.body, op.tokens) == (True, b"", 2_500)
+    assert pass_op(asked, POOL).body == body
+    assert op.digest == digest_of(canonical(parse_pass(body)))
+    for changed in (replace(asked, forward_only=True), replace(asked, content=body + b"\x78\x01")):
+        op, is_sent = pass_op_apart(changed, POOL)
+        assert (is_sent, parse_pass(op.body).forward_only) == (False, changed.forward_only)
+        assert op.digest == digest_of(op.body)
 
 
 def test_a_pass_of_many_fields_may_name_its_run_only_once() -> None:
