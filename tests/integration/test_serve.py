@@ -11,10 +11,8 @@ import os
 import re
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,17 +24,12 @@ from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.waiting import wait_until
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
 PATIENCE_S = 300
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def pids(serving: Serving) -> dict[str, int]:
@@ -49,13 +42,6 @@ def is_alive(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def train(run: TrainingClient) -> float:
@@ -77,7 +63,7 @@ def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
         with ServiceClient(base_url=serving.address, api_key=key) as service:
-            run = service.create_lora_training_client(base_model, rank=4)
+            run = service.create_lora_training_client("tiny", rank=4)
             losses = [train(run)]
             for name in ("worker-w0", "scheduler", "api", "redis"):
                 os.kill(pids(serving)[name], signal.SIGKILL)
@@ -114,7 +100,7 @@ def test_a_supervisor_shows_no_key_and_when_it_is_killed_takes_everything_with_i
             readiness = json.load(urllib.request.urlopen(f"{address}/readyz"))
             assert readiness == {"ready": True, "reasons": []}
         with ServiceClient(base_url=serving.address, api_key=key) as service:
-            train(service.create_lora_training_client(base_model, rank=4))
+            train(service.create_lora_training_client("tiny", rank=4))
 
 
 def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
