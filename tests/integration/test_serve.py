@@ -17,9 +17,12 @@ from pathlib import Path
 
 import pytest
 import redis
+import typer
+from typer.testing import CliRunner
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain_server.commands import keys
+from cotrain_server.commands import serve as serve_command
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
@@ -309,12 +312,16 @@ def test_a_redis_that_has_no_such_address_is_refused_in_a_sentence_without_its_p
 
 
 def test_every_option_names_its_variable() -> None:
-    text = serve("--help", COLUMNS="200", TERM="dumb").stdout
+    command_line = typer.Typer(add_completion=False)
+    command_line.command()(serve_command.serve)
+    wide = {"COLUMNS": "200", "TERM": "dumb"}
+    text = CliRunner().invoke(command_line, ["--help"], env=wide).stdout
     options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}
     variables = set(re.findall(r"COTRAIN_[A-Z_]+", text))
     for option in options:
         stem = option.removeprefix("no-").replace("-", "_").upper()
         assert {f"COTRAIN_{stem}", f"COTRAIN_{stem}S"} & variables, option
+    assert {"base-model", "data-dir", "port"} <= options
 
 
 def serve(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:
