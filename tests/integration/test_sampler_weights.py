@@ -18,8 +18,7 @@ from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord
 from cotrain_store.messages.saves import WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER

@@ -48,6 +48,11 @@ def test_every_python_block_compiles(page: Path) -> None:
         block.compile()
 
 
+def test_no_page_has_the_marks_of_a_merge() -> None:
+    mark = re.compile(r"^(<<<<<<<|>>>>>>>) ", re.MULTILINE)
+    assert [page for page in CODE_PAGES if mark.search(page.read_text(encoding="utf-8"))] == []
+
+
 def test_the_index_names_every_page() -> None:
     index = ROOT / "docs" / "README.md"
     named = {(index.parent / target.partition("#")[0]).resolve() for target in links(index)}
@@ -63,6 +68,7 @@ def test_the_table_of_contents_for_language_models_describes_every_page(tmp_path
     assert len(found) == text.count("\n- ")
     pages = {page: subject for _, page, subject in found}
     made = {f"reference/{name}.html" for name in ("python-client", "commands", "openapi")}
+    made.add("develop/modules.html")
     files = {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.parent != ROOT}
     assert pages.keys() == made | files - {"README.md"}
     no_subject = {page for page, subject in pages.items() if not subject}

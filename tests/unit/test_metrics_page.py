@@ -69,7 +69,7 @@ def test_the_page_is_what_the_definitions_say() -> None:
 
 def test_a_row_of_a_removed_metric_goes_and_a_missing_one_is_named() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    assert with_metrics(page + "| `cotrain_gone` | gauge | | Gone. |\n") == page
+    assert with_metrics(page + "| `cotrain_gone` | | Gone. |\n") == page
     with pytest.raises(ValueError, match="cotrain_build_info"):
         with_metrics(page.replace("| `cotrain_build_info` |", "| gone |"))
 

@@ -26,9 +26,9 @@ from cotrain_store.messages.runs import (
     PassEntry,
     PoolRecord,
     RewindEntry,
+    SamplerRecord,
     StepEntry,
 )
-from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.engine.ops import (

@@ -1,4 +1,4 @@
-"""Records of runs, tenants, sessions and pools, and the points of a run's history."""
+"""Records of runs, tenants, sessions, samplers and pools, and the points of a run's history."""
 
 import struct
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
 
 
 class RunState(StrEnum):
@@ -248,3 +248,21 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
         )
         before = number
     return points
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Sampling session of one tenant. Immutable: later training does not change it."""
+
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
+    ephemeral: bool
+    """True if a save without a name made it: only this sampler refers to its weights."""
+    created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""

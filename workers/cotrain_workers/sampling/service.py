@@ -16,8 +16,7 @@ import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.messages.results import Result, SampleUsage
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
