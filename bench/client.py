@@ -59,9 +59,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all ways in both shapes."""
     os.environ["TINKER_TELEMETRY"] = "0"
     with local_server() as server, ExitStack() as stack:
-        server.start_scheduler()
-        server.start_worker()
-        server.start_api(list(KEYS.values()))
+        server.start(list(KEYS.values()))
         url = "http://{}:{}".format(*server.address)
         asyncio.run(until_held(server, 0))  # the API is up
         ways = {

@@ -30,11 +30,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.support.model import build
 from bench.support.options import Options
 from bench.support.processes import COTRAIN, a_redis, running
-from bench.support.report import Report
-from bench.support.serving import Load, serving, tenant, train
+from bench.support.report import Report, show
+from bench.support.serving import Load, Server, small_server, train
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
@@ -75,16 +74,13 @@ class Watch:
                 self.moves.append((now, run, before, owner))
             if owner:
                 self.owners[run] = owner
+        last = self._last
         for row in self.store.lrange(fleet_keys.cycles(POOL), 0, 30):
             record = json.loads(row)
-            if record["cycle"] > self._last:
-                self.cycles[record["worker"]] += 1
+            self._last = max(self._last, record["cycle"])
+            self.cycles[record["worker"]] += record["cycle"] > last
             if record["worker"] == SECOND and self.first_cycle_at is None:
                 self.first_cycle_at = now
-        records = [
-            json.loads(row)["cycle"] for row in self.store.lrange(fleet_keys.cycles(POOL), 0, 0)
-        ]
-        self._last = max([self._last, *records])
 
 
 OPTIONS: Options = {
@@ -94,46 +90,40 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace, report: Report) -> bool:
     """Train, let the worker join, and train some runs alone; return True if a guarantee is broken."""
-    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        folder = Path(scratch)
-        model = build(folder / "model")
-        url, _ = stack.enter_context(a_redis(folder))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        url, _ = stack.enter_context(a_redis(Path(folder)))
         os.environ["COTRAIN_REDIS_URL"] = url
-        keys = [f"tml-bench-{number:012}" for number in range(args.runs)]
-        address = stack.enter_context(serving(model, folder / "data", keys, args.threads))
-        loads = [
-            tenant(args, address, key, stack, args.batch, seed=n) for n, key in enumerate(keys)
-        ]
-        store = stack.enter_context(closing(open_sync_connection(url)))
-        watch = Watch(store)
-        began_s, together = asyncio.run(phase(args, loads, watch, folder, model, url, stack))
+        server = stack.enter_context(small_server(args, args.runs))
+        loads = [server.tenant(number, args.batch) for number in range(args.runs)]
+        watch = Watch(stack.enter_context(closing(open_sync_connection(url))))
+        began_s, together = asyncio.run(phase(server, loads, watch, url, stack))
         runs = [load.run.model_id for load in loads]
         for load in loads:
             load.run.unload()
         same = {}
         for number in range(0, args.runs, max(1, args.runs // max(1, args.alone)))[: args.alone]:
-            load = tenant(args, address, keys[number], stack, args.batch, seed=number)
+            load = server.tenant(number, args.batch)
             steps, digest = together[number]
             _, alone = asyncio.run(digested(load, lambda done, most=steps: done < most))  # type: ignore[misc]
             same[number] = alone == digest
             print(f"run {number}: {steps} steps, together {digest}, alone {alone}", flush=True)
             load.run.unload()
-    report |= summary(args, watch, began_s, together, same, runs)
+    report |= show(summary(args, watch, began_s, same, runs))
+    report["steps"] = [steps for steps, _ in together]
     return not report["kept"]
 
 
 async def phase(
-    args: argparse.Namespace, loads: list[Load], watch: Watch, folder: Path, model: Path, url: str, stack: ExitStack
-) -> tuple[float, list[tuple[int, str]]]:  # fmt: skip
+    server: Server, loads: list[Load], watch: Watch, url: str, stack: ExitStack
+) -> tuple[float, list[tuple[int, str]]]:
     """Train all runs and let the second worker join; return its start time, and steps and digest of each run."""
-    over = False
+    args, over, started_at = server.args, False, 0.0
     trained = asyncio.gather(*(digested(load, lambda _: not over) for load in loads))
-    started_at = 0.0
     while (now := time.monotonic() - watch.began) < args.seconds:
         if not started_at and now >= args.joins_after:
             command: list[str | Path] = [
-                COTRAIN, "worker", "--base-model", f"bench={model}", "--redis-url", url, "--data-dir", folder / "data",
-                "--name", "second", "--torch-threads", str(args.threads),
+                COTRAIN, "worker", "--base-model", f"bench={server.model}", "--redis-url", url,
+                "--data-dir", server.folder / "data", "--name", "second", "--torch-threads", str(args.threads),
             ]  # fmt: skip
             stack.enter_context(running(command, stdout=subprocess.DEVNULL))
             started_at = now
@@ -156,33 +146,30 @@ async def digested(load: Load, goes_on: Callable[[int], bool]) -> tuple[int, str
 
 
 def summary(
-    args: argparse.Namespace, watch: Watch, started_at: float, together: list[tuple[int, str]],
-    same: dict[int, bool], runs: list[str],
-) -> dict[str, Any]:  # fmt: skip
+    args: argparse.Namespace,
+    watch: Watch,
+    started_at: float,
+    same: dict[int, bool],
+    runs: list[str],
+) -> dict[str, Any]:
     """Return the measurements and the verdict on the guarantees."""
     serving_at = watch.serving_at or float("inf")
     moves = [
         (round(at - serving_at, 1), f"run {runs.index(run)}", one, to)
         for at, run, one, to in watch.moves
     ]
-    first_run = min((at for at, _, _, to in moves if to == SECOND), default=None)
     first_cycle = watch.first_cycle_at and round(watch.first_cycle_at - serving_at, 1)
     twice = [
         (one, other)
-        for n, one in enumerate(moves)
-        for other in moves[n + 1 :]
+        for at, one in enumerate(moves)
+        for other in moves[at + 1 :]
         if other[1] == one[1] and other[0] - one[0] < REST_S
     ]
-    is_kept = (
-        first_cycle is not None and first_cycle < BUSY_WITHIN_S and not twice and all(same.values())
-    )
-    for move in moves:
-        print(f"{move[0]:7.1f} s  {move[1]}  {move[2]} -> {move[3]}")
-    found = {
-        "serving": round(serving_at - started_at, 1), "first_run": first_run, "first_cycle": first_cycle,
-        "watched_s": round(args.seconds - serving_at, 1), "cycles": dict(watch.cycles), "moves": moves,
-        "moved_twice": twice, "steps": [steps for steps, _ in together], "same_as_alone": same, "kept": is_kept,
+    is_busy = first_cycle is not None and first_cycle < BUSY_WITHIN_S
+    return {
+        "serving": round(serving_at - started_at, 1),
+        "first_run": min((at for at, _, _, to in moves if to == SECOND), default=None),
+        "first_cycle": first_cycle, "watched_s": round(args.seconds - serving_at, 1),
+        "cycles": dict(watch.cycles), "moves": moves, "moved_twice": twice, "same_as_alone": same,
+        "kept": is_busy and not twice and all(same.values()),
     }  # fmt: skip
-    print({name: found[name] for name in ("serving", "first_run", "first_cycle", "cycles", "moved_twice",
-                                          "same_as_alone", "kept")})  # fmt: skip
-    return found

@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import LocalServer, local_server
+from bench.load.local_server import LocalServer, keys_of, local_server
 from bench.support.timing import percentile
 from cotrain.wire.proto import wire_pb2
 
@@ -25,11 +25,9 @@ BEAT_EVERY_S = 0.02
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Send all requests at once. Return the time until the last is accepted, and the times of heartbeats."""
     del args
-    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
+    keys = keys_of(TENANTS)
     with local_server() as server:
-        server.start_api(keys)
-        server.start_scheduler()
-        server.start_worker("--ops-per-cycle=64")
+        server.start(keys, "--ops-per-cycle=64")
         return asyncio.run(_measure(server, keys))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -108,6 +109,16 @@ async def new_run(client: Client, seen: Counter[str]) -> str:
     }
     run: str = (await persist(client, "create_model", body, seen))["model_id"]
     return run
+
+
+async def answered(
+    address: tuple[str, int], key: str, request: str, seen: Counter[str]
+) -> tuple[str, float]:
+    """Wait for a result on a connection of its own; return the request and the time of arrival."""
+    client = Client(address, key)
+    await persist(client, "retrieve_future", {"request_id": request}, seen)
+    client.close()
+    return request, time.time()
 
 
 async def trained(client: Client, run: str, seq: int, seen: Counter[str]) -> None:

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.http import Client, new_run, persist, trained
-from bench.load.local_server import LocalServer, local_server
-from bench.load.waiting import LONG_POLL_S, Waiting, accept, keys_for, until_held
+from bench.load.http import Client, answered, new_run, persist, trained
+from bench.load.local_server import LocalServer, keys_of, local_server
+from bench.load.waiting import LONG_POLL_S, accept, tenants_of, until_held
 from bench.support.processes import PATIENCE_S
 from cotrain_store.keys import result_keys
 
@@ -28,7 +28,7 @@ CALM_S = 3.0
 
 def measure_api(args: argparse.Namespace) -> dict[str, Any]:
     """Replace an API process that holds polls, first by an orderly restart, then by kill -9."""
-    keys = keys_for(WAITING)
+    keys = keys_of(tenants_of(WAITING))
     with local_server() as server:
         server.start_api(keys, "first", long_poll_s=LONG_POLL_S)
         server.start_scheduler()
@@ -37,7 +37,7 @@ def measure_api(args: argparse.Namespace) -> dict[str, Any]:
 
 async def _measure_api(server: LocalServer, keys: Sequence[str]) -> dict[str, Any]:
     waiting, polled, asked = await accept(server, keys, WAITING), Counter[str](), Counter[str]()
-    polls = [asyncio.create_task(_answered(server, one, polled)) for one in waiting]
+    polls = [asyncio.create_task(answered(server.address, *one, polled)) for one in waiting]
     await until_held(server, WAITING)
     asking = asyncio.create_task(_ask(server, keys[0], asked))
     await _start_api(server, keys, "second", 2)
@@ -45,7 +45,7 @@ async def _measure_api(server: LocalServer, keys: Sequence[str]) -> dict[str, An
     began = time.monotonic()
     await until_held(server, WAITING)
     moved_after_s = ended_after_s + time.monotonic() - began
-    orderly = {"polls": dict(polled), "others": dict(asked)}
+    orderly = {"orderly_polls": dict(polled), "orderly_others": dict(asked)}
     polled.clear()
     asked.clear()
     server.running.pop("second").kill()
@@ -54,19 +54,13 @@ async def _measure_api(server: LocalServer, keys: Sequence[str]) -> dict[str, An
     await until_held(server, WAITING)
     back_after_s = time.monotonic() - began
     server.start_worker()
-    answered = await asyncio.wait_for(asyncio.gather(*polls), PATIENCE_S)
+    results = await asyncio.wait_for(asyncio.gather(*polls), PATIENCE_S)
     asking.cancel()
     return {
-        "waiting": len(waiting),
-        "drained_after_s": ended_after_s,
-        "all_polls_moved_after_s": moved_after_s,
-        "orderly_polls": orderly["polls"],
-        "orderly_others": orderly["others"],
-        "after_a_kill_all_back_after_s": back_after_s,
-        "killed_polls": dict(polled),
-        "killed_others": dict(asked),
-        "answered": len(answered),
-    }
+        "waiting": len(waiting), "drained_after_s": ended_after_s, "all_polls_moved_after_s": moved_after_s, **orderly,
+        "after_a_kill_all_back_after_s": back_after_s, "killed_polls": dict(polled), "killed_others": dict(asked),
+        "answered": len(results),
+    }  # fmt: skip
 
 
 async def _start_api(server: LocalServer, keys: Sequence[str], name: str, listening: int) -> None:
@@ -75,12 +69,6 @@ async def _start_api(server: LocalServer, keys: Sequence[str], name: str, listen
         channel = result_keys.notify_results()
         while redis.pubsub_numsub(channel)[0][1] < listening:  # noqa: ASYNC110  # there is no notification
             await asyncio.sleep(0.05)
-
-
-async def _answered(server: LocalServer, one: Waiting, seen: Counter[str]) -> None:
-    client = Client(server.address, one.key)
-    await persist(client, "retrieve_future", {"request_id": one.request}, seen)
-    client.close()
 
 
 async def _ask(server: LocalServer, key: str, seen: Counter[str]) -> None:
@@ -93,11 +81,9 @@ async def _ask(server: LocalServer, key: str, seen: Counter[str]) -> None:
 
 def measure_redis(args: argparse.Namespace) -> dict[str, Any]:
     """Kill Redis under load and restart it; then suspend it for STANDSTILL_S."""
-    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
+    keys = keys_of(TENANTS)
     with local_server() as server:
-        server.start_api(keys)
-        server.start_scheduler()
-        server.start_worker()
+        server.start(keys)
         return asyncio.run(_measure_redis(server, keys))
 
 

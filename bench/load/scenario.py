@@ -1,6 +1,6 @@
-"""Limits of the server without an engine: throughput, waiting clients, overload, restarts.
+"""Limits of the server without an engine: waiting clients, overload, bursts, restarts.
 
-    python -m bench load [--parts store,http,waiting,overload,burst,api_restart,redis_restart]
+    python -m bench load [--parts waiting,overload,burst,api_restart,redis_restart]
 
 Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
 clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
@@ -14,13 +14,11 @@ import os
 import resource
 from typing import Any
 
-from bench.load import burst, overload, restarts, throughput, waiting
+from bench.load import burst, overload, restarts, waiting
 from bench.support.options import Options, Some
 from bench.support.report import Report
 
 PARTS = {
-    "store": throughput.measure_store,
-    "http": throughput.measure_http,
     "waiting": waiting.measure,
     "overload": overload.measure,
     "burst": burst.measure,
@@ -30,9 +28,8 @@ PARTS = {
 
 
 OPTIONS: Options = {
-    "parts": Some(tuple(PARTS)), "tenants": 256, "depth": (4, "requests in flight per tenant"),
-    "seconds": (15.0, "of store, http and overload"), "waiting": (10_000, "futures outstanding at once"),
-    "wakes_per_s": 500.0,
+    "parts": Some(tuple(PARTS)), "seconds": (15.0, "of overload"),
+    "waiting": (10_000, "futures outstanding at once"), "wakes_per_s": 500.0,
 }  # fmt: skip
 
 
