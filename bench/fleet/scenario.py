@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -20,14 +19,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from bench.fleet.measures import LEAST_TURNS
 from bench.fleet.world import KINDS, Shape, World
 from bench.support.options import Options, Some
 from bench.support.processes import a_redis
 from bench.support.report import Report, show, table
 from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_version
 
 #: Guarantees, as ratios.
@@ -58,7 +56,7 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace, report: Report) -> bool:
     """Play every size in every way; return True if a guarantee is broken."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    configure_logs("bench", "error")
     report["machine"]["redis_server"] = ".".join(map(str, redis_version(find_redis_binary())))
     rows = report["rows"] = []
     for way in args.ways:

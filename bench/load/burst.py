@@ -61,17 +61,12 @@ async def _measure(server: LocalServer, keys: list[str]) -> dict[str, Any]:
         beat_ms = await beats
     cpu_s = {name: after - cpu_before[name] for name, after in cpu_after.items()}
     return {
-        "requests": PASSES + SAMPLES,
-        "pass_mb": len(datums) / 1e6,
-        "all_accepted_s": took_s,
+        "requests": PASSES + SAMPLES, "pass_mb": len(datums) / 1e6, "all_accepted_s": took_s,
         "passes_accepted_p50_s": percentile(accepted[:PASSES], 0.5),
         "samples_accepted_p99_s": percentile(accepted[PASSES:], 0.99),
-        "cpu_s": cpu_s | {"all": sum(cpu_s.values())},
-        "heartbeats": len(beat_ms),
-        "heartbeat_p50_ms": percentile(beat_ms, 0.5),
-        "heartbeat_p95_ms": percentile(beat_ms, 0.95),
-        "seen": dict(seen),
-    }
+        "cpu_s": cpu_s | {"all": sum(cpu_s.values())}, "heartbeats": len(beat_ms),
+        "heartbeat_p50_ms": percentile(beat_ms, 0.5), "heartbeat_p95_ms": percentile(beat_ms, 0.95), "seen": dict(seen),
+    }  # fmt: skip
 
 
 async def _new_sampler(client: Client, seen: Counter[str]) -> str:
@@ -109,13 +104,10 @@ def shared_datums() -> bytes:
 
 
 def _sample(sampler: str, seq: int) -> dict[str, Any]:
-    chunk = {"type": "encoded_text", "tokens": [1] * 64}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
     return {
-        "sampling_session_id": sampler,
-        "seq_id": seq,
-        "prompt": {"chunks": [chunk]},
-        "sampling_params": {"max_tokens": 16},
-    }
+        "sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": {"max_tokens": 16},
+    }  # fmt: skip
 
 
 def _beat(address: tuple[str, int], key: str, session: str, stop: Any) -> list[float]:

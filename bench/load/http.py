@@ -102,11 +102,8 @@ async def new_run(client: Client, seen: Counter[str]) -> str:
     """Open a session and a run, whose creation is accepted and maybe not done."""
     session = (await persist(client, "create_session", {}, seen))["session_id"]
     body = {
-        "session_id": session,
-        "model_seq_id": 0,
-        "base_model": "null",
-        "lora_config": {"rank": 4},
-    }
+        "session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4},
+    }  # fmt: skip
     run: str = (await persist(client, "create_model", body, seen))["model_id"]
     return run
 
