@@ -18,7 +18,7 @@ COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu
 .PHONY: help install hashes pin-images demo test test-variants test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with all dependencies
 
