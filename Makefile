@@ -139,8 +139,7 @@ $(VENV)/.docs-installed: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --require-hashes --constraint pins/hashes.txt --group docs
 	@touch $@
 
-pages: $(INSTALLED) ## Write docs/develop/modules.md and the rows of docs/reference/metrics.md from the code
-	$(BIN)/python docs/rooms.py
+pages: $(INSTALLED) ## Write the rows of docs/reference/metrics.md from the code
 	$(BIN)/python docs/tables.py
 
 models: $(INSTALLED) ## Measure every family of models, and write the table of docs/reference/models.md

@@ -22,8 +22,9 @@ from cotrain_server.ui.navigation import PAGES
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.keys.fleet_keys import minute_of
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
+from cotrain_store.messages.history import POINT
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
-from cotrain_store.messages.runs import POINT, LoraSpec, RunRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis

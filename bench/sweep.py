@@ -3,7 +3,8 @@
     python -m bench sweep [--trials 16] [--batch 2] [--steps 4] [--batches 16]
 
 It starts `cotrain serve` on a small random model. Times are measured in alternation. On a busy machine the processor
-times of all processes are the better figures. Bytes are those of the requests, compressed.
+times of all processes are the better figures. Bytes are those of the bodies of requests, not compressed, as to a server
+on the same host. Polls for results are counted apart: each result of each run is polled, in a sweep or not.
 
 * (a) time of a step of K runs over one batch of B sequences, over that of one run with K*B sequences
 * (b) bytes sent for a step of the sweep, over those of K runs with requests of their own
@@ -36,24 +37,27 @@ OPTIONS: Options = {
 
 
 class Counted(httpx.AsyncHTTPTransport):
-    """Network that counts the bytes of requests that carry data or steps."""
+    """Network that counts the bytes of requests that carry data or steps, and of polls for results."""
 
-    sent = 0
+    sent = polled = 0
 
     @override
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and count it."""
         if request.url.path.endswith(("sweep_pass", "forward_backward", "optim_step")):
             self.sent += len(request.content)
+        elif request.url.path.endswith("retrieve_future"):
+            self.polled += len(request.content)
         return await super().handle_async_request(request)
 
 
 class Spent(NamedTuple):
-    """Wall time in s, CPU time of all processes in s, and bytes sent."""
+    """Wall time in s, CPU time of all processes in s, bytes sent, and bytes of polls."""
 
     wall_s: float
     cpu_s: float
     sent: int
+    polled: int
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -69,10 +73,12 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 def spent(network: Counted, work: Callable[[], object]) -> Spent:
     """Do some work, and return the cost."""
-    sent, began, before = network.sent, time.perf_counter(), cpu_by_role()
+    sent, polled = network.sent, network.polled
+    began, before = time.perf_counter(), cpu_by_role()
     work()
     cpu_s = sum(cpu_by_role().values()) - sum(before.values())
-    return Spent(time.perf_counter() - began, cpu_s, network.sent - sent)
+    wall_s = time.perf_counter() - began
+    return Spent(wall_s, cpu_s, network.sent - sent, network.polled - polled)
 
 
 def steps(
@@ -97,6 +103,7 @@ def steps(
         "sweep_over_one": median_ratio(*([e.wall_s for e in each] for each in (sweeps, ones))),
         "sweep_over_one_cpu": median_ratio(*([e.cpu_s for e in each] for each in (sweeps, ones))),
         "sweep_bytes_per_step": sweeps[-1].sent / args.steps,
+        "sweep_poll_bytes_per_step": sweeps[-1].polled / args.steps,
     }
 
 
@@ -115,6 +122,7 @@ def halving(
         "separate_over_halving": separate.wall_s / halved.wall_s,
         "separate_over_halving_cpu": separate.cpu_s / halved.cpu_s,
         "separate_bytes_per_step": separate.sent / args.batches,
+        "separate_poll_bytes_per_step": separate.polled / args.batches,
     }
 
 

@@ -7,9 +7,12 @@ scheduler's clock and a worker. A first pass warms caches. The second one is rec
 `forward_backward()` to its result. Of the worker only its step is recorded, from restoring to commit, because its
 maintenance between steps is not part of the path.
 
-A *move* is a call into another file than the last call of the same thread. A *return* is a move into a file that this
-thread had entered before. API and scheduler share a thread, and are distinguished by their tasks. Files of the worker
-that run once per layer or per key (KERNELS) are left out, as a reader steps over them.
+A *move* is a call into another file than the last call of the same thread; the same move counts once, as a loop is
+read once. A *return* is a move into a file that this thread had entered before. API and scheduler share a thread, and
+are distinguished by their tasks.
+
+Left out are frames that resume after an await, and periodic tasks beside the path (BESIDE). So are files of the worker
+that run once per layer or per key (KERNELS).
 """
 
 from __future__ import annotations
@@ -17,12 +20,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dis
 import re
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +55,11 @@ KERNELS = re.compile(
 )
 
 
+#: Functions of periodic tasks that serve no single request.
+BESIDE = {"Clock._drive.<locals>.scale", "Delivery.run", "repeat", "Clock._keep_lead"}
+RESUME = dis.opmap["RESUME"]
+
+
 class Recorder:
     """Profiler that records each call into our files, by thread."""
 
@@ -64,16 +74,34 @@ class Recorder:
             return
         if event in {"call", "return"} and frame.f_code.co_qualname == STEP:
             self.in_step = event == "call"
-        if event != "call" or (threading.current_thread().name == "worker" and not self.in_step):
+        thread = threading.current_thread().name
+        if event != "call" or thread == "heartbeat" or (thread == "worker" and not self.in_step):
+            return
+        if is_resumed(frame):
             return
         path = frame.f_code.co_filename
         if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(
             PACKAGES
         ):
             return
+        if any(caller.f_code.co_qualname in BESIDE for caller in callers(frame)):
+            return
         call = own, frame.f_code.co_qualname
         self.calls.setdefault(walker(), []).append(call)
         self.functions.add(call)
+
+
+def is_resumed(frame: FrameType) -> bool:
+    """Return True if the frame continues after an await or a yield."""
+    code = frame.f_code.co_code
+    return code[frame.f_lasti] == RESUME and code[frame.f_lasti + 1] != 0
+
+
+def callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frame and those below it on the stack."""
+    while frame:
+        yield frame
+        frame = frame.f_back
 
 
 def walker() -> str:
@@ -151,14 +179,17 @@ def show(recorder: Recorder, *, lists: bool, moves: bool) -> None:
     print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
     for thread, calls in sorted(recorder.calls.items()):
         walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]
-        moved = [at for at, call in enumerate(walked) if not at or call[0] != walked[at - 1][0]]
-        entered = dict.fromkeys(walked[at][0] for at in moved)
-        returns = len(moved) - len(entered)
-        print(f"{thread}: {len(entered)} files, {len(moved)} moves, {returns} returns")
+        steps = list(dict.fromkeys(
+            (before, after)
+            for before, after in zip([("", ""), *walked], walked, strict=False)
+            if before[0] != after[0]
+        ))  # fmt: skip
+        entered = dict.fromkeys(after[0] for _, after in steps)
+        returns = len(steps) - len(entered)
+        print(f"{thread}: {len(entered)} files, {len(steps)} moves, {returns} returns")
         if lists:
             print("   ", "\n    ".join(entered))
         if moves:
-            steps = [(walked[max(0, at - 1)], walked[at]) for at in moved]
             for before, after in steps:
                 print("   ", ":".join(before), "->", ":".join(after))
             pairs = Counter(tuple(sorted((before[0], after[0]))) for before, after in steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -20,13 +20,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 MEASURED = ("training", "sampling", "export", "merged", "reverse_kl")
-ROW = re.compile(
-    r"^(?P<described>\| .* \| `(?P<family>[\w.-]+)` \| `\w+` \| [^|]* \|) (?P<cells>.*) \|\n",
-    re.MULTILINE,
-)
+ROW = re.compile(r"^(\| [^|]+ \| `\w+` \| [^|]+ \|) ([\d.]+) \|$", re.MULTILINE)
 HEADER = (
-    "| Family | Tiny model | `model_type` | Modules that carry LoRA | Training | Sampling | Export | Merged | Reverse KL |\n"
-    "|---|---|---|---|--:|--:|--:|--:|--:|\n"
+    "| Family | `model_type` | Modules that carry LoRA | Largest difference, 1e-6 |\n"
+    "|---|---|---|--:|\n"
 )
 
 
@@ -40,35 +37,35 @@ def model_type_of(family: str) -> str:
     return found
 
 
-def described(family: str) -> str:
-    """Return the row of a family without its last cell."""
-    from cotrain_workers.engine.model.families import LLAMA, MODEL_TYPES
+def described(families: Iterable[str]) -> dict[str, list[str]]:
+    """Return the row of each kind of model without its last cell, and the tiny models of that kind."""
+    from cotrain_workers.engine.model.families import MODEL_TYPES
 
-    kind = model_type_of(family)
-    known = MODEL_TYPES[kind]
-    modules = ", ".join(known.modules)
-    if known.modules == LLAMA:
-        modules = "those of its text model" if known.is_wrapper else "as Llama"
-        modules = ", ".join(LLAMA) if kind == "llama" else modules
-    return f"| {known.title} | `{family}` | `{kind}` | {modules} |"
+    found: dict[str, list[str]] = {}
+    first_with: dict[tuple[str, ...], str] = {}
+    for family in families:
+        kind = model_type_of(family)
+        known = MODEL_TYPES[kind]
+        first = first_with.setdefault(tuple(known.modules), kind)
+        modules = ", ".join(known.modules) if first == kind else f"as `{first}`"
+        modules = "those of its text model" if known.is_wrapper else modules
+        found.setdefault(f"| {known.title} | `{kind}` | {modules} |", []).append(family)
+    return found
 
 
-def rows(page: str) -> dict[str, tuple[str, list[float]]]:
-    """Return each family's row without its differences, and these."""
-    return {
-        each["family"]: (each["described"], [float(cell) for cell in each["cells"].split(" | ")])
-        for each in ROW.finditer(page)
-    }
+def rows(page: str) -> dict[str, float]:
+    """Return each row without its difference, and the difference."""
+    return {row: float(difference) * 1e-6 for row, difference in ROW.findall(page)}
 
 
 def with_families(page: str, measured: Mapping[str, Measured]) -> str:
-    """Return the page with a table of the differences, by family."""
+    """Return the page with a table of the largest differences, by kind of model."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
     table = ""
-    for family, each in measured.items():
-        cells = " | ".join(f"{getattr(each, name):.0e}" for name in MEASURED)
-        table += f"{described(family)} {cells} |\n"
+    for row, families in described(measured).items():
+        largest = max(getattr(measured[each], name) for each in families for name in MEASURED)
+        table += f"{row} {largest * 1e6:.1g} |\n"
     return f"{before}{BEGIN}{HEADER}{table}{END}{after}"
 
 

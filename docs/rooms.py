@@ -1,13 +1,13 @@
-"""Generator of the map of packages in `docs/develop/modules.md`, from docstrings and imports.
+"""Generator of the page of modules, from docstrings and imports.
 
-`make pages` runs it. `tests/unit/test_rooms.py` fails if the page does not match the code.
+`make docs` adds it to the site. `.venv/bin/python docs/rooms.py` prints it.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import permutations
 from pathlib import Path
 
@@ -16,9 +16,12 @@ import grimp
 Edge = tuple[str, str]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "develop" / "modules.md"
-BEGIN = "<!-- rooms: written by `make pages` -->\n"
-END = "<!-- end of rooms -->\n"
+INTRODUCTION = """\
+# Modules
+
+Every folder and file of the product. An arrow leads from a folder to those that it imports, without arrows that others imply. The
+directions are contracts in `pyproject.toml`. [Architecture](architecture.md) describes the way of a request through the modules.
+"""
 
 PACKAGES = {
     "client/cotrain": "cotrain",
@@ -31,19 +34,11 @@ OWN_SECTION = ("workers/cotrain_workers/engine",)
 """Packages with subpackages that have their own table and picture."""
 
 
-def whole_map() -> str:
-    """Return the text between the two marks of the page."""
+def modules_page() -> str:
+    """Return the page. The packages must be importable."""
     graph = grimp.build_graph(*PACKAGES.values(), cache_dir=None)
-    return "\n".join(_section(graph, folder) for folder in [*PACKAGES, *OWN_SECTION])
-
-
-def with_map(page: str, rooms: str) -> str:
-    """Return a page with its map replaced. Raises ValueError if the page has no marks."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE.name} lacks {BEGIN.strip()} or {END.strip()}")
-    return f"{before}{begin}\n{rooms}\n{end}{after}"
+    sections = (_section(graph, folder) for folder in [*PACKAGES, *OWN_SECTION])
+    return "\n".join([INTRODUCTION, *sections])
 
 
 def code_folders() -> Iterator[Path]:
@@ -61,36 +56,35 @@ def docstring(file: Path) -> str:
 def _section(graph: grimp.ImportGraph, folder: str) -> str:
     rooms = sorted(path for path in (ROOT / folder).iterdir() if (path / "__init__.py").exists())
     names = [path.name for path in rooms]
-    edges = direct(_edges(graph, _module(folder), names))
-    alone = [name for name in names if not any(name in edge for edge in edges)]
-    arrows = [*(f"  {a} --> {b}" for a, b in edges), *(f"  {name}" for name in alone)]
-    picture = ["```mermaid", "flowchart TD", *arrows, "```", ""]
+    imports: dict[str, list[str]] = {}
+    for a, b in direct(_edges(graph, _module(folder), names)):
+        imports.setdefault(a, []).append(b)
     return "\n".join(
         [
-            f"### `{folder}/`",
+            f"## `{folder}/`",
             "",
             _what_it_knows(ROOT / folder / "__init__.py"),
             "",
-            *(picture if rooms else []),
             "| path | contents |",
             "|---|---|",
-            *(row for path in rooms for row in _rows(path, folder)),
+            *(row for path in rooms for row in _rows(path, folder, imports.get(path.name, []))),
             *(_row(file.name, file) for file in sorted((ROOT / folder).glob("[!_]*.py"))),
             "",
         ]
     )
 
 
-def _rows(path: Path, folder: str) -> Iterator[str]:
+def _rows(path: Path, folder: str, imports: Sequence[str] = ()) -> Iterator[str]:
     """Yield the row of a package and of its subpackages, unless these have their own section."""
-    yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py")
+    yield _row(f"{path.relative_to(ROOT / folder)}/", path / "__init__.py", imports)
     if str(path.relative_to(ROOT)) not in OWN_SECTION:
         for inner in sorted(path.glob("*/__init__.py")):
             yield from _rows(inner.parent, folder)
 
 
-def _row(name: str, described_in: Path) -> str:
-    return f"| `{name}` | {_what_it_knows(described_in)} |"
+def _row(name: str, described_in: Path, imports: Sequence[str] = ()) -> str:
+    arrow = f" → {', '.join(imports)}" if imports else ""
+    return f"| `{name}`{arrow} | {_what_it_knows(described_in)} |"
 
 
 def _what_it_knows(file: Path) -> str:
@@ -134,9 +128,9 @@ def _reached(edges: set[Edge]) -> dict[str, set[str]]:
 
 
 def main() -> None:
-    """Write the map into the page."""
+    """Print the page."""
     sys.path[:0] = [str((ROOT / folder).parent) for folder in PACKAGES]
-    PAGE.write_text(with_map(PAGE.read_text(encoding="utf-8"), whole_map()), encoding="utf-8")
+    sys.stdout.write(modules_page())
 
 
 if __name__ == "__main__":

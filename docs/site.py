@@ -37,13 +37,15 @@ MERMAID = re.compile(r"^```mermaid$", re.MULTILINE)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated reference pages."""
-    sys.path[:0] = [
-        str(ROOT / package) for package in PACKAGES
-    ]  # MkDocs restores it after its import
+    # MkDocs restores it after its import
+    sys.path[:0] = [str(ROOT), *(str(ROOT / package) for package in PACKAGES)]
+    from docs.rooms import modules_page
+
     for path, content in {
         "reference/python-client.md": client_page(),
         "reference/openapi.md": http_page(openapi()),
         "reference/commands.md": commands_page(),
+        "develop/modules.md": modules_page(),
     }.items():
         files.append(File.generated(config, path, content=content))
     return files
@@ -70,7 +72,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Add the table of contents for language models, and the pages in Markdown."""
-    sys.path.insert(0, str(ROOT))
     from docs.llms import write
 
     write(config.nav or [], Path(config.site_dir))

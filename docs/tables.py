@@ -25,11 +25,12 @@ def with_metrics(page: str) -> str:
         metric = METRICS.get(found[1])
         if metric is None:
             return ""
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        return f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |\n"
+        labels = ", ".join(metric.labels)
+        text = f"*Histogram.* {metric.help}" if metric.kind == "histogram" else metric.help
+        return f"| `{metric.name}` | {labels} | {text} |\n"
 
     if missing := METRICS.keys() - set(ROW.findall(page)):
-        rows = "\n".join(f"| `{name}` | | | |" for name in sorted(missing))
+        rows = "\n".join(f"| `{name}` | | |" for name in sorted(missing))
         raise ValueError(f"{PAGE.name} needs a row for each of these metrics:\n{rows}")
     return ROW.sub(row, page)
 

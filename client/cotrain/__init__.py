@@ -13,49 +13,53 @@ with ServiceClient() as service:
     run = service.create_training_client_from_state_with_optimizer(path)
 """
 
-from cotrain import data, errors, exceptions, learning_rates, losses, mint, types
-from cotrain.clients.evaluation import Evaluation
-from cotrain.clients.rest import RestClient
-from cotrain.clients.sampling import SamplingClient
-from cotrain.clients.service import ServiceClient
-from cotrain.clients.sweep import Sweep, SweepOutput, Trial
-from cotrain.clients.train_output import TrainOutput
-from cotrain.clients.training import TrainingClient
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from cotrain import errors
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
-from cotrain.requests.futures import Future, Submitted
-from cotrain.transport.retries import RetryPolicy
-from cotrain.types import (
-    AdamOptimizerConfig,
-    AdamParams,
-    Checkpoint,
-    CheckpointType,
-    Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ForwardBackwardOutput,
-    LoraConfig,
-    ModelID,
-    ModelInput,
-    ModelInputChunk,
-    OptimParams,
-    OptimStepRequest,
-    OptimStepResponse,
-    ParsedCheckpointTinkerPath,
-    RoutedExperts,
-    SampledSequence,
-    SampleRequest,
-    SampleResponse,
-    SamplingParams,
-    StopReason,
-    TensorData,
-    TensorDtype,
-    TrainingRun,
-)
 from cotrain.version import __version__
 
-# Names of the hosted SDK for the same classes.
-AdminClient = RestClient
-APIFuture = Future
+if TYPE_CHECKING:
+    from cotrain import data, exceptions, learning_rates, losses, mint, types
+    from cotrain.clients.evaluation import Evaluation
+    from cotrain.clients.rest import RestClient
+    from cotrain.clients.rest import RestClient as AdminClient  # name of the hosted SDK
+    from cotrain.clients.sampling import SamplingClient
+    from cotrain.clients.service import ServiceClient
+    from cotrain.clients.sweep import Sweep, SweepOutput, Trial
+    from cotrain.clients.train_output import TrainOutput
+    from cotrain.clients.training import TrainingClient
+    from cotrain.requests.futures import Future, Submitted
+    from cotrain.requests.futures import Future as APIFuture  # name of the hosted SDK
+    from cotrain.transport.retries import RetryPolicy
+    from cotrain.types import (
+        AdamOptimizerConfig,
+        AdamParams,
+        Checkpoint,
+        CheckpointType,
+        Datum,
+        DmelChunk,
+        EncodedTextChunk,
+        ForwardBackwardOutput,
+        LoraConfig,
+        ModelID,
+        ModelInput,
+        ModelInputChunk,
+        OptimParams,
+        OptimStepRequest,
+        OptimStepResponse,
+        ParsedCheckpointTinkerPath,
+        RoutedExperts,
+        SampledSequence,
+        SampleRequest,
+        SampleResponse,
+        SamplingParams,
+        StopReason,
+        TensorData,
+        TensorDtype,
+        TrainingRun,
+    )
 
 __all__ = [
     "APIFuture", "AdamOptimizerConfig", "AdamParams", "AdminClient", "Checkpoint", "CheckpointType", "Datum",
@@ -67,3 +71,29 @@ __all__ = [
     "__version__", "data", "exceptions", "learning_rates", "losses", "mint", "types",
 ]  # fmt: skip
 __all__ += errors.__all__
+
+_MODULES = {"data", "exceptions", "learning_rates", "losses", "mint", "types"}
+#: Module of each public name that is neither a module, nor in `errors` or `types`.
+_HOMES = {
+    "AdminClient": "clients.rest", "APIFuture": "requests.futures", "Evaluation": "clients.evaluation",
+    "Future": "requests.futures", "RestClient": "clients.rest", "RetryPolicy": "transport.retries",
+    "SamplingClient": "clients.sampling", "ServiceClient": "clients.service", "Submitted": "requests.futures",
+    "Sweep": "clients.sweep", "SweepOutput": "clients.sweep", "TrainOutput": "clients.train_output",
+    "TrainingClient": "clients.training", "Trial": "clients.sweep",
+}  # fmt: skip
+_HOSTED = {"AdminClient": "RestClient", "APIFuture": "Future"}
+
+if not TYPE_CHECKING:  # else type checkers would accept any name
+
+    def __getattr__(name: str) -> object:
+        """Import a public name on its first use: a process of a server needs `cotrain.wire` alone."""
+        if name in _MODULES:
+            return import_module(f"cotrain.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+        home = import_module(f"cotrain.{_HOMES.get(name, 'types')}")
+        found = globals()[name] = getattr(home, _HOSTED.get(name, name))
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__} - {"TYPE_CHECKING", "import_module"})

@@ -5,7 +5,7 @@ command, a `typer.Typer` for several. The client imports none of those by name.
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
@@ -35,7 +35,20 @@ PATH = "tinker://1f2e3d4c:train:0/weights/final"
 def main() -> None:
     """Run the command line of this process."""
     replace_what_cannot_be_encoded()
-    command_line(entry_points(group=COMMANDS))()
+    command_line(needed(entry_points(group=COMMANDS), sys.argv[1:]))()
+
+
+def needed(commands: Iterable[EntryPoint], arguments: Sequence[str]) -> Iterable[EntryPoint]:
+    """Return none of the entry points for a command of the client, because to import a server takes as long as to import
+    the client.
+    """
+    own = typer.Typer()
+    _add_own(own)
+    names = {
+        each.name or getattr(each.callback, "__name__", "")
+        for each in (*own.registered_commands, *own.registered_groups)
+    }
+    return () if arguments and arguments[0] in names else commands
 
 
 def replace_what_cannot_be_encoded() -> None:

@@ -7,8 +7,8 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from cotrain.version import __version__
-from cotrain_server import errors
 from cotrain_server.adapter_upload.pending_files import expiring
+from cotrain_server.http import error_responses
 from cotrain_server.http.long_poll import LongPolls
 from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.http.other_methods import OtherMethods
@@ -83,12 +83,12 @@ ROUTERS = (
 )
 
 #: Error formats of other APIs, by the start of their paths.
-FORMATS: dict[str, errors.ErrorFormat] = {
+FORMATS: dict[str, error_responses.ErrorFormat] = {
     "/oai/": openai.OpenAIRoute.error_outside,
     "/anthropic/": anthropic.AnthropicRoute.error_outside,
 }
 #: Built on the first use, once for all applications of a process.
-ROUTES = APIRouter(responses=errors.ERROR_RESPONSES)
+ROUTES = APIRouter(responses=error_responses.ERROR_RESPONSES)
 for router in ROUTERS:
     ROUTES.include_router(router)
 
@@ -135,5 +135,5 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     if prefix := path_prefix(settings.public_url):
         app.add_middleware(PathPrefix, prefix=prefix)
-    errors.install(app, FORMATS)
+    error_responses.install(app, FORMATS)
     return app

@@ -1,22 +1,12 @@
-"""Typed refusals of the HTTP layer, and the responses of all errors.
+"""Typed refusals of the HTTP layer. `http/error_responses.py` has their responses.
 
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-from starlette.types import Scope
-
-from cotrain_store.errors import Reason, Refused, StoreError, StoreUnavailable, TypedRefusal
-from cotrain_store.monitoring import metrics
-from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.errors import Reason, Refused, TypedRefusal
 
 
 class Unreadable(TypedRefusal):
@@ -53,71 +43,8 @@ class NotLoggedIn(TypedRefusal):
     reason = Reason.NOT_LOGGED_IN
 
 
-class ErrorBody(BaseModel):
-    """Body of every refusal."""
-
-    detail: str  # Message for the sender of the request
-    code: str  # Machine-readable code of the error
-    request_id: str  # Reference for questions to the operator
-
-
-#: Error responses of every endpoint, for the OpenAPI page.
-ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
-    422: {"model": ErrorBody, "description": "A field is wrong."},
-    "4XX": {"model": ErrorBody, "description": "The request was refused."},
-    "5XX": {"model": ErrorBody, "description": "The server could not answer."},
-}
-
 #: For our own metrics only, because the client has disconnected.
 CLIENT_CLOSED_REQUEST = 499
-
-
-#: Response of a status, message, code and request id.
-ErrorFormat = Callable[[int, str, str, str], Response]
-
-
-def install(app: FastAPI, formats: Mapping[str, ErrorFormat]) -> None:
-    """Register handlers for all errors of this module. The middleware catches all others.
-
-    `formats` are error formats of other APIs, by the start of their paths.
-    """
-    app.state.error_formats = formats
-    app.add_exception_handler(StoreError, _answer_known)
-    for lost in CONNECTION_LOST:
-        app.add_exception_handler(lost, _answer_lost)
-    app.add_exception_handler(RequestValidationError, _answer_schema)
-    app.add_exception_handler(HTTPException, _answer_http)
-
-
-def error_response(
-    status: int, message: str, code: str, request_id: str, retry_after_s: float | None = None
-) -> JSONResponse:
-    """Return the response of a refusal."""
-    headers = {} if retry_after_s is None else {"Retry-After": f"{retry_after_s:g}"}
-    body = ErrorBody(detail=message, code=code, request_id=request_id)
-    return JSONResponse(body.model_dump(), status, headers)
-
-
-def internal_error(request_id: str) -> JSONResponse:
-    """Return the response of an unexpected error, with a reference to the log and without details."""
-    return error_response(500, *_internal(request_id))
-
-
-def error_at(scope: Scope, status: int, message: str, code: str, request_id: str) -> Response:
-    """Return the response of an error outside all routes, in the format of the API of its path."""
-    formats: Mapping[str, ErrorFormat] = scope["app"].state.error_formats
-    path: str = scope["path"]
-    found = (make for start, make in formats.items() if path.startswith(start))
-    return next(found, error_response)(status, message, code, request_id)
-
-
-def internal_error_at(scope: Scope, request_id: str) -> Response:
-    """Return the response of `internal_error` in the format of the API of its path."""
-    return error_at(scope, 500, *_internal(request_id))
-
-
-def _internal(request_id: str) -> tuple[str, str, str]:
-    return f"Internal error (ref {request_id}).", "internal_error", request_id
 
 
 def status_of(error: Exception) -> int:
@@ -136,45 +63,3 @@ def sentence(errors: Sequence[Mapping[str, Any]]) -> str:
 def _path(loc: Sequence[int | str]) -> str:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc if part != "body"]
     return "".join(parts).removeprefix(".")
-
-
-def refusal(error: Exception, request_id: str) -> JSONResponse:
-    """Return the response of an error, and count a refusal."""
-    if not isinstance(error, Refused):
-        return internal_error(request_id)
-    reason = error.reason
-    metrics.REQUESTS_REJECTED.labels(reason.code).inc()
-    answer = error_response(
-        reason.status, str(error), reason.code, request_id, reason.retry_after_s
-    )
-    if isinstance(error, InvalidToken):
-        answer.headers["WWW-Authenticate"] = error.challenge
-    return answer
-
-
-def schema_refusal(errors: Sequence[Mapping[str, Any]], request_id: str) -> JSONResponse:
-    """Return the response of a pydantic validation error, and count it."""
-    metrics.REQUESTS_REJECTED.labels("invalid").inc()
-    return error_response(422, sentence(errors), "invalid", request_id)
-
-
-async def _answer_known(request: Request, error: Exception) -> JSONResponse:
-    return refusal(error, request.state.request_id)
-
-
-async def _answer_lost(request: Request, error: Exception) -> JSONResponse:
-    return refusal(StoreUnavailable(), request.state.request_id)
-
-
-async def _answer_schema(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, RequestValidationError)
-    return schema_refusal(error.errors(), request.state.request_id)
-
-
-async def _answer_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = str(error.detail)
-    code = "_".join(message.lower().split())
-    answer = error_at(request.scope, error.status_code, message, code, request.state.request_id)
-    answer.headers.update(error.headers or {})
-    return answer

@@ -101,6 +101,8 @@ def test_a_stream_adds_up_to_the_answer(server: Server, client: openai.OpenAI) -
         chunks = [chunk.choices[0] for chunk in stream]
     assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.message.content
     assert chunks[-1].finish_reason == whole.finish_reason
+    assert chunks[-1].model_extra == whole.model_extra
+    assert "policy_spans" in whole.model_extra
 
 
 def test_trained_weights_answer_by_their_path(
@@ -119,6 +121,9 @@ def test_trained_weights_answer_by_their_path(
         sampler = service.create_sampling_client(model_path=path)
         assert texts == said(tokenizer, sampler, prompt, seed=7)
         assert texts != [choice.text for choice in base.choices]
+        spans = [choice.model_extra["policy_spans"] for choice in trained.choices]
+        run = path.split("/")[2]
+        assert spans == [[{"start": 0, "end": LENGTH, "training_run_id": run, "step": 3}]] * 2
 
 
 def test_echoed_log_probs_are_those_our_own_client_computes(
@@ -150,6 +155,7 @@ def test_a_message_stops_at_its_stop_sequence(
     ) as stream:
         cut = stream.get_final_message()
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
+    assert whole.model_extra["policy_spans"][0]["training_run_id"] is None
     assert cut.content[0].type == "text"
     assert cut.content[0].text == block.text[: block.text.index(stop)]
 

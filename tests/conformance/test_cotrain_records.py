@@ -11,9 +11,18 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from cotrain import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from cotrain.cli import command_line
 from cotrain.errors import RequestFailed, UnsupportedInput
+from cotrain.types import PolicySpan, SampledSequence
 from tests.conformance.running import KEYS, Server
 from tests.support.ui import csrf_of
 
@@ -152,6 +161,8 @@ def test_the_workers_of_a_server_in_use_pass_their_self_check(
     run: TrainingClient, server: Server
 ) -> None:
     training = [run.train(DATA) for _ in range(3)]
+    sampler = run.save_weights_and_get_sampling_client()
+    samples = sampler.sample(ModelInput.from_ints([5]), 2, SamplingParams(max_tokens=100))
     where = ["--base-url", server.address, "--data-dir", str(server.data_dir), "--json"]
     found = CliRunner().invoke(
         command_line([]), ["selfcheck", *where], env={"COTRAIN_ADMIN_KEY": ""}
@@ -159,12 +170,66 @@ def test_the_workers_of_a_server_in_use_pass_their_self_check(
     assert found.exit_code == 0, found.output
     [row] = json.loads(found.output)
     assert (row["ok"], row["runs"], row["logprobs"], row["problem"]) == (True, 6, 0.0, "")
+    assert (row["samples"], row["tokens"]) == (0.0, 748)
+    assert len(samples.result().sequences) == 2
     key = (server.data_dir / "admin-key").read_text().strip()
     path = f"{server.address}/metrics/fleet"
     metrics = httpx.get(path, headers={"Authorization": f"Bearer {key}"}).text
     assert re.search(r"cotrain_worker_self_check_ok\{.*\} 1.0", metrics)
+    assert re.search(r'cotrain_worker_self_check_difference\{kind="samples".*\} 0.0', metrics)
     for each in training:
         each.result()
+
+
+def test_samples_name_their_policy_and_a_pass_the_steps_since(
+    run: TrainingClient, service: ServiceClient, server: Server
+) -> None:
+    def data(old: SampledSequence, new: SampledSequence) -> list[Datum]:
+        return [
+            Datum(
+                model_input=ModelInput.from_ints([5, *each.tokens[:-1]]),
+                loss_fn_inputs={
+                    "target_tokens": each.tokens,
+                    "logprobs": each.logprobs,
+                    "advantages": [1.0] * len(each.tokens),
+                    "policy_step": each.policy_steps,
+                },
+            )
+            for each in (old, new)
+        ]
+
+    def sampled(sampler: SamplingClient, tokens: int) -> SampledSequence:
+        params = SamplingParams(max_tokens=tokens, stop=[])
+        return sampler.sample(ModelInput.from_ints([5]), 1, params).result().sequences[0]
+
+    first = sampled(run.save_weights_and_get_sampling_client(), 4)
+    span = {"start": 0, "end": 4, "training_run_id": run.model_id, "step": 0}
+    assert first.policy_spans
+    assert [each.model_dump() for each in first.policy_spans] == [span]
+    for _ in range(3):
+        run.forward_backward(DATA, "cross_entropy")
+        run.optim_step(STEP)
+    path = run.save_weights_for_sampler("third").result().path
+    third = sampled(service.create_sampling_client(model_path=path), 2)
+    assert third.policy_steps == [3, 3]
+    base = sampled(service.create_sampling_client(base_model=server.base_model), 1)
+    assert base.policy_spans == [PolicySpan(start=0, end=1)]
+
+    metrics = run.forward_backward(data(first, third), "ppo").result().metrics
+    assert metrics["policy_lag:mean"] == 2.0  # four tokens of three steps ago, two of now
+    assert metrics["policy_lag:max"] == 3.0
+    run.optim_step(STEP).result()
+    point = run.history().points[-1]
+    assert (point.policy_lag, point.policy_lag_max) == (2.0, 3.0)
+    assert "policy_lag" not in run.history().points[0].model_dump(exclude_none=True)
+    run.rewind(2)
+    metrics = run.forward(data(first, third), "ppo").result().metrics
+    assert metrics["policy_lag:mean"] == 1.0  # the second policy is of an abandoned step
+    wrong = first.model_copy(update={"policy_spans": [PolicySpan(start=0, end=4, step=-2)]})
+    with pytest.raises(
+        RequestFailed, match=r"policy_step\[0\] is -2, but must be an optimizer step"
+    ):
+        run.forward(data(wrong, third), "ppo").result()
 
 
 def test_a_rewound_run_trains_like_one_that_never_went_on(

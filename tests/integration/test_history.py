@@ -12,6 +12,7 @@ import pytest
 
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
@@ -21,7 +22,6 @@ from cotrain_store.messages.runs import (
     PassEntry,
     RunRecord,
     StepEntry,
-    read_points,
 )
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.redis_client.scripts import SCRIPTS
@@ -98,7 +98,8 @@ async def test_drift_is_averaged_over_the_tokens_of_the_passes_with_a_policy_los
     entries: list[HistoryEntry] = [
         PassEntry(LOSS, 1.0, False),
         PassEntry(LOSS, 4.0, False, 4.0, LOSS, 0.25, 2.0, 4.0, 1.0),
-        PassEntry(LOSS, 8.0, False, 12.0, 1.0, 0.125, 10.0),
+        PassEntry(LOSS, 8.0, False, 12.0, 1.0, 0.125, 10.0, lagged=4.0, lag=6.0, lag_max=3.0),
+        PassEntry(LOSS, 0.0, False, lagged=4.0, lag=-2.0, lag_max=-1.0),
         StepEntry(NORM, RATE),
         PassEntry(LOSS, 1.0, False),
         StepEntry(NORM, RATE),
@@ -113,7 +114,9 @@ async def test_drift_is_averaged_over_the_tokens_of_the_passes_with_a_policy_los
     with_drift, without = await points(log, run)
     assert (with_drift.rollout_gap, with_drift.rollout_gap_max) == ((LOSS + 1.0) / 16, 0.25)
     assert (with_drift.effective_sample_size, with_drift.clip_fraction) == (0.75, 0.25)
-    assert (with_drift.passes, without.rollout_gap, without.clip_fraction) == (3, None, None)
+    assert (with_drift.policy_lag, with_drift.policy_lag_max) == (0.5, 3.0)
+    assert (with_drift.passes, without.rollout_gap, without.clip_fraction) == (4, None, None)
+    assert without.policy_lag is None
 
 
 async def test_passes_of_several_cycles_are_summed_in_their_order(log: Log) -> None:

@@ -267,9 +267,10 @@ async def test_older_clients_get_a_sample_as_json(api: Api, worker: StandIn) -> 
     worker.claim()
     worker.finish(RequestId(f"{sampler}:0"), [4, 5], cached_prompt_tokens=2)
     answer = await api.post("retrieve_future", future)
+    sequence = {"stop_reason": "length", "tokens": [4, 5], "logprobs": [-4.0, -5.0]}
     assert answer.json() == {
         "type": "sample",
-        "sequences": [{"stop_reason": "length", "tokens": [4, 5], "logprobs": [-4.0, -5.0]}],
+        "sequences": [{**sequence, "policy_spans": [{"start": 0, "end": 2}]}],
         "prompt_cache_hit_tokens": 2,
     }
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.keys import result_keys, run_keys
-from cotrain_store.messages.ids import RequestId, sample_id
+from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, sample_id
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS
 from cotrain_store.sampling.completions import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis

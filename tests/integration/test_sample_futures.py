@@ -13,9 +13,8 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RequestId, TenantId, sampler_id
+from cotrain_store.messages.ids import RequestId, TenantId, parse_sample, sampler_id
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.samples import parse_sample
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms

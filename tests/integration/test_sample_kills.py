@@ -10,7 +10,7 @@ from pathlib import Path
 from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.completions import Completions
 from tests.support.redis_server import EmbeddedRedis

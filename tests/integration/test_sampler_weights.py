@@ -18,7 +18,7 @@ from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord
 from cotrain_store.messages.saves import WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
@@ -52,7 +52,9 @@ async def test_a_save_for_a_sampler_appears_with_its_commit_and_only_then(sample
     other = await samples.log.new_run(session="other")
     _, saves = await samples.save(other, 1, sampler=0)
     sampler = await samples.records.sampler(A, sampler_record().id)
-    assert sampler == saves[other.id, 1].user
+    made = saves[other.id, 1].user
+    assert isinstance(made, SamplerRecord)
+    assert sampler == replace(made, step=0)
     assert sampler.weights
     assert await samples.records.weights(sampler.weights) == saves[other.id, 1].weights
     assert samples.saved.unstored() == [saves[other.id, 1].weights]

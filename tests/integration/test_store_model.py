@@ -1,7 +1,4 @@
-"""The scripts against a plain model of the log, step by step, on a real Redis (hypothesis).
-
-The model has a dict of ops per run, two cursors and a set of results.
-"""
+"""The scripts against a plain model of the log, step by step, on a real Redis (hypothesis)."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import json
 import tempfile
 import time
 from collections.abc import Coroutine
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,6 @@ from cotrain_store.errors import Fenced, PlanOutdated, Reason, RunClosed, SeqCon
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import (
-    OpId,
     SessionId,
     TenantId,
     WeightsRef,
@@ -43,7 +39,6 @@ from cotrain_store.messages.ids import (
     run_id,
 )
 from cotrain_store.messages.ops import PASSES, OpKind, Step
-from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.oplog.dispatch import Dispatch
@@ -54,62 +49,14 @@ from cotrain_store.redis_client.connection import open_connection, open_sync_con
 from cotrain_store.results.delivery import DeliveryLog
 from tests.support.draws import examples
 from tests.support.limits import always
+from tests.support.log_model import MANY, RunModel, halves
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
 RUNS = 3
 WORKERS = (WorkerId("w0"), WorkerId("w1"))
-#: More ops than a run has in one step here.
-MANY = 9
 KINDS = st.sampled_from([*PASSES, OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
-
-
-@dataclass
-class RunModel:
-    """Expected log of one run."""
-
-    accepted: dict[int, tuple[str, OpKind, int]] = field(default_factory=dict)
-    next: int = 0
-    done: int = -1
-    snap: int = -1
-    cut: int = -1
-    older_file: str = ""
-    worker: WorkerId | None = None
-    closed: bool = False
-    dead: set[int] = field(default_factory=set)
-    """Accepted ops that were failed because the run was closed."""
-    rejected: set[int] = field(default_factory=set)
-    """Accepted ops that were failed for a rollback or behind a gap: they keep their place."""
-    given_up: set[int] = field(default_factory=set)
-    """Those behind a gap, while it is there."""
-    begun: tuple[int, str] = (0, "")
-    """Tokens that ran of the op after `done`, and the process that has it open."""
-    rollbacks: int = 0
-    unread: dict[int, int] = field(default_factory=dict)
-    """Bytes of results that are committed and not sent."""
-
-    def put_back(self, seq: int, tokens: int, process: str) -> None:
-        """Return the planned ops from `seq` on to the queue, or fail them if the run is closed."""
-        if self.closed:
-            self.dead |= {s for s in self.accepted if seq <= s < self.next}
-        else:
-            self.begun = (tokens, process)
-            self.given_up = set()
-        self.next = seq
-
-
-def halves(step: Step, finished: int) -> tuple[dict[OpId, Result], dict[OpId, int]]:
-    """Return results of `finished` ops of each run and of those before its next pass, which stays open."""
-    results: dict[OpId, Result] = {}
-    opened: dict[OpId, int] = {}
-    for run in {op.run for op in step.ops}:
-        for number, op in enumerate(op for op in step.ops if op.run == run):
-            if number >= finished and op.kind in PASSES:
-                opened[run, op.seq] = 3 + number
-                break
-            results[run, op.seq] = Result.of_json({"seq": op.seq})
-    return results, opened
 
 
 class LogMachine(RuleBasedStateMachine):

@@ -26,6 +26,7 @@ from tests.support.training import MIX
 
 VOCAB = 128
 RUNS = [tenant.run for tenant in MIX]
+Result = SampleOutput | Failure
 
 
 def request(
@@ -143,13 +144,13 @@ def finish(
     decoder: EngineDecoder,
     requests: Iterable[SampleRequest],
     each_step: Callable[[], None] = lambda: None,
-) -> dict[str, SampleOutput | Failure]:
+) -> dict[str, Result]:
     """Add all requests, step until all are done, and check that no page leaked."""
     for each in requests:
         reason = decoder.refuse(each)
         assert reason is None, reason
         decoder.add(each)
-    found: dict[str, SampleOutput | Failure] = {}
+    found: dict[str, Result] = {}
     while decoder.busy:
         found.update(decoder.step().finished)
         each_step()
@@ -197,8 +198,16 @@ def target_logprobs(
     return list(found.logprobs)
 
 
-def assert_same(ours: SampleOutput, theirs: SampleOutput) -> None:
-    """Check that two outputs have equal bits, apart from the number of cached tokens."""
+def assert_all_same(ours: Mapping[str, Result], theirs: Mapping[str, Result]) -> None:
+    """Check that `ours` has every request of `theirs`, with equal bits."""
+    for name, expected in theirs.items():
+        assert_same(ours[name], expected)
+
+
+def assert_same(ours: Result, theirs: Result) -> None:
+    """Check that two requests succeeded with equal bits, apart from the number of cached tokens."""
+    assert isinstance(ours, SampleOutput), ours
+    assert isinstance(theirs, SampleOutput), theirs
     assert len(ours.sequences) == len(theirs.sequences)
     for one, other in zip(ours.sequences, theirs.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens, strict=True)

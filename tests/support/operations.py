@@ -193,7 +193,7 @@ def _upload_form(_: Things) -> PinnedBuffer:
 
 def _sweep(own: Things) -> PinnedBuffer:
     batch = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
-    runs = [wire.SweepRun(model_id=own.run, seq_id=30)]
+    runs = wire.SweepRuns(prefix=own.run, seq_ids=[30])
     content = wire.SweepPassRequest(runs=runs, pass_request=batch).SerializeToString()
     return PinnedBuffer(content=content, headers={"Content-Type": PROTOBUF})
 

@@ -23,8 +23,7 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord, SamplerRecord
 from cotrain_store.messages.saves import (
     CheckpointKind,
     CheckpointRecord,

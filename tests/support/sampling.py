@@ -11,8 +11,7 @@ from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, encode, sampler_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import RunRecord, SamplerRecord
 from cotrain_store.messages.saves import SaveRequest
 from tests.support.samples import BODY
 from tests.support.stack import MODEL, POOL, Stack

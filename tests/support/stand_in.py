@@ -26,9 +26,8 @@ from cotrain_store.messages.ids import (
     WorkerId,
 )
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, StepEntry
-from cotrain_store.messages.samples import SamplerRecord, SampleUsage
+from cotrain_store.messages.results import Result, ResultKind, SampleUsage
+from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, SamplerRecord, StepEntry
 from cotrain_store.messages.saves import (
     CheckpointRecord,
     LoadRequest,

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 ROOTS = {
     "cotrain": ROOT / "client",
@@ -63,3 +65,26 @@ def test_packages_and_commands_import_no_library_that_is_foreign_to_them() -> No
         assert not FORBIDDEN[package] & set(loaded), package
     assert "cotrain_workers" in of_commands, "the commands of the workers were not loaded"
     assert not TENSORS & set(of_commands)
+
+
+CLIENT = {"cotrain.clients", "cotrain.commands", "cotrain.transport", "httpx", "typer"}
+#: Modules that a process must not import at its start, by its program.
+NOT_AT_START = {
+    "cotrain": {*CLIENT, "cotrain.wire", "google", "pydantic", "rich"},
+    "cotrain_scheduler.__main__": {*CLIENT, "PIL", "cotrain.wire", "google", "numpy"},
+    "cotrain_server.__main__": {*CLIENT, "PIL", "llguidance"},
+    # The second module is that of its calls for passes.
+    "cotrain_server.parsing.child_main, cotrain_server.requests.pass_ops": {
+        *CLIENT, "PIL", "asyncio", "cotrain.wire.model", "fastapi", "prometheus_client", "pydantic", "redis",
+        "rich", "structlog",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", NOT_AT_START)
+def test_a_process_starts_without_modules_that_it_rarely_needs(program: str) -> None:
+    script = f"import json, sys, {program}\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert not NOT_AT_START[program] & set(json.loads(done.stdout))

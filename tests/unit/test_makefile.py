@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 TARGETS = re.findall(r"^([\w-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
-def commands(target: str) -> str:
+def commands(*targets: str) -> str:
     """Return the commands that make would run with nothing built yet."""
     done = subprocess.run(
-        ["make", "--dry-run", "--always-make", "--no-print-directory", target],
+        ["make", "--dry-run", "--always-make", "--no-print-directory", *targets],
         cwd=ROOT, capture_output=True, text=True, check=True,
     )  # fmt: skip
     return done.stdout
@@ -28,15 +28,15 @@ def test_the_default_target_lists_the_demo_and_the_tests() -> None:
     assert {"demo", "test"} <= {line.split()[0] for line in listed.splitlines() if line}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_every_script_and_module_of_a_target_exists(target: str) -> None:
-    ran = commands(target)
+def test_every_script_and_module_of_a_target_exists() -> None:
+    ran = commands(*TARGETS)
+    assert "-m pytest -n 5" in ran
     for script in re.findall(r"(?<=\s)[\w/]+\.(?:py|sh)\b", ran):
-        assert (ROOT / script).is_file()
+        assert (ROOT / script).is_file(), script
     for module in re.findall(r"python -m ([\w.]+)", ran):
-        assert find_spec(module) is not None
+        assert find_spec(module) is not None, module
     for folder in re.findall(r"(?<=\s)tests/\w+(?=\s)", ran):
-        assert (ROOT / folder).is_dir()
+        assert (ROOT / folder).is_dir(), folder
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,9 @@ from cotrain_store.messages.runs import (
     PassEntry,
     PoolRecord,
     RewindEntry,
+    SamplerRecord,
     StepEntry,
 )
-from cotrain_store.messages.samples import SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.engine.ops import (
@@ -47,6 +47,7 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
     StepOutput,
 )
+from cotrain_workers.engine.training.drift import lag_sums
 from cotrain_workers.fingerprints import fingerprint_of
 
 #: Metric of every training result: the cycle in which it ran.
@@ -310,7 +311,11 @@ def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
             weight = _weight(request)
             drift = output.drift if isinstance(output, PassOutput) else {}
             return PassEntry(
-                output.loss_sum, weight, not request.needs_grad, **drift_entry(drift, weight)
+                output.loss_sum,
+                weight,
+                not request.needs_grad,
+                **drift_entry(drift, weight),
+                **(lag_sums(request) if isinstance(request, Pass) else {}),
             )
         case OptimStep(), StepOutput(grad_norm):
             return StepEntry(grad_norm, request.learning_rate)

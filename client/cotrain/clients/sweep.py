@@ -21,9 +21,9 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum
 from cotrain.wire.runs import (
-    MAX_SWEEP_RUNS,
     AdamParams,
     ForwardBackwardOutput,
     LoraConfig,

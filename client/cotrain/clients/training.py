@@ -31,11 +31,11 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from cotrain.wire.custom_loss import CUSTOM, LOSS_ID
+from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
+from cotrain.wire.custom_loss import LOSS_ID
 from cotrain.wire.datums import Datum
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
-    MAX_SWEEP_RUNS,
     AdamParams,
     ForwardBackwardOutput,
     GetInfoRequest,

@@ -14,33 +14,33 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "default_headers_overrides": ((None,), "this client sends the headers of its own"),
+    "default_headers_overrides": ((None,), "this client sends its own headers only"),
     "learning_rate": ((), "pass AdamParams(learning_rate=…)"),
     "lora_alpha": ((), "the argument is alpha"),
     "lora_rank": ((), "the argument is rank"),
     "lr": ((), "pass AdamParams(learning_rate=…)"),
     "kind": (
         ("snapshot",),
-        "a sampler is a snapshot, always; make another one to see newer weights",
+        "a sampler is always a snapshot; create another one for newer weights",
     ),
-    "loss_type_input": ((None, "logprobs"), "a custom loss is of log-probs"),
+    "loss_type_input": ((None, "logprobs"), "a custom loss takes log-probs only"),
     "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
-    "record_stability_info": ((False,), "this server records none"),
+    "record_stability_info": ((False,), "this server records no stability metrics"),
     "target_modules": ((), "train_attn, train_mlp and train_unembed choose the modules"),
-    "retry_config": ((None,), "ServiceClient(policy=RetryPolicy(…)) says how long is tried"),
+    "retry_config": ((None,), "ServiceClient(policy=RetryPolicy(…)) sets the retries"),
 }
 """For each name, the values without effect, and the reason why no others are supported."""
 
 METHODS = {
-    "get_console_url": "there is no console; `cotrain top` and `cotrain runs` show what is there",
-    "get_telemetry": "nothing is collected",
-    "holder": "a client is made of a client here: service.create_sampling_client(…)",
+    "get_console_url": "there is no console; use `cotrain top` and `cotrain runs`",
+    "get_telemetry": "this client collects no telemetry",
+    "holder": "use service.create_sampling_client(…)",
 }
 
 
 REMEDIES = {
-    "generate": "make a sampler: run.save_weights_and_get_sampling_client().sample(…)",
-    "sample": "make a sampler: run.save_weights_and_get_sampling_client().sample(…)",
+    "generate": "create a sampler: run.save_weights_and_get_sampling_client().sample(…)",
+    "sample": "create a sampler: run.save_weights_and_get_sampling_client().sample(…)",
     "save_pretrained": "save with run.save_state(name), then service.download_checkpoint(path, folder)",
     "step": "the methods are run.forward_backward(…) and run.optim_step(…), or run.train(…) for both",
     "zero_grad": "optim_step zeroes the gradient",

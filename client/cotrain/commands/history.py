@@ -38,7 +38,7 @@ class NotInstalled(CotrainError):
 
 _TRAIN = (
     "loss", "loss_sum", "grad_norm", "learning_rate", "run_tokens", "rollout_gap", "rollout_gap_max",
-    "effective_sample_size", "clip_fraction",
+    "effective_sample_size", "clip_fraction", "policy_lag", "policy_lag_max",
 )  # fmt: skip
 
 

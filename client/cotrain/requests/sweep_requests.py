@@ -8,6 +8,7 @@ import concurrent.futures
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import (
@@ -115,22 +116,24 @@ class SweepRequests:
         with ExitStack() as ordered:
             for run in sorted(runs, key=lambda run: run.model_id):  # as every other sweep does
                 ordered.enter_context(run.ordered())
-            for number, run in enumerate(runs):
-                seq_ids = run.reserve(2 if steps else 1)
-                adam = wire.AdamStep(**dict(steps[number])) if steps else None
-                request.runs.add(model_id=run.model_id, seq_id=seq_ids[0], adam=adam)
-            answer = self._loop.start(self._submit(runs, request, size_bytes))
+            seq_ids = [run.reserve(2 if steps else 1)[0] for run in runs]
+            request.runs.CopyFrom(_positions([run.model_id for run in runs], seq_ids, steps or ()))
+            answer = self._loop.start(self._submit(runs, seq_ids, request, size_bytes))
         return [self._run_step(run, answer, i, weight, bool(steps)) for i, run in enumerate(runs)]
 
     async def _submit(
-        self, runs: Sequence[RunRequests], request: wire.SweepPassRequest, size_bytes: int
+        self,
+        runs: Sequence[RunRequests],
+        seq_ids: Sequence[int],
+        request: wire.SweepPassRequest,
+        size_bytes: int,
     ) -> list[SweepFuture]:
-        joint = _Joint(len(runs), lambda: self._post(runs, request))
+        joint = _Joint(len(runs), lambda: self._post(runs, seq_ids, request))
         try:
             answers = await asyncio.gather(
                 *(
-                    run.in_order(entry.seq_id, size_bytes // len(runs), joint.send)
-                    for run, entry in zip(runs, request.runs, strict=True)
+                    run.in_order(seq_id, size_bytes // len(runs), joint.send)
+                    for run, seq_id in zip(runs, seq_ids, strict=True)
                 ),
                 return_exceptions=True,
             )
@@ -142,7 +145,7 @@ class SweepRequests:
         return first
 
     async def _post(
-        self, runs: Sequence[RunRequests], request: wire.SweepPassRequest
+        self, runs: Sequence[RunRequests], seq_ids: Sequence[int], request: wire.SweepPassRequest
     ) -> list[SweepFuture]:
         try:
             for run in runs:
@@ -153,8 +156,8 @@ class SweepRequests:
         except RateLimitError:
             raise
         except APIError as error:
-            for run, entry in zip(runs, request.runs, strict=True):
-                for seq_id in range(entry.seq_id, entry.seq_id + 1 + entry.HasField("adam")):
+            for run, first in zip(runs, seq_ids, strict=True):
+                for seq_id in range(first, first + 1 + request.runs.HasField("adam")):
                     await run.fill(seq_id, error)
             raise
         if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
@@ -181,6 +184,35 @@ class SweepRequests:
         passed = run.result_of(accepted(0), wait, "a pass")
         stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
         return RunStep(passed, stepped)
+
+
+def _positions(
+    model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]
+) -> wire.SweepRuns:
+    """Return the runs of a request, with every number that they have in common once."""
+    prefix = commonprefix(model_ids)  # noqa: RUF071  # of any characters; they are no paths
+    adam = None
+    if steps:
+        columns = {
+            field: _column([getattr(step, field) for step in steps])
+            for field in AdamParams.model_fields
+        }
+        is_default = {
+            name: columns[name] == [info.default] for name, info in AdamParams.model_fields.items()
+        }
+        adam = wire.AdamSteps(
+            **{name: each for name, each in columns.items() if not is_default[name]}
+        )
+    return wire.SweepRuns(
+        prefix=prefix,
+        names=",".join(each.removeprefix(prefix) for each in model_ids),
+        seq_ids=_column(seq_ids),
+        adam=adam,
+    )
+
+
+def _column(values: Sequence[T]) -> list[T]:
+    return list(values[:1] if len(set(values)) == 1 else values)
 
 
 async def _request_id(

@@ -20,8 +20,6 @@ __all__ = [
     "CustomLossInputRank", "CustomLossNode",
 ]  # fmt: skip
 
-CUSTOM = "custom"
-"""Name of the loss that `loss_fn_config.loss_id` defines."""
 LOSS_ID = "loss_id"
 LOGPROBS = "logprobs"
 PREFIX = "loss-"

@@ -39,6 +39,7 @@ DTYPE_BY_INPUT: dict[str, DType] = {
     "clip_low_threshold": "float32",
     "clip_high_threshold": "float32",
     "sequence_ratio_mask": "float32",
+    "policy_step": "int64",
 }
 """Element type of every known loss input, for inputs passed as plain lists."""
 
@@ -190,7 +191,9 @@ class Datum(OneLine):
     * `weights`: float32 `[n]`, for cross_entropy;
     * `logprobs` and `advantages`: float32 `[n]`, for the policy losses. Log-probs are those of the tokens
       at sampling time, in nats;
-    * `sequence_ratio_mask`: float32 `[n]`, for gspo.
+    * `sequence_ratio_mask`: float32 `[n]`, for gspo;
+    * `policy_step`: int64 `[n]`, optional for every loss: the optimizer step of the run whose weights sampled each
+      target, -1 if none did. It changes no result but the metrics `policy_lag:mean` and `policy_lag:max`.
 
     For cross_entropy, targets and weights may also be `[n, K]`.
 

@@ -11,6 +11,7 @@ from math import prod
 from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.wire.constants import ROUTED_EXPERTS
 from cotrain.wire.datums import (
     Datum,
     EncodedTextChunk,
@@ -22,9 +23,6 @@ from cotrain.wire.datums import (
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
-
-ROUTED_EXPERTS = "routed_experts"
-"""Name of the experts of a datum's tokens among the loss inputs of the message."""
 
 PROTOBUF = "application/x-protobuf"
 """Media type of all these messages."""

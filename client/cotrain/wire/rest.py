@@ -174,6 +174,9 @@ class HistoryPoint(WireModel):
     """Share of the sampled tokens: 1 without drift. Of several passes, their mean by tokens."""
     clip_fraction: float | None = None
     """Share of the tokens with an advantage whose ratio is out of bounds; None for losses without bounds."""
+    policy_lag: float | None = None
+    """Mean number of optimizer steps between sampling and training; None without a `policy_step`."""
+    policy_lag_max: float | None = None
 
     @property
     def loss(self) -> float:

@@ -20,6 +20,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import (
@@ -315,10 +316,6 @@ class UntypedAPIFuture(WireModel):
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
-
-
-MAX_SWEEP_RUNS = 64
-"""Maximum number of runs in one request. Redis accepts their ops in one script, at 0.1 ms each."""
 
 
 class ForkRunRequest(WireModel):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.routed_experts import RoutedExperts
-from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
+from cotrain.wire.sampling import PolicySpan, SampledSequence, SampleResponse, TopK
 from cotrain.wire.tensors import DType, TensorData, from_bytes
 
 NOTHING = (0, -99999.0)
@@ -79,6 +79,16 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
         routed_experts=(
             _experts(message.routed_experts) if message.HasField("routed_experts") else None
         ),
+        policy_spans=[_span(span) for span in message.policy_spans] or None,
+    )
+
+
+def _span(message: wire.PolicySpan) -> PolicySpan:
+    return PolicySpan(
+        start=message.start,
+        end=message.end,
+        training_run_id=message.training_run_id if message.HasField("training_run_id") else None,
+        step=message.step if message.HasField("step") else None,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
+from cotrain.wire.constants import NO_POLICY_STEP
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
 from cotrain.wire.routed_experts import RoutedExperts
@@ -17,7 +18,7 @@ from cotrain.wire.tensors import TensorData, read_numbers
 
 __all__ = [
     "CancelFutureRequest", "CreateSamplingSessionRequest", "CreateSamplingSessionResponse", "FutureCompletion",
-    "GetSamplerResponse", "RetrieveFuturesRequest", "RetrieveFuturesResponse", "SampleRequest", "SampleResponse",
+    "GetSamplerResponse", "PolicySpan", "RetrieveFuturesRequest", "RetrieveFuturesResponse", "SampleRequest", "SampleResponse",
     "SampledSequence", "SamplingParams", "SamplingSessionTarget", "SaveWeightsForSamplerRequest",
     "SaveWeightsForSamplerResponse",
 ]  # fmt: skip
@@ -154,6 +155,17 @@ class SampleRequest(WireModel):
     type: Literal["sample"] = "sample"
 
 
+class PolicySpan(WireModel):
+    """Part of a sequence, `tokens[start:end]`, that one set of weights sampled."""
+
+    start: int
+    end: int
+    training_run_id: str | None = None
+    """Run of the weights; None for the base model."""
+    step: int | None = None
+    """Number of optimizer steps of the run before its weights were saved; None if it is not known."""
+
+
 class SampledSequence(WireModel):
     """Continuation of the prompt."""
 
@@ -164,8 +176,19 @@ class SampledSequence(WireModel):
     topk_logprobs: list[TopK | None] | None = None
     routed_experts: RoutedExperts | None = None
     """Experts of the tokens before the last, which follow those of the prompt; None if not requested."""
+    policy_spans: list[PolicySpan] | None = None
+    """Policy versions of all tokens, in order; one span, because the weights of a sampler never change."""
     sequence_id: str | None = None
     """Sent when the request is accepted, not with its result."""
+
+    @property
+    def policy_steps(self) -> list[int]:
+        """Optimizer step of the weights for each token, -1 if not known: the end of a datum's `policy_step`."""
+        steps = [NO_POLICY_STEP] * len(self.tokens)
+        for span in self.policy_spans or ():
+            if span.step is not None:
+                steps[span.start : span.end] = [span.step] * (span.end - span.start)
+        return steps
 
 
 class SampleResponse(WireModel):

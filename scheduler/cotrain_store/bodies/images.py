@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from math import ceil, floor, sqrt
 
-import PIL.Image
-
 #: Limit on one image: a decoded one takes up to 128 MiB. Phones take pictures of 12,000,000 pixels.
 MAX_PIXELS = 1 << 24
 #: Limits on all images of one request. Decoding takes up to 0.5 s for each 16,000,000 pixels.
@@ -76,6 +74,8 @@ class ImageReader:
         return grid
 
     def _decoded(self, data: bytes, declared: str) -> tuple[int, int]:
+        import PIL.Image  # by the few processes that receive images
+
         if data.count(_SCAN) > MAX_SCANS and declared == "jpeg":
             raise UnusableImage(f"has more than {MAX_SCANS} scans. Save it as a baseline JPEG.")
         try:

@@ -47,6 +47,8 @@ class SampleBody:
     return_routed_experts: bool = False
     images: tuple[BodyImage, ...] = ()
     """Images of the prompt, in order. The prompt has the model's placeholder within them."""
+    policy_step: int | None = None
+    """Step of the sampler's weights (`SamplerRecord.step`), for the policy spans of the result."""
 
 
 class TopK(Protocol):
@@ -117,6 +119,8 @@ def encode_sample(body: SampleBody) -> bytes:
     """Return a body as bytes. Equal bodies give equal bytes."""
     settings = asdict(replace(body, images=()))
     del settings["images"]
+    if body.policy_step is None:  # as in bodies of earlier versions, which a client may repeat
+        del settings["policy_step"]
     if body.images:
         settings["images"] = [
             (each.start, each.height, each.width, len(each.data)) for each in body.images
@@ -171,11 +175,16 @@ def _images(spans: Iterable[Sequence[int]], data: bytes) -> Iterator[BodyImage]:
         yield BodyImage(start, height, width, image)
 
 
-def encode_sample_output(output: SampleOutput) -> bytes:
-    """Return an output as the wire's SampleResponse."""
+def encode_sample_output(
+    output: SampleOutput, policy_run: str | None = None, policy_step: int | None = None
+) -> bytes:
+    """Return an output as the wire's SampleResponse. Weights of `policy_run` at `policy_step` sampled all its tokens."""
     response = wire_pb2.SampleResponse(prompt_cache_hit_tokens=output.cached_prompt_tokens)
     for sequence in output.sequences:
         response.sequences.append(_sequence(sequence))
+        response.sequences[-1].policy_spans.add(
+            end=len(sequence.tokens), training_run_id=policy_run, step=policy_step
+        )
     if output.prompt_logprobs is not None:
         response.prompt_logprobs = np.ascontiguousarray(output.prompt_logprobs, "<f4").tobytes()
     if output.topk_prompt is not None:

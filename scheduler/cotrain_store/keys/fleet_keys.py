@@ -5,7 +5,7 @@ from typing import Any
 
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import RunUsage
-from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.messages.results import SampleUsage
 
 #: Version of keys and messages, increased when one changes. A process refuses a store of another version.
 SCHEMA_VERSION = "3"

@@ -6,9 +6,9 @@ tenant's hourly usage.
 
 from collections.abc import Callable, Mapping
 
-from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, parse_sample
 from cotrain_store.messages.ops import RunUsage
-from cotrain_store.messages.samples import SampleUsage, parse_sample
+from cotrain_store.messages.results import SampleUsage
 
 #: A session without a heartbeat for this long is shown as ended. The SDK sends one every 10 s and
 #: itself warns after 120 s.

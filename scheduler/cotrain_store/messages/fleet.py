@@ -67,7 +67,7 @@ class WorkerHeartbeat:
     None: it restores none."""
     self_check: dict[str, Any] | None = None
     """Result of the last self-check of this process: `asked_at`, `at`, `took_s`, `ok`, `problem`, `runs`, `tokens`,
-    `tolerance`, and the largest differences of `logprobs`, `gradients` and `weights`. None: there was none."""
+    `tolerance`, and the largest differences of `logprobs`, `gradients`, `weights` and `samples`. None: there was none."""
     members: list[dict[str, int]] = field(default_factory=list)
     """`runs` and `memory_bytes` of each process of a group; empty if the worker is one process."""
 

@@ -4,9 +4,10 @@ Ids are strings that a client sees; some contain the id of their parent. Message
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from typing import Any, NewType, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NewType, TypeAlias, TypeVar
 
 TenantId = NewType("TenantId", str)
 SessionId = NewType("SessionId", str)
@@ -19,6 +20,14 @@ SamplerId = NewType("SamplerId", str)
 WeightsRef = NewType("WeightsRef", str)
 #: Run and position in the run's order.
 OpId: TypeAlias = tuple[RunId, int]
+
+#: Size of the range of seqs of each copy of a client. A copied (pickled) client counts from its own multiple of this.
+CLONE_SIZE = 10**9
+#: First seq of the server's own requests, which came through another API. No client polls for their
+#: completion, so none is published. A copied client's seqs stay below 10**18.
+OWN_SEQS = 2**62
+
+_SAMPLE = re.compile(r"([A-Za-z0-9_-]{1,64}:sample:[0-9]{1,20}):([0-9]{1,20})")
 
 
 def request_id(run: RunId, seq: int) -> RequestId:
@@ -54,6 +63,29 @@ def sampler_id(session: SessionId, sampling_seq_id: int) -> SamplerId:
 def sample_id(sampler: SamplerId, seq: int) -> RequestId:
     """Return the id of a sample request from its sampler and the number its client assigned (64 bits)."""
     return RequestId(f"{sampler}:{seq}")
+
+
+class SampleName(NamedTuple):
+    """Sampler and seq in the id of a sample request."""
+
+    sampler: SamplerId
+    seq: int
+
+    @property
+    def clone(self) -> int:
+        """Number of the copy of the client that sent it."""
+        return self.seq // CLONE_SIZE
+
+    @property
+    def session(self) -> SessionId:
+        """Session of its sampler."""
+        return SessionId(self.sampler.partition(":")[0])
+
+
+def parse_sample(request: str) -> SampleName | None:
+    """Return the parts of a sample request's id, or None for any other string."""
+    match = _SAMPLE.fullmatch(request)
+    return SampleName(SamplerId(match[1]), int(match[2])) if match else None
 
 
 _Message = TypeVar("_Message")

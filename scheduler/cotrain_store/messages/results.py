@@ -1,4 +1,4 @@
-"""Result of a future."""
+"""Result of a future, and usage of a sample request."""
 
 from __future__ import annotations
 
@@ -60,3 +60,13 @@ class Result:
         """Return the object of a JSON or failure payload."""
         decoded: dict[str, Any] = json.loads(self.payload)
         return decoded
+
+
+@dataclass(frozen=True)
+class SampleUsage:
+    """Usage of one sample request. `cached_tokens` is the part of `prompt_tokens` that was not computed for it."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    device_s: float = 0.0

@@ -1,13 +1,11 @@
-"""Records of runs, tenants, sessions and pools, and the points of a run's history."""
+"""Records of runs, tenants, sessions, samplers and pools, and the entries of a run's history."""
 
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from cotrain.wire.rest import HistoryPoint, MetricPoint
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
 
 
 class RunState(StrEnum):
@@ -143,13 +141,6 @@ class PoolRecord:
 #: Default limit of the history points of all runs of a tenant.
 HISTORY_POINTS = 500_000
 
-PointKind = Literal["optim_step", "forward"]
-
-#: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
-#: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last six
-#: fields of `PassEntry`; points without it are shorter. Doubles are stored bit for bit.
-POINT = struct.Struct("<IIQdddddQQIdddddd")
-
 
 @dataclass(frozen=True)
 class PassEntry:
@@ -165,6 +156,9 @@ class PassEntry:
     effective: float = 0.0  # Effective sample size, in tokens
     bounded: float = 0.0  # Number of tokens with an advantage and a bounded ratio
     clipped: float = 0.0  # Number of those out of bounds
+    lagged: float = 0.0  # Number of targets with a `policy_step`, of any loss
+    lag: float = 0.0  # Sum of the optimizer steps since they were sampled
+    lag_max: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -196,50 +190,19 @@ class RewindEntry:
 HistoryEntry = PassEntry | StepEntry | MetricsEntry | RewindEntry
 
 
-#: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.
-METRIC_POINT = struct.Struct("<IIQddd")
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Sampling session of one tenant. Immutable: later training does not change it."""
 
-
-def read_metric(stored: Iterable[bytes]) -> list[MetricPoint]:
-    """Return the points of one metric, in order, from the rows that the script packed."""
-    points, before = [], 0
-    for row in stored:
-        number, step, seq, time_s, total, weight = METRIC_POINT.unpack(row)
-        value = total / weight if weight > 0 else total
-        points.append(
-            MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value)
-        )
-        before = number
-    return points
-
-
-def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
-    """Return the points of one kind, in order, from the rows that the script packed."""
-    points, before = [], 0
-    for row in stored:
-        whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
-        number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
-        sampled, gap, gap_max, effective, bounded, clipped = whole[11:]
-        is_step = kind == "optim_step"
-        points.append(
-            HistoryPoint(
-                kind=kind,
-                step=step,
-                steps=number - before,
-                seq=seq,
-                time_s=time_s,
-                loss_sum=loss,
-                weight_sum=weight,
-                grad_norm=norm if is_step else None,
-                learning_rate=rate if is_step else None,
-                tokens=tokens,
-                run_tokens=run_tokens,
-                passes=passes,
-                rollout_gap=gap / sampled if sampled else None,
-                rollout_gap_max=gap_max if sampled else None,
-                effective_sample_size=effective / sampled if sampled else None,
-                clip_fraction=clipped / bounded if bounded else None,
-            )
-        )
-        before = number
-    return points
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
+    ephemeral: bool
+    """True if a save without a name made it: only this sampler refers to its weights."""
+    created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""

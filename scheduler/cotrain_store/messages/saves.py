@@ -15,8 +15,7 @@ from cotrain_store.messages.ids import (
     WorkerId,
     decode,
 )
-from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import LoraSpec, SamplerRecord
 
 #: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights` are for download.
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]

@@ -10,8 +10,7 @@ from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, w
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HISTORY_POINTS, HistoryEntry, RunState
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import HISTORY_POINTS, HistoryEntry, RunState, SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, external_folder
 
 _FAILURES: dict[str, str] = {

@@ -5,6 +5,7 @@ was paused while another took over gets Fenced and must exit.
 """
 
 import json
+import struct
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -89,6 +90,10 @@ def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
         f"weights_epoch is now {weights_epoch}.",
         "server",
     )
+
+
+#: Number of optimizer steps, the first number of a run's packed history (`scripts/lib/history.lua`).
+STEPS_OF_HISTORY = struct.Struct("<d")
 
 
 class Execution:
@@ -219,6 +224,18 @@ class Execution:
             read = dict(zip(refs, self._spool.read_each(refs), strict=True))
             found |= {(op.run, op.seq): read[op.ref] for op in spooled}
         return [found[op.run, op.seq] for op in ops]
+
+    def steps_of(self, runs: Collection[RunId]) -> dict[RunId, int]:
+        """Return the number of committed optimizer steps of some runs, without those that a rewind has abandoned."""
+        if not runs:
+            return {}
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.getrange(run_keys.history(run), 0, STEPS_OF_HISTORY.size - 1)
+        found = [row or bytes(STEPS_OF_HISTORY.size) for row in pipeline.execute()]
+        return {
+            run: int(*STEPS_OF_HISTORY.unpack(row)) for run, row in zip(runs, found, strict=True)
+        }
 
     def commit(
         self,

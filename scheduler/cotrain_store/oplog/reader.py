@@ -13,10 +13,11 @@ from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
+from cotrain_store.messages.history import read_metric, read_points
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState, read_metric, read_points
+from cotrain_store.messages.runs import RunState
 from cotrain_store.messages.saves import CheckpointRecord
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 

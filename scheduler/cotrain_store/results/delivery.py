@@ -17,13 +17,13 @@ from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
     RunId,
+    SampleName,
     SessionId,
     TenantId,
     run_of,
     sample_id,
     session_of,
 )
-from cotrain_store.messages.samples import SampleName
 from cotrain_store.redis_client.connection import ANY_TROUBLE, Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import note_trouble

@@ -29,14 +29,15 @@ from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
     RunId,
+    SampleName,
     TenantId,
     WeightsRef,
     WorkerId,
+    parse_sample,
     run_of,
 )
 from cotrain_store.messages.ops import QueuedOp
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.samples import SampleName, parse_sample
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog

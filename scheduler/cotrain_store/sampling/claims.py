@@ -20,8 +20,7 @@ from cotrain_store.keys.fleet_keys import minute_of, sample_counts
 from cotrain_store.keys.tenant_keys import sampling_amounts, usage_hour
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.messages.results import Result, ResultKind, SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.sampling.endings import CANCEL, TTL_MS

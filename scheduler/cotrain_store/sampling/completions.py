@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from cotrain_store.keys import result_keys, run_keys
-from cotrain_store.messages.ids import RequestId, SamplerId, sample_id
-from cotrain_store.messages.samples import SamplerRecord, parse_sample
+from cotrain_store.messages.ids import RequestId, SamplerId, parse_sample, sample_id
+from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.redis_client.subscription import ChannelSubscriber

@@ -15,8 +15,17 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef, sample_id
-from cotrain_store.messages.samples import CLONE_SIZE, OWN_SEQS, SamplerRecord, parse_sample
+from cotrain_store.messages.ids import (
+    CLONE_SIZE,
+    OWN_SEQS,
+    RequestId,
+    SamplerId,
+    TenantId,
+    WeightsRef,
+    parse_sample,
+    sample_id,
+)
+from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import current_traceparent
 from cotrain_store.redis_client.connection import Connection
@@ -90,7 +99,8 @@ class SampleIntake:
                 the request is valid; retry later.
         """
         await self._capacity.check()
-        request, content = sample_id(sampler.id, seq), encode_sample(body)
+        request = sample_id(sampler.id, seq)
+        content = encode_sample(replace(body, policy_step=sampler.step))
         tokens = token_limit(body, longest)
         answer = b"ROOM"
         if len(content) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync

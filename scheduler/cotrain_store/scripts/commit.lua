@@ -79,8 +79,9 @@ local function reserve(ref, run, seq, save, result, ttl_ms)
   return true
 end
 
-local function add_sampler(ref, save)
-  if redis.call('SET', 'cotrain:sampler:' .. save.name, save.user, 'NX') then
+local function add_sampler(ref, run, save)
+  local user = string.format('%s,"step":%.0f}', string.sub(save.user, 1, -2), history_of(run).steps)
+  if redis.call('SET', 'cotrain:sampler:' .. save.name, user, 'NX') then
     end_after('cotrain:sampler:' .. save.name, save.idle_ms)
     list_sampler(save.tenant, save.name, save.idle_ms)
     redis.call('SADD', 'cotrain:session:' .. save.session .. ':samplers', save.name)
@@ -101,7 +102,7 @@ end
 -- Write the records of a save. Returns its result, or nil if it is published later.
 local function write_save(ref, run, seq, save, result, ttl_ms)
   if save.kind == 's' then
-    add_sampler(ref, save)
+    add_sampler(ref, run, save)
   elseif reserve(ref, run, seq, save, result, ttl_ms) then
     result = nil
   else

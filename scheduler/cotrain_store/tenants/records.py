@@ -39,8 +39,13 @@ from cotrain_store.messages.ops import (
     session_record,
     weights_record,
 )
-from cotrain_store.messages.runs import FinishReason, PoolRecord, RunRecord, SessionRecord
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import (
+    FinishReason,
+    PoolRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+)
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script

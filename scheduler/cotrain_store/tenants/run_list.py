@@ -12,9 +12,10 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
+from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import run_record, tags_of
-from cotrain_store.messages.runs import RunRecord, read_points
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 

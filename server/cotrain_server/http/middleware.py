@@ -17,7 +17,8 @@ import structlog
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, internal_error_at
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST
+from cotrain_server.http.error_responses import internal_error_at
 from cotrain_server.http.request_trace import REPEATED, begin_request, end_request
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics

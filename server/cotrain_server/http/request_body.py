@@ -170,17 +170,21 @@ class BodyReader:
             raise BodyTooLarge(_too_large("Request body", self.limit_bytes))
         # One buffer for the whole body would be copied each time that it grows, and one object for each chunk costs
         # more than its bytes if the chunks are small.
-        blocks, block, received = list[bytearray](), bytearray(), 0
+        blocks, block, received = list[bytes | bytearray](), bytearray(), 0
         async for chunk in request.stream():
             self.take(len(chunk))
             received += len(chunk)
             if received > self.limit_bytes:
                 raise BodyTooLarge(_too_large("Request body", self.limit_bytes))
-            block += chunk
-            if len(block) >= _GATHERED_BYTES:
+            if len(chunk) >= _GATHERED_BYTES and not block:
+                blocks.append(chunk)  # without a copy
+            else:
+                block += chunk
+                if len(block) < _GATHERED_BYTES:
+                    continue
                 blocks.append(block)
                 block = bytearray()
-                await self.parser.loop_slots.take()
+            await self.parser.loop_slots.take()
         return b"".join((*blocks, block))
 
     async def _decompress(self, body: bytes) -> bytes:

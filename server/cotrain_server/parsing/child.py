@@ -1,4 +1,4 @@
-"""Child process that parses large bodies: `python -m cotrain_server.parsing.child`, controlled through pipes.
+"""Child process that parses large bodies, controlled through pipes. `child_main.py` is its program.
 
 A parser in C holds the interpreter lock from the first byte to the last: a million numbers block all other threads of a
 process for 0.1 s. The memory of the child is freed when it exits. The kernel kills it if one call takes too much memory
@@ -7,7 +7,6 @@ or processor time.
 
 import os
 import pickle
-import resource
 import signal
 import subprocess
 import sys
@@ -18,15 +17,13 @@ from typing import Any, TypeVar
 
 import structlog
 
-import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.errors import BodyTooLarge
+from cotrain_server.parsing.child_main import TOO_LARGE
 
 log = structlog.get_logger()
 
 Answer = TypeVar("Answer")
 
-#: Limit on address space, part of which is for libraries. The largest accepted JSON takes 0.6 GB.
-MAX_BYTES = 2 * 1024**3
 #: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
 MAX_CPU_S = 15.0
 #: Size of each pipe, where the system allows it. A body fills the default, 64 KB, many times.
@@ -36,7 +33,6 @@ PIPE_BYTES = 1024**2
 _KEEPS_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(256 * 1024**2), "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
 }  # fmt: skip
-_TOO_LARGE = "The request body takes too much memory to read. Send it in several requests."
 _TOO_LONG = "The request body takes more than {:g} s of processor time to read. Send it in several requests."
 
 
@@ -68,7 +64,7 @@ class ChildProcess:
             self.stop()
             log.warning("parser_crashed", status=process.returncode)
             is_late = process.returncode == -signal.SIGPROF
-            reason = _TOO_LONG.format(self._max_cpu_s) if is_late else _TOO_LARGE
+            reason = _TOO_LONG.format(self._max_cpu_s) if is_late else TOO_LARGE
             raise BodyTooLarge(reason) from crashed
         finally:
             self._used_at = time.monotonic()
@@ -94,7 +90,7 @@ class ChildProcess:
 
 
 def _started(max_cpu_s: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "cotrain_server.parsing.child", str(max_cpu_s)]
+    command = [sys.executable, "-m", "cotrain_server.parsing.child_main", str(max_cpu_s)]
     # A separate process group: Ctrl-C is for the parent only, and the child exits when its pipe closes. Not a separate
     # session, between which Linux shares the processors equally, whatever their priorities.
     return subprocess.Popen(  # noqa: S603  # ourselves
@@ -105,33 +101,3 @@ def _started(max_cpu_s: float) -> subprocess.Popen[bytes]:
         process_group=0,
         pipesize=PIPE_BYTES,
     )
-
-
-def main() -> None:
-    """Answer calls until the parent closes the pipe."""
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    max_cpu_s = float(sys.argv[1])
-    os.nice(10)  # so that heartbeats do not wait for bodies
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    calls, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # printed output must not reach the pipe of answers
-    while True:
-        try:
-            work, args = pickle.load(calls)  # noqa: S301  # of the same program
-        except EOFError:
-            return
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF kills this process
-        try:
-            answer = True, work(*args)
-        except MemoryError:
-            answer = False, BodyTooLarge(_TOO_LARGE)
-        except Exception as error:  # noqa: BLE001  # its caller is in the other process
-            answer = False, error
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
-        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
-        answers.flush()
-        del work, args, answer
-
-
-if __name__ == "__main__":
-    main()

@@ -22,13 +22,8 @@ from cotrain_server.requests.checkpoint_validation import (
     check_recipients,
     check_ttl,
 )
-from cotrain_server.requests.passes import (
-    AddressedFields,
-    Op,
-    canonical_json,
-    digest_of,
-    op_or_refusal,
-)
+from cotrain_server.requests.pass_ops import Op, digest_of
+from cotrain_server.requests.passes import AddressedFields, canonical_json, op_or_refusal
 from cotrain_store.messages.ids import encode, sampler_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord

@@ -6,11 +6,14 @@ Decoding takes time and memory, and its input may be hostile. The child has limi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.images import BodyImage, ImageReader, ImageRules, UnusableImage
-from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.runs import PoolRecord
+
+if TYPE_CHECKING:
+    from cotrain_store.bodies.sample_body import SampleBody
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
-from cotrain.wire.runs import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 
@@ -173,26 +173,33 @@ def head_of(body: bytes) -> bytes:
     return body[:end]
 
 
-_RUN, _PASS_REQUEST = 0x0A, 0x12
+_RUNS, _PASS_REQUEST = 0x0A, 0x12
+#: Maximum bytes of a run in a sweep: its name, its position and the numbers of its step.
+SWEEP_RUN_BYTES = 256
+
+
+def too_many_runs() -> Invalid:
+    """Return the refusal of a sweep with too many runs."""
+    return Invalid(
+        f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls."
+    )
 
 
 def split_sweep(body: bytes) -> tuple[bytes, bytes]:
-    """Return the runs of a SweepPassRequest, as such a message, and its pass.
+    """Return the SweepRuns of a SweepPassRequest, and its pass.
 
     Raises:
-        Invalid: it has more than MAX_SWEEP_RUNS runs.
+        Invalid: the runs take more bytes than MAX_SWEEP_RUNS runs can.
         MalformedBody: it is not a message, or has no pass after the runs.
     """
     try:
-        for runs, (tag, begin, value, stop) in enumerate(_fields(body, 0, len(body))):
-            if tag == _PASS_REQUEST and stop == len(body):
-                return body[:begin], body[value:stop]
-            if tag != _RUN or stop - value > HEAD_BYTES:
-                break
-            if runs == MAX_SWEEP_RUNS:
-                raise Invalid(
-                    f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls."
-                )
+        (runs, _, begin, end), (batch, _, value, stop) = islice(_fields(body, 0, len(body)), 2)
+        if (runs, batch, stop) == (_RUNS, _PASS_REQUEST, len(body)):
+            if end - begin > SWEEP_RUN_BYTES * MAX_SWEEP_RUNS:
+                raise too_many_runs()
+            return body[begin:end], body[value:stop]
+    except ValueError as other:
+        raise MalformedBody(_MALFORMED_SWEEP) from other
     except IndexError as cut:
         raise MalformedBody(_MALFORMED_SWEEP) from cut
     raise MalformedBody(_MALFORMED_SWEEP)

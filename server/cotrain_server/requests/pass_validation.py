@@ -8,20 +8,25 @@ run's order (as a rejected op), because its client has already used the seq_id.
 `NEEDS_BY_LOSS` lists the inputs and settings of each loss. The engine implements the formulas.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.custom_loss import CUSTOM, LOSS_ID, MAX_NODE_RUNS, CustomLoss, decode_loss
-from cotrain.wire.pass_codec import ROUTED_EXPERTS
-from cotrain.wire.runs import AdamParams, MuonParams
+from cotrain.wire.constants import CUSTOM, NO_POLICY_STEP, ROUTED_EXPERTS
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord
+
+if TYPE_CHECKING:  # the child processes that check passes start faster without the wire's models
+    from cotrain.wire.custom_loss import CustomLoss
+    from cotrain.wire.runs import AdamParams, MuonParams
 
 TARGETS = "target_tokens"
 NOT_GIVEN = -1
@@ -84,6 +89,10 @@ _READ = {
 }
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
 
+#: Input of every loss that only metrics read: steps of the policies that sampled the targets.
+POLICY_STEP = "policy_step"
+MAX_POLICY_STEP = 2**31 - 1
+
 #: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
 #: must then run in parts, for other tenants too.
 LARGEST = float(np.finfo(np.float32).max)
@@ -120,8 +129,24 @@ def check_pass(request: PassBody, pool: PoolRecord) -> int:
             check_experts(field, datum.routed_experts, len(datum.tokens), pool)
     for name in needs.inputs:
         check_finite(f"loss_fn_inputs.{name}", [datum.inputs[name] for datum in request.datums])
+    for number, datum in enumerate(request.datums):
+        if POLICY_STEP in datum.inputs:
+            _check_policy_step(f"data[{number}].loss_fn_inputs.{POLICY_STEP}", datum)
     nodes = len(custom.graph.nodes) if custom else 0
     return request.num_tokens + nodes * len(request.datums)
+
+
+def _check_policy_step(field: str, datum: DatumArrays) -> None:
+    steps, length = datum.inputs[POLICY_STEP], len(datum.tokens)
+    if steps.shape != (length,):
+        raise Invalid(f"{field} has shape {list(steps.shape)}, but the input has {length} tokens.")
+    bad = (steps < NO_POLICY_STEP) | (steps > MAX_POLICY_STEP) | (steps != np.floor(steps))
+    if bad.any():
+        at = int(bad.argmax())
+        raise Invalid(
+            f"{field}[{at}] is {steps[at]}, but must be an optimizer step (0..{MAX_POLICY_STEP}), or {NO_POLICY_STEP} "
+            "for a target that no policy of this run sampled. Use `sequence.policy_steps` of a sample."
+        )
 
 
 def check_steps(field: str, params: AdamParams | MuonParams) -> None:
@@ -170,6 +195,8 @@ def _with_optional(request: PassBody, needs: LossNeeds) -> LossNeeds:
 
 
 def _custom_loss(request: PassBody) -> CustomLoss:
+    from cotrain.wire.custom_loss import LOSS_ID, MAX_NODE_RUNS, decode_loss
+
     loss_id = request.loss_config.get(LOSS_ID)
     if len(request.loss_config) > 1 or not isinstance(loss_id, str):
         raise Invalid(

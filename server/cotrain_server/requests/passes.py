@@ -7,12 +7,10 @@ client has used that position.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -30,25 +28,20 @@ from cotrain.wire.runs import (
 )
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
-from cotrain_server.requests.images import image_reader
+from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     TooManyObjects,
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.pass_validation import check_adam, check_pass, check_steps
-from cotrain_store.bodies.pass_body import decode_pass, has_images, locate_images, parse_pass
+from cotrain_server.requests.pass_validation import check_adam, check_steps
+from cotrain_store.bodies.pass_body import has_images, parse_pass
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.ids import SamplerId, WeightsRef, encode
+from cotrain_store.messages.ids import encode
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import MetricsEntry, PoolRecord
+from cotrain_store.messages.runs import MetricsEntry
 
-#: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
-#: 64 to 128 MiB.
-MAX_SPARSE_ELEMENTS = 1 << 24
-#: A loss uses one or two axes. The product of millions of axes would take minutes.
-MAX_AXES = 8
 #: Maximum number of metrics of one run.
 MAX_NAMES = 128
 #: Fields that are parsed at once: 1,500 datums with three inputs. A field takes as long as a JSON
@@ -64,65 +57,6 @@ class RunRequest(WireModel):
 
 
 _Address = TypeVar("_Address", SequencedRequest, RunRequest)
-
-
-@dataclass(frozen=True)
-class Op:
-    """Argument of `Intake.submit`."""
-
-    kind: OpKind
-    body: bytes
-    tokens: int
-    digest: str
-    """Digest of the request as sent, not of the checkpoints that its paths named: a repeat is the
-    same request.
-    """
-    uses: tuple[WeightsRef, ...] = ()  # weights that must be kept while the log needs this op
-    sampler: SamplerId | None = None  # sampler that a save without a name creates
-
-    @classmethod
-    def rejected(cls, message: str, content: bytes) -> Self:
-        """Return an op that only occupies its position and fails with this message."""
-        return cls(OpKind.REJECTED, _failure(message), 0, digest_of(content))
-
-    def refused(self, message: str) -> Op:
-        """Return a failing op for the position of this one, which may not run."""
-        return Op(OpKind.REJECTED, _failure(message), 0, self.digest)
-
-    def fitting(self, token_limit: int, max_bytes: int) -> Op:
-        """Return this op, or a rejected op if it exceeds the limits of an empty queue.
-
-        The client of an op that never fits would otherwise retry without end.
-        """
-        for size, most, unit in (
-            (self.tokens, token_limit, "tokens"),
-            (len(self.body), max_bytes, "bytes"),
-        ):
-            if size > most:
-                return self.refused(
-                    f"data has {size} {unit}; of one tenant no more than {most} may wait at once. "
-                    "Send it in several calls."
-                )
-        return self
-
-
-@dataclass(frozen=True)
-class ParsedPass:
-    """A forward or forward_backward request with a known run and position."""
-
-    model_id: str
-    seq: int | None  # None: append after all earlier requests of the run
-    message: PassMessage | None
-    """The content of the pass; None if it is invalid (`refusal` gives the reason)."""
-    refusal: str
-    content: bytes
-    """Canonical bytes of the request, equal for every encoding. Its digest is computed from them.
-    """
-    forward_only: bool = False  # endpoint of a pass that is not parsed yet
-    is_read: bool = True
-    """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
-    has_images: bool = False
-    """True: `pass_op` decodes images, which only a child process may do. Unknown before it is parsed."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +95,7 @@ def read_binary_pass(
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return _parsed(address, message, "", _canonical(message))
+    return _parsed(address, message, "", canonical(message))
 
 
 def _parsed(
@@ -187,7 +121,7 @@ def read_sweep_pass(body: bytes) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if message.model_id or message.seq_id:
         raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    content = _canonical(message)
+    content = canonical(message)
     return ParsedPass("", None, message, "", content, has_images=has_images(message))
 
 
@@ -224,7 +158,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
         refusal = sentence(error.errors(include_url=False, include_input=False))
     except UnsupportedInput as error:
         refusal = str(error)
-    content = canonical_json(fields) if message is None else _canonical(message)
+    content = canonical_json(fields) if message is None else canonical(message)
     return _parsed(address, message, refusal, content)
 
 
@@ -242,38 +176,6 @@ def read_step(body: bytes) -> AddressedStep:
     fields = json_object(body)
     address = parse_run_and_seq(RunRequest, fields)
     return AddressedStep(address.model_id, address.seq_id, fields)
-
-
-def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
-    """Check a pass against its run's base model and return its op. Parse it first if necessary."""
-    if not request.is_read:
-        request = _read_all(request)
-    if request.message is None:
-        return Op.rejected(request.refusal, request.content)
-    try:
-        _refuse_vast_shapes(request.message)
-        body = request.content
-        if has_images(request.message):
-            locate_images(request.message, image_reader(pool, "data"))
-            body = _canonical(request.message)
-        decoded = decode_pass(request.message)
-        tokens = check_pass(decoded, pool)
-    except (Invalid, MalformedBody) as error:
-        return Op.rejected(str(error), request.content)
-    kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, body, tokens, digest_of(request.content))
-
-
-def _read_all(request: ParsedPass) -> ParsedPass:
-    """Parse a pass whose head is known. If that fails, the result carries the reason."""
-    try:
-        message = parse_pass(strip_unknown_fields(request.content))
-    except (TooManyObjects, MalformedBody) as error:
-        return replace(request, refusal=str(error), is_read=True)
-    if (message.model_id, message.seq_id) != (request.model_id, request.seq or 0):
-        return replace(request, refusal="model_id and seq_id: given twice.", is_read=True)
-    message.forward_only |= request.forward_only
-    return replace(request, message=message, content=_canonical(message), is_read=True)
 
 
 def step_op(request: AddressedStep) -> Op:
@@ -384,37 +286,6 @@ def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, "seq_id": fields.get("seq_id") or 1}
 
 
-def _refuse_vast_shapes(message: PassMessage) -> None:
-    claimed = 0
-    for number, datum in enumerate(message.data):
-        for name, tensor in datum.loss_fn_inputs.items():
-            if len(tensor.shape) > MAX_AXES:
-                raise Invalid(
-                    f"data[{number}].loss_fn_inputs.{name} has {len(tensor.shape)} axes. "
-                    f"The limit is {MAX_AXES}."
-                )
-            if tensor.HasField("sparse_csr"):
-                claimed += abs(prod(tensor.shape))
-            if claimed > MAX_SPARSE_ELEMENTS:
-                raise Invalid(
-                    f"data[{number}].loss_fn_inputs.{name}: the sparse tensors of one request may "
-                    f"span at most {MAX_SPARSE_ELEMENTS} elements."
-                )
-
-
-def _failure(message: str) -> bytes:
-    return json.dumps({"error": message, "category": "user"}).encode()
-
-
-def _canonical(message: PassMessage) -> bytes:
-    return message.SerializeToString(deterministic=True)
-
-
 def canonical_json(fields: Any) -> bytes:
     """Return JSON with equal bytes for equal fields in any order."""
     return json.dumps(fields, sort_keys=True).encode()
-
-
-def digest_of(content: bytes) -> str:
-    """Return the SHA-256 digest of the content."""
-    return hashlib.sha256(content).hexdigest()

@@ -13,6 +13,7 @@ from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
+from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import (
     check_experts,
     check_finite,
@@ -20,10 +21,8 @@ from cotrain_server.requests.pass_validation import (
     refuse_too_long,
 )
 from cotrain_server.requests.passes import (
-    Op,
     RunRequest,
     canonical_json,
-    digest_of,
     json_object,
     parse_run_and_seq,
 )

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import Request
 
 from cotrain.wire.runs import UntypedAPIFuture
-from cotrain_server.requests.passes import Op
+from cotrain_server.requests.pass_ops import Op
 from cotrain_server.services import Services
 from cotrain_store.messages.ids import TenantId, run_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord

@@ -7,19 +7,19 @@ stored once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, SweepFuture
 from cotrain_server.errors import Unreadable, status_of
-from cotrain_server.requests.pass_scan import split_sweep
+from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
+from cotrain_server.requests.pass_scan import split_sweep, too_many_runs
 from cotrain_server.requests.pass_validation import check_adam
 from cotrain_server.requests.passes import (
-    Op,
-    ParsedPass,
     RunRequest,
-    digest_of,
     op_or_refusal,
     parse_run_and_seq,
     read_sweep_pass,
@@ -29,6 +29,8 @@ from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.joint_intake import JointOp
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,30 @@ def read_sweep(body: bytes) -> ParsedSweep:
 
     Raises:
         Invalid: too many runs.
-        Unreadable: not the message, without runs, or with a run without a position.
+        Unreadable: not the message, with a run without a position, or with a list of another length.
     """
     try:
         head, batch = split_sweep(body)
-        runs = wire.SweepPassRequest.FromString(head).runs
+        runs = wire.SweepRuns.FromString(head)
     except (MalformedBody, DecodeError) as error:
         raise Unreadable(str(error)) from error
-    entries = tuple(_entry(number, run) for number, run in enumerate(runs))
-    if not entries:
-        raise Unreadable("runs: at least one run is needed.")
+    if runs.names.count(",") >= MAX_SWEEP_RUNS:
+        raise too_many_runs()
+    names = [runs.prefix + name for name in runs.names.split(",")]
+    seq_ids = _of_each("seq_ids", runs.seq_ids, len(names))
+    steps: Sequence[Op | None] = [None] * len(names)
+    if runs.HasField("adam"):
+        fields = {
+            field: _of_each(
+                f"adam.{field}", getattr(runs.adam, field) or (info.default,), len(names)
+            )
+            for field, info in AdamParams.model_fields.items()
+        }
+        steps = [
+            _step_op(dict(zip(fields, row, strict=True)))
+            for row in zip(*fields.values(), strict=True)
+        ]
+    entries = tuple(map(_entry, range(len(names)), names, seq_ids, steps))
     if len({entry.model_id for entry in entries}) < len(entries):
         raise Unreadable("runs: each run may be named once.")
     return ParsedSweep(entries, read_sweep_pass(batch))
@@ -89,24 +105,28 @@ def sweep_future(model_id: str, accepted: Sequence[RequestId | Exception]) -> Sw
     return SweepFuture(model_id=model_id, request_ids=[str(each) for each in accepted])
 
 
-def _entry(number: int, run: wire.SweepRun) -> SweepEntry:
+def _of_each(field: str, values: Sequence[T], runs: int) -> Sequence[T]:
+    """Return a number for each run, of a list that has one for each or one for all. Raises Unreadable."""
+    if len(values) not in (1, runs):
+        raise Unreadable(f"runs.{field} has {len(values)} numbers, but must have {runs}, or 1.")
+    return values if len(values) == runs else [values[0]] * runs
+
+
+def _entry(number: int, model_id: str, seq_id: int, step: Op | None) -> SweepEntry:
     try:
-        address = parse_run_and_seq(
-            RunRequest, {"model_id": run.model_id, "seq_id": run.seq_id or None}
-        )
+        address = parse_run_and_seq(RunRequest, {"model_id": model_id, "seq_id": seq_id or None})
     except Unreadable as error:
         raise Unreadable(f"runs[{number}].{error}") from error
     if address.seq_id is None:
         raise Unreadable(f"runs[{number}].seq_id must be 1 or more.")
-    step = _step_op(run.adam) if run.HasField("adam") else None
     return SweepEntry(address.model_id, address.seq_id, step)
 
 
-def _step_op(adam: wire.AdamStep) -> Op:
+def _step_op(numbers: dict[str, float]) -> Op:
     def make() -> Op:
-        params = AdamParams(**{field: getattr(adam, field) for field in AdamParams.model_fields})
+        params = AdamParams(**numbers)
         check_adam(params)
         body = params.model_dump_json().encode()
         return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
 
-    return op_or_refusal(make, adam.SerializeToString(deterministic=True))
+    return op_or_refusal(make, repr(sorted(numbers.items())).encode())

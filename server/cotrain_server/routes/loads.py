@@ -6,7 +6,8 @@ from typing import Any
 from fastapi import Request
 
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
-from cotrain.wire.runs import MAX_SWEEP_RUNS, ForkRunRequest, SweepFutures, UntypedAPIFuture
+from cotrain.wire.constants import MAX_SWEEP_RUNS
+from cotrain.wire.runs import ForkRunRequest, SweepFutures, UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
@@ -19,8 +20,9 @@ from cotrain_server.requests.checkpoint_validation import (
     reader_of,
 )
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as
+from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.passes import Op, canonical_json, digest_of, json_object, read_fields
+from cotrain_server.requests.passes import canonical_json, json_object, read_fields
 from cotrain_server.requests.submission import new_run, submit
 from cotrain_server.requests.sweeps import sweep_future
 from cotrain_server.services import Services

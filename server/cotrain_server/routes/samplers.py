@@ -29,8 +29,9 @@ from cotrain_server.requests.sample_validation import check_sample, check_sample
 from cotrain_server.requests.samples import read_sample
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
-from cotrain_store.messages.ids import TenantId, WeightsRef, sampler_id
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.ids import TenantId, sampler_id
+from cotrain_store.messages.runs import SamplerRecord
+from cotrain_store.messages.saves import CheckpointRecord
 
 router = tenant_router("sampling")
 
@@ -44,7 +45,7 @@ async def create_sampling_session(
     Idempotent: the sampler's id is derived from the session and the client's own number.
     """
     session = await services.records.open_session(tenant.id, request.session_id)
-    base_model, weights = await _source(request, services, tenant.id)
+    base_model, checkpoint = await _source(request, services, tenant.id)
     pool = await services.records.pool_of(base_model)
     check_sampleable(pool)
     await services.intake.check_capacity()
@@ -55,9 +56,10 @@ async def create_sampling_session(
         pool=pool.id,
         base_model=base_model,
         model_path=request.model_path,
-        weights=weights,
+        weights=checkpoint.weights if checkpoint else None,
         ephemeral=False,
         created_at=time.time(),
+        step=checkpoint.step if checkpoint else None,
     )
     sampler = await services.records.create_sampler(sampler)
     return CreateSamplingSessionResponse(sampling_session_id=sampler.id)
@@ -76,12 +78,12 @@ async def get_sampler(
 
 async def _source(
     request: CreateSamplingSessionRequest, services: Services, tenant: TenantId
-) -> tuple[str, WeightsRef | None]:
-    """Return the base model and the weights. A path takes precedence over a base model."""
+) -> tuple[str, CheckpointRecord | None]:
+    """Return the base model, and the checkpoint of a path. A path takes precedence over a base model."""
     if request.model_path is not None:
         checkpoint = await services.records.checkpoint(tenant, request.model_path)
         await check_loadable(services, checkpoint)
-        return checkpoint.base_model, checkpoint.weights
+        return checkpoint.base_model, checkpoint
     if request.base_model is not None:
         return request.base_model, None
     raise Invalid("One of base_model and model_path is needed.")

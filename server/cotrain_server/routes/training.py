@@ -5,6 +5,7 @@ an answer that waited for an earlier chunk would never end.
 """
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 from fastapi import Request
@@ -30,6 +31,7 @@ from cotrain_server.http.tenant_routes import (
 )
 from cotrain_server.parsing.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
+from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
 from cotrain_server.requests.submission import idempotency_key, submit
 from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
 from cotrain_server.services import Services
@@ -152,7 +154,7 @@ async def _queue_pass(
 
 async def _read_pass(
     services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool
-) -> passes.ParsedPass:
+) -> ParsedPass:
     """Parse a binary pass, or only its head if a child process parses the rest."""
     parser = services.parser
     if weight > SHARED_ABOVE and parser.is_busy:
@@ -165,20 +167,19 @@ async def _pass_op(
     services: Services,
     tenant: Tenant,
     weight: int,
-    addressed: passes.ParsedPass,
+    addressed: ParsedPass,
     pool: PoolRecord,
     *,
     is_json: bool,
-) -> passes.Op:
+) -> Op:
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser
     try:
         if addressed.has_images or not addressed.is_read:
-            return await parser.run_in_child(tenant.id, passes.pass_op, addressed, pool)
+            op, is_sent = await parser.run_in_child(tenant.id, pass_op_apart, addressed, pool)
+            return replace(op, body=addressed.content) if is_sent else op
         if is_json:
-            return await parser.parse_json(tenant.id, weight, passes.pass_op, addressed, pool)
-        return await parser.run(tenant.id, weight, passes.pass_op, addressed, pool)
+            return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
+        return await parser.run(tenant.id, weight, pass_op, addressed, pool)
     except BodyTooLarge as refused:
-        return await parser.run(
-            tenant.id, weight, passes.Op.rejected, str(refused), addressed.content
-        )
+        return await parser.run(tenant.id, weight, Op.rejected, str(refused), addressed.content)

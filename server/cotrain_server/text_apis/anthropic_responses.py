@@ -7,7 +7,7 @@ from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse
 from cotrain_server.text_apis.anthropic_requests import anthropic_error
-from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
+from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens, policy_fields
 from cotrain_server.text_apis.message_parts import (
     MessageFormat,
     MessageParts,
@@ -82,6 +82,7 @@ def answer(reply: MessageReply, response: SampleResponse) -> dict[str, Any]:
         content or [_opened(Text(""))],
         **_stop(reply, visible, sequence, has_calls=bool(parts.calls)),
         usage=_usage(reply, response),
+        **policy_fields(sequence),
     )
 
 
@@ -162,8 +163,10 @@ def _end(
     reply: MessageReply, visible: VisibleText, blocks: _Blocks, response: SampleResponse
 ) -> Iterator[str]:
     yield from blocks.finish(visible.finish())
-    stop = _stop(reply, visible, response.sequences[0], has_calls=bool(blocks.parts.calls))
-    yield _event("message_delta", delta=stop, usage=_usage(reply, response))
+    sequence = response.sequences[0]
+    stop = _stop(reply, visible, sequence, has_calls=bool(blocks.parts.calls))
+    fields = policy_fields(sequence)
+    yield _event("message_delta", delta=stop, usage=_usage(reply, response), **fields)
     yield _event("message_stop")
 
 

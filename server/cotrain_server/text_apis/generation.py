@@ -8,7 +8,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
@@ -17,9 +17,8 @@ from cotrain_server.services import Services
 from cotrain_server.text_apis.prompts import Target
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import Reason, Refused, StoreError
-from cotrain_store.messages.ids import RequestId, sample_id
+from cotrain_store.messages.ids import OWN_SEQS, RequestId, sample_id
 from cotrain_store.messages.results import Category, Result, ResultKind
-from cotrain_store.messages.samples import OWN_SEQS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
 from cotrain_store.sampling.token_stream import TokenFeed
@@ -204,6 +203,12 @@ class Generation:
         with suppress(StoreError, *CONNECTION_LOST):
             for request in requests:
                 await self._services.sample_intake.cancel(self._sampler.tenant, request)
+
+
+def policy_fields(sequence: SampledSequence) -> dict[str, Any]:
+    """Return the policy spans of a sequence as a field beyond the original API; {} if its result is without them."""
+    spans = [span.model_dump() for span in sequence.policy_spans or ()]
+    return {"policy_spans": spans} if spans else {}
 
 
 def _rest(prompt: int, sequence: int, sampled: SampledSequence, sent: int) -> Iterator[NewTokens]:

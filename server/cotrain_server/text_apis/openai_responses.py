@@ -7,7 +7,7 @@ from itertools import chain, repeat
 from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens
+from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens, policy_fields
 from cotrain_server.text_apis.message_parts import (
     MessageFormat,
     MessageParts,
@@ -242,9 +242,9 @@ class Choice:
             *self._parts.push(self._echo + self._visible.push(sequence.tokens)),
             *self._rest(),
         ]
-        content, reason = self._reply.shape.whole(segments), self._reason(sequence)
+        content = self._reply.shape.whole(segments)
         if not self._reply.wants_logprobs:
-            return self._written(content, finish_reason=reason)
+            return self._written(content, ended=sequence)
         own = scored(sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs)
         parts: list[Part] = []
         if self._echo:
@@ -252,7 +252,7 @@ class Choice:
             parts = self._texts.of_prompt(self._reply.bodies[self._prompt].prompt, self._echo)
         parts += self._texts.of_answer(sequence.tokens)
         logprobs = self._logprobs(own, self._texts.with_rest(parts))
-        return self._written(content, logprobs, reason)
+        return self._written(content, logprobs, sequence)
 
     def opening(self) -> dict[str, Any] | None:
         """Return the part before all tokens, or None."""
@@ -272,7 +272,7 @@ class Choice:
     def ending(self, sequence: SampledSequence) -> dict[str, Any]:
         """Return the withheld text and the stop reason."""
         rest = self._reply.shape.chunk(self._rest())
-        return self._written(rest, finish_reason=self._reason(sequence))
+        return self._written(rest, ended=sequence)
 
     def _rest(self) -> list[Segment]:
         return [*self._parts.push(self._visible.finish()), *self._parts.finish()]
@@ -292,13 +292,14 @@ class Choice:
         self,
         content: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
+        ended: SampledSequence | None = None,
     ) -> dict[str, Any]:
         return {
             "index": self._index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": self._reason(ended) if ended else None,
+            **(policy_fields(ended) if ended else {}),
         }
 
 

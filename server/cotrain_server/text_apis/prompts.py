@@ -21,8 +21,7 @@ from cotrain_server.text_apis.tool_requests import ToolUse
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import SamplerId, SessionId, TenantId
-from cotrain_store.messages.runs import PoolRecord
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import PoolRecord, SamplerRecord
 from cotrain_store.messages.saves import CheckpointRecord
 
 SCHEME = "tinker://"
@@ -116,6 +115,7 @@ def _sampler(
         weights=weights,
         ephemeral=False,
         created_at=time.time(),
+        step=checkpoint.step if checkpoint else None,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.sampling import SampleResponse
-from cotrain_server.text_apis.generation import Event
+from cotrain_server.text_apis.generation import Event, policy_fields
 from cotrain_server.text_apis.openai_requests import openai_error
 from cotrain_server.text_apis.openai_responses import STILL_HERE, Choice, Reply, parts, usage
 from cotrain_server.text_apis.responses_requests import ResponseRequest
@@ -185,13 +185,12 @@ def _ended(
         "output_tokens_details": {"reasoning_tokens": reasoning},
         "total_tokens": used["total_tokens"],
     }
+    rest = {"usage": counts, **policy_fields(responses[0].sequences[0])}
     if reason != "length":
-        return _object(asked, reply, "completed", items.finished, usage=counts)
+        return _object(asked, reply, "completed", items.finished, **rest)
     items.finished[-1]["status"] = "incomplete"
     details = {"reason": "max_output_tokens"}
-    return _object(
-        asked, reply, "incomplete", items.finished, usage=counts, incomplete_details=details
-    )
+    return _object(asked, reply, "incomplete", items.finished, incomplete_details=details, **rest)
 
 
 def _object(

@@ -138,8 +138,10 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     found.add("cotrain_snapshot_due_seconds", worker.snapshot_due_s, **of)
     if worker.self_check:
         found.add("cotrain_worker_self_check_ok", worker.self_check["ok"], **of)
-        for kind in ("logprobs", "gradients", "weights"):
-            difference = worker.self_check[kind]
+        for kind in ("logprobs", "gradients", "weights", "samples"):
+            difference = worker.self_check.get(kind)
+            if difference is None:  # another server samples, or an earlier version checked
+                continue
             found.add("cotrain_worker_self_check_difference", difference, kind=kind, **of)
     if worker.kv_cache_ratio is not None:
         found.add("cotrain_kv_cache_usage_ratio", worker.kv_cache_ratio, **of)

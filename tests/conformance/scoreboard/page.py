@@ -17,16 +17,25 @@ INTRODUCTION = """\
 # Compatibility with the published SDKs
 
 Each published version of the `tinker` SDK runs unmodified. `make compatibility` wrote this page on {day}; do not edit it. Each version
-calls every public method, property and command with real arguments, on a server with a tiny model. An option with an effect of
-its own has an entry of its own.
+calls every public method, property and command with real arguments, on a server with a tiny model.
 
-**yes**: the call did its work. **no**: the call was refused, with the reason below the table. **fails**: any other
-fault. **not tried**: no check exists. An empty cell: not in this version. `name[_async]` are two methods with the same result.
+| text | meaning |
+|---|---|
+| yes | the call did its work |
+| no (1) | the call was refused, for [reason](#reasons) 1 |
+| fails (1) | any other fault |
+| not tried | no check exists |
+| empty cell | not in this version |
+
+`name[_async]` are two methods with the same result. `…(option)` behind a method is an option of it with an effect of its own.
 """
 MARKS = {SUPPORTED: "yes", NOT_TRIED: "not tried", ABSENT: ""}
 COMMANDS = "The command line"
 TWIN = "[_async]"
+SAME = "…"
 TITLE = re.compile(r"^## (?P<title>.+)$")
+FUTURE = re.compile(r"^Backcompat(?P<client>\w+)Future$")
+AS_CLIENT = re.compile(r"^Every member of `(?P<client>\w+)` in [\d.]+ has the same result here\.")
 ROW = re.compile(r"^\| (?P<names>`[^|]+`) \|(?P<cells>.*)\|$")
 SDK_WORDS = re.compile(r"^(?:Request failed: )?(.*?)(?: for self\.request_id=.*)$", re.DOTALL)
 DICTIONARY = re.compile(r"\{'detail'.*?\}")
@@ -50,8 +59,12 @@ def render(founds: Sequence[HistoryEntries], day: date) -> str:
     """Render the whole page. The same results produce the same text."""
     versions = [found["version"] for found in founds]
     sections = [INTRODUCTION.format(day=day.isoformat()), _counts(founds)]
+    reasons: list[str] = []
     for owner in _owners(founds):
-        sections.append("\n".join(_section(owner, founds, versions)))
+        sections.append("\n".join(_section(owner, founds, versions, reasons)))
+    if reasons:
+        numbered = (f"{number}. {words}" for number, words in enumerate(reasons, start=1))
+        sections.append("\n".join(["## Reasons\n", *numbered, ""]))
     sections.append("\n".join(_unpassed(founds)))
     return "\n".join(sections)
 
@@ -60,14 +73,26 @@ def read(page: str) -> dict[str, list[str]]:
     """Return the cells of every member, by its name, one cell per version."""
     found: dict[str, list[str]] = {}
     prefix = ""
+    as_client: dict[str, str] = {}
     for line in page.splitlines():
         if title := TITLE.match(line):
             prefix = "tinker " if title["title"] == COMMANDS else f"{title['title']}."
+        elif same := AS_CLIENT.match(line):
+            as_client[prefix] = f"{same['client']}."
         elif row := ROW.match(line):
             cells = [cell.strip() for cell in row["cells"].split("|")]
-            for name in re.findall(r"`([^`]+)`", row["names"]):
+            last = ""
+            for written in re.findall(r"`([^`]+)`", row["names"]):
+                name = written.replace(SAME, last, 1) if written.startswith(SAME) else written
+                last = name.partition("(")[0].removesuffix(TWIN)
                 both = (name.removesuffix(TWIN), name.replace(TWIN, "_async"))
                 found |= dict.fromkeys((prefix + each for each in both), cells)
+    for prefix, client in as_client.items():
+        for name, cells in list(found.items()):
+            if name.startswith(client) and cells[-1]:
+                found.setdefault(
+                    prefix + name.removeprefix(client), [""] * (len(cells) - 1) + cells[-1:]
+                )
     return found
 
 
@@ -107,13 +132,15 @@ def _counts(founds: Sequence[HistoryEntries]) -> str:
 
 
 def _section(
-    owner: str, founds: Sequence[HistoryEntries], versions: Sequence[str]
+    owner: str, founds: Sequence[HistoryEntries], versions: Sequence[str], reasons: list[str]
 ) -> Iterator[str]:
     yield f"## {COMMANDS if owner == 'tinker' else owner}\n"
+    names = sorted({name for found in founds for name in found["rows"] if _owner(name) == owner})
+    if client := _client_of(owner, founds):
+        names = [name for name in names if name.replace(owner, client, 1) not in founds[-1]["rows"]]
+        yield f"Every member of `{client}` in {versions[-1]} has the same result here.\n"
     yield "| | " + " | ".join(versions) + " |"
     yield "|---|" + ":-:|" * len(versions)
-    reasons: list[str] = []
-    names = sorted({name for found in founds for name in found["rows"] if _owner(name) == owner})
     members: dict[str, list[str]] = {}
     for name in names:
         cells = [_cell(found["rows"].get(name, (ABSENT, "")), reasons) for found in founds]
@@ -122,18 +149,34 @@ def _section(
     for outcomes in sorted(members, key=lambda each: "(" not in each):  # those with a reason first
         yield f"| {', '.join(_twins(members[outcomes]))} | {outcomes} |"
     yield ""
-    for number, words in enumerate(reasons, start=1):
-        yield f"{number}. {words}"
-    if reasons:
-        yield ""
+
+
+def _client_of(owner: str, founds: Sequence[HistoryEntries]) -> str | None:
+    """Return the client class whose members of the newest version a future of that version has, with the same results."""
+    future = FUTURE.match(owner)
+    if future is None or any(
+        _owner(name) == owner for each in founds[:-1] for name in each["rows"]
+    ):
+        return None
+    rows = founds[-1]["rows"]
+    prefix = f"{future['client']}."
+    members = {name: outcome for name, outcome in rows.items() if name.startswith(prefix)}
+    is_same = all(
+        rows.get(f"{owner}.{name.removeprefix(prefix)}", (ABSENT, "")) == outcome
+        for name, outcome in members.items()
+    )
+    return future["client"] if members and is_same else None
 
 
 def _twins(names: Sequence[str]) -> Iterator[str]:
+    last = ""
     for name in names:
-        if f"{name}_async" in names:
-            yield f"`{name}{TWIN}`"
-        elif name.removesuffix("_async") not in names or not name.endswith("_async"):
-            yield f"`{name}`"
+        if name.endswith("_async") and name.removesuffix("_async") in names:
+            continue
+        method, _, option = name.partition("(")
+        written = f"{SAME}({option}" if option and method == last else name
+        last = method
+        yield f"`{written}{TWIN if f'{name}_async' in names else ''}`"
 
 
 def _cell(outcome: Sequence[str], reasons: list[str]) -> str:

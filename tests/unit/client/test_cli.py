@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from cotrain import __version__
-from cotrain.cli import COMMANDS, command_line
+from cotrain.cli import COMMANDS, command_line, needed
 from tests.support.draws import variant
 
 HERE = EntryPoint("version2", "cotrain.cli:version", COMMANDS)
@@ -60,6 +60,13 @@ def test_a_command_with_missing_libraries_says_what_to_install() -> None:
     assert "pip install -c constraints.txt '.[all]'" in result.output
     assert CliRunner().invoke(app, ["version"]).exit_code == 0
     assert "'.[all]'" in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"}).output
+
+
+def test_a_command_of_the_client_needs_no_other_package() -> None:
+    for line in ("runs list", "version --json", "selfcheck", "sample x"):
+        assert not list(needed([MISSING], line.split()))
+    for line in ("", "--help", "serve --port 1", "unknown"):
+        assert list(needed([MISSING], line.split())) == [MISSING]
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", variant("latin-1"), variant("ascii")])

@@ -68,7 +68,11 @@ def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
             "must be types.AdamOptimizerConfig",
         ),
         ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
-        ("create_sampling_client_async", {"record_stability_info": True}, "records none"),
+        (
+            "create_sampling_client_async",
+            {"record_stability_info": True},
+            "records no stability metrics",
+        ),
     ],
 )
 def test_an_unsupported_argument_raises_with_the_reason(
@@ -80,7 +84,7 @@ def test_an_unsupported_argument_raises_with_the_reason(
 
 def test_a_refused_sampler_takes_no_number(api: FakeSampling, service: ServiceClient) -> None:
     run: Any = service.create_lora_training_client("m")
-    with pytest.raises(UnsupportedInput, match="a sampler is a snapshot"):
+    with pytest.raises(UnsupportedInput, match="a sampler is always a snapshot"):
         run.save_weights_and_get_sampling_client(kind="inflight")
     run.save_weights_and_get_sampling_client(kind="snapshot")
     assert [body["seq_id"] for body in api.bodies("save_weights_for_sampler")] == [1]
@@ -94,7 +98,7 @@ def test_a_mistyped_argument_is_an_error(service: ServiceClient) -> None:
 def test_a_missing_method_raises_with_the_reason(service: ServiceClient) -> None:
     clients: list[Any] = [service, service.create_lora_training_client("m")]
     for client in (*clients, service.create_sampling_client(base_model="m")):
-        with pytest.raises(AttributeError, match="nothing is collected"):
+        with pytest.raises(AttributeError, match="collects no telemetry"):
             client.get_telemetry()
         with pytest.raises(AttributeError, match=r"has no attribute 'traing'$"):
             client.traing()

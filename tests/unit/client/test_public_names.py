@@ -6,6 +6,8 @@ import ast
 import importlib
 from pathlib import Path
 
+import pytest
+
 import cotrain
 from tests.support.markdown import blocks
 
@@ -46,6 +48,10 @@ def test_every_public_module_can_be_imported() -> None:
 def test_the_package_exports_these_names() -> None:
     assert sorted(cotrain.__all__) == sorted(NAMES.split())
     assert all(hasattr(cotrain, name) for name in cotrain.__all__)
+    assert set(cotrain.__all__) <= set(dir(cotrain))
+    assert (cotrain.AdminClient, cotrain.APIFuture) == (cotrain.RestClient, cotrain.Future)
+    with pytest.raises(AttributeError, match="'cotrain' has no attribute 'Datums'"):
+        _ = cotrain.Datums  # type: ignore[attr-defined]
 
 
 def test_the_docs_and_examples_import_only_from_public_modules() -> None:

@@ -13,6 +13,7 @@ from cotrain.commands.admin import selfcheck
 PASSED = {
     "asked_at": 5.0, "at": 6.0, "took_s": 0.25, "ok": True, "problem": "", "runs": 6, "tokens": 318,
     "tolerance": 0.0, "logprobs": 0.0, "gradients": 0.0, "weights": 0.0,
+    "samples": None,
 }  # fmt: skip
 LEAK = {**PASSED, "ok": False, "logprobs": 0.5, "problem": "The logprobs of self-check:1 differ."}
 

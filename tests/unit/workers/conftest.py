@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -45,3 +46,13 @@ def new_engine(model_folder: ModelFolder) -> NewEngine:
         return Engine.load(str(folder), load_base=shared_base, **settings)
 
     return load
+
+
+@pytest.fixture
+def lost_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each sync of a file fail, as on a disk that is gone."""
+
+    def fail(_: int) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)

@@ -13,8 +13,14 @@ from cotrain_server.ui.data.runs import log_rows
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, RewindEntry, StepEntry
-from cotrain_store.messages.samples import SamplerRecord
+from cotrain_store.messages.runs import (
+    LoraSpec,
+    MetricsEntry,
+    PassEntry,
+    RewindEntry,
+    SamplerRecord,
+    StepEntry,
+)
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
 from cotrain_store.monitoring.status import LoggedOp

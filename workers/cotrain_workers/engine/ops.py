@@ -123,6 +123,9 @@ class Pass:
     graph: LossGraph | None = None  # of loss `custom`
     tenant: str = ""
     """Tenant that may share computed images with this pass; empty: no other run."""
+    step: int | None = (
+        None  # optimizer steps of the run before it, if its datums have a `policy_step`
+    )
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
+from cotrain_store.messages.ids import RequestId, run_of
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
-from cotrain_workers.engine.ops import Failure, Image
+from cotrain_workers.engine.ops import Image
 from cotrain_workers.engine.spec import seed_of
 
 
@@ -42,14 +43,14 @@ def sample_request(
         return_routed_experts=body.return_routed_experts,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
+        policy_step=body.policy_step,
     )
 
 
-def sample_result(output: SampleOutput | Failure) -> Result:
+def sample_result(request: SampleRequest, output: SampleOutput) -> Result:
     """Return the encoded result of a sample request."""
-    if isinstance(output, Failure):
-        return Result.failed(output.message, output.category)
-    return Result(ResultKind.SAMPLE, encode_sample_output(output))
+    run = run_of(RequestId(request.weights)) if request.weights else None
+    return Result(ResultKind.SAMPLE, encode_sample_output(output, run, request.policy_step))
 
 
 def _targets(body: SampleBody) -> np.ndarray | None:

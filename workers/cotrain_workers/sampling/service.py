@@ -9,21 +9,21 @@ import contextlib
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.samples import SampleUsage
+from cotrain_store.messages.results import Result, SampleUsage
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import (
     NewTokens,
@@ -31,7 +31,7 @@ from cotrain_workers.engine.decoding.requests import (
     SampleOutput,
     SampleRequest,
 )
-from cotrain_workers.engine.ops import Failure
+from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
@@ -159,6 +159,8 @@ class SamplingService:
         self._usage: dict[RequestId, SampleUsage] = {}
         self._grammar_at: dict[TenantId, float] = {}
         """Time of the next grammar of tenants whose last one took long."""
+        self._probes: dict[str, SampleOutput | Failure | None] = {}
+        """Requests of this process for a check, with their outputs. They have no record in Redis."""
         self._in_doubt = False
         self._answer_at = 0.0
         self._asked_with: Counter[TenantId] = Counter()
@@ -197,6 +199,37 @@ class SamplingService:
         self.waiting = self._waiting.total() + len(self._isolated)
         self._answer()
         return worked
+
+    def probe(
+        self, requests: Sequence[SampleRequest], weights: Mapping[str, HostWeights]
+    ) -> Yielding[dict[str, SampleOutput | Failure | None]]:
+        """Run requests next to those of clients, with weights of their own, and return their outputs by id; {} without
+        the engine's own decoder. It yields after each step. Results of clients are stored as before.
+
+        An output is None if the decoder failed. Raises connection errors.
+        """
+        if not isinstance(self._decoder, EngineDecoder):
+            return {}
+        while self._isolated:  # a request that may break the decoder runs alone
+            self.advance()
+            yield
+        self._probes = dict.fromkeys(each.id for each in requests)
+        try:
+            self._decoder.slots.lent = weights
+            for request in requests:
+                self._running[request.id] = request
+                self._decoder.add(request)
+            while not self._probes.keys().isdisjoint(self._running):
+                self.advance()
+                yield
+            return self._probes
+        finally:
+            for request in requests:
+                self._running.pop(request.id, None)
+                self._decoder.cancel(request.id)
+            self._decoder.slots.lent = {}
+            self.forget(weights)
+            self._probes = {}
 
     def drain(self) -> None:
         """Store the finished results, and return the other requests to the queue: this process stops sampling."""
@@ -322,8 +355,9 @@ class SamplingService:
         else:
             ended, tokens = time.monotonic(), progress.decoded_tokens + progress.prompt_tokens
             self._rate.step(tokens, began, ended)
-            self._times.step(progress.tokens, ended - began)
-            self._note(progress)
+            of_clients = [new for new in progress.tokens if new.request not in self._probes]
+            self._times.step(of_clients, ended - began)
+            self._note(progress, len(progress.tokens) - len(of_clients))
             return bool(
                 progress.finished
                 or progress.decoded_tokens
@@ -337,15 +371,17 @@ class SamplingService:
     def _isolate_all(self) -> None:
         """Restart all requests: one that ran alone fails, several run again one by one."""
         running, self._running = list(self._running.values()), {}
-        if len(running) == 1:
+        of_clients = [each for each in running if each.id not in self._probes]
+        if len(running) == 1 and of_clients:
             self._finish(running[0].id, CRASHED)
         else:
-            self._isolated.extend(running)
+            self._isolated.extend(of_clients)
         del self._decoder  # its memory must be free before the next one allocates its own
         self._decoder = self._make_decoder()
 
-    def _note(self, progress: Progress) -> None:
-        self._uncounted["sampled_tokens"] += progress.decoded_tokens
+    def _note(self, progress: Progress, probed: int) -> None:
+        """Record the progress of a step, of which `probed` tokens are of a check."""
+        self._uncounted["sampled_tokens"] += progress.decoded_tokens - probed
         self._publish([new for new in progress.tokens if new.request in self._streamed])
         for request, output in progress.finished:
             self._finish(request, output)
@@ -361,12 +397,18 @@ class SamplingService:
                 self._publisher.publish(RequestId(request), its)
 
     def _finish(self, request: str, output: SampleOutput | Failure) -> None:
+        if request in self._probes:
+            self._probes[request] = output
+            self._running.pop(request, None)
+            return
         if isinstance(output, SampleOutput):
+            result = sample_result(self._running[request], output)
             used = usage_of(self._running[request], output)
             self._uncounted["prompt_tokens"] += used.prompt_tokens
             self._uncounted["cached_prompt_tokens"] += used.cached_tokens
             self._usage[RequestId(request)] = used
         else:
+            result = Result.failed(output.message, output.category)
             reason = output.message if output.category == "server" else None
             log.warning(
                 "request_failed", request=request, kind="sample", category=output.category,
@@ -374,7 +416,7 @@ class SamplingService:
             )  # fmt: skip
         self._uncounted["sample_requests"] += 1
         self._leave(request)
-        self._finished[RequestId(request)] = sample_result(output)
+        self._finished[RequestId(request)] = result
 
     def _leave(self, request: str) -> None:
         self._running.pop(request, None)

@@ -107,7 +107,7 @@ class WorkerLoop:
         self._maintained_at = -math.inf
         self._handover = Drain(execution.drain, residents, weights, sampler)
         self._moves = RunMoves(execution, residents)
-        self._self_check = SelfCheck(engine, execution)
+        self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
         report = WorkerReport(
             execution, engine, record, residents, weights, sampler,

@@ -1,16 +1,17 @@
 """Self-check of a live worker at the operator's request, between two steps.
 
-It compares a pass of each adapter alone with the same passes in one mixed cycle. The adapters are temporary and random,
-of several ranks and trained parts, and the lengths differ. A leak from one adapter into the rows, the gradient or the
-step of another makes the two results differ.
+It compares a pass of each adapter alone with the same passes in one mixed cycle. It also compares a sample of each
+adapter, and of the base model, alone with the same samples together. The adapters are temporary and random, of several ranks and
+trained parts, and the lengths differ. A leak from one adapter into the rows, the gradient, the step or the samples of
+another makes the two results differ.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import structlog
@@ -19,11 +20,13 @@ import torch
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, TOLERANCE
 from cotrain_workers.engine.ops import (
     Create,
     Datum,
     Failure,
+    HostWeights,
     OptimStep,
     Output,
     Pass,
@@ -41,6 +44,8 @@ MAX_RANK = 8
 SCALE_B = 0.02
 #: A step with a large eps is a smooth function of the gradient, so rounding moves it little.
 RATES = (1.0, 0.9, 0.95, 1.0, 0.0)  # learning rate, betas, eps, weight decay
+#: Tokens of a sample, and the name of the base model in the result.
+SAMPLED, BASE = 8, "the base model"
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,26 @@ class MixCheck:
     """Result of a self-check. Differences are relative to the largest value of their kind."""
 
     runs: int
-    tokens: int  # of all passes, alone and mixed
+    tokens: int  # of all passes and samples, alone and mixed
     tolerance: float
     logprobs: float
     gradients: float
     weights: float  # after an optimizer step
+    samples: float | None = None
+    """Log-probs of prompts and sampled tokens; None if the engine does not sample."""
     problem: str = ""
     """Sentence about the largest difference, or about a pass that failed; empty if the check passed."""
 
 
-def check_mix(engine: Trainer) -> Yielding[MixCheck]:
-    """Compare each adapter's pass and step alone and in a mix. It yields like the engine's cycles.
+Probe: TypeAlias = Callable[
+    [Sequence[SampleRequest], Mapping[str, HostWeights]],
+    Yielding[dict[str, SampleOutput | Failure | None]],
+]
+"""Runs sample requests together on the worker's decoder, as `SamplingService.probe`."""
+
+
+def check_mix(engine: Trainer, probe: Probe) -> Yielding[MixCheck]:
+    """Compare each adapter's pass, step and sample alone and in a mix. It yields like the engine's cycles.
 
     On a CPU every bit must be equal. Otherwise, the tolerance is that of the LoRA self-check. The temporary adapters
     are dropped in any case.
@@ -79,9 +93,75 @@ def check_mix(engine: Trainer) -> Yielding[MixCheck]:
     finally:
         for run in ops:
             engine.adapters.drop(run)
+    lent = {run: HostWeights(state.spec, state.weights) for run, state in first.items()}
+    probes = [*_probes("alone", lent, vocab), *_probes("mixed", lent, vocab)]
+    sampled: dict[str, SampleOutput | Failure | None] = {}
+    for together in (*([each] for each in probes[: len(probes) // 2]), probes[len(probes) // 2 :]):
+        sampled |= yield from probe(together, lent)
     tokens = 2 * sum(len(datum.tokens) for at in range(len(specs)) for datum in _datums(at, vocab))
     tolerance = 0.0 if numerics.device == "cpu" else TOLERANCE[getattr(torch, numerics.dtype)]
-    return _compare(alone, mixed, tokens, tolerance)
+    return _with_samples(_compare(alone, mixed, tokens, tolerance), sampled)
+
+
+def _probes(phase: str, lent: Mapping[str, HostWeights], vocab: int) -> list[SampleRequest]:
+    """Return a greedy request for each adapter, and for the base model. Phases share no cached prompt."""
+    return [
+        SampleRequest(
+            id=f"{run or BASE}:{phase}", weights=run,
+            prompt=np.random.default_rng(at).integers(0, vocab, LENGTHS[at % len(LENGTHS)]),
+            num_samples=1, max_tokens=SAMPLED, temperature=0.0, top_k=-1, top_p=1.0, seed=at,
+            stop_tokens=frozenset(), stop_strings=(), prompt_logprobs=True, topk_prompt_logprobs=0,
+            topk_sample_logprobs=0, prompt_logprobs_last_n=None, target_prompt_logprobs=None,
+            tenant=f"self-check:{phase}",
+        )
+        for at, run in enumerate([*lent, None])
+    ]  # fmt: skip
+
+
+def _with_samples(
+    found: MixCheck, sampled: Mapping[str, SampleOutput | Failure | None]
+) -> MixCheck:
+    """Return a result with the comparison of samples; unchanged without any."""
+    worst, problem, tokens = 0.0, "", 0
+    for name, before in sampled.items():
+        run, _, phase = name.rpartition(":")
+        if phase != "alone":
+            continue
+        after = sampled[f"{run}:mixed"]
+        if not (isinstance(before, SampleOutput) and isinstance(after, SampleOutput)):
+            failed = before if isinstance(before, Failure) else after
+            message = failed.message if isinstance(failed, Failure) else "the decoder stopped"
+            problem = problem or f"The sample of {run} failed: {message}"
+            continue
+        tokens += sum(len(_scores(each)) for each in (before, after))
+        difference = _apart(before, after, found.tolerance)
+        if difference > max(worst, found.tolerance):
+            problem = _problem("samples", run, difference, found.tolerance)
+        worst = max(worst, difference)
+    if not sampled:
+        return found
+    tokens += found.tokens
+    return replace(found, samples=worst, tokens=tokens, problem=found.problem or problem)
+
+
+def _scores(output: SampleOutput) -> np.ndarray:
+    """Return the log-probs of the prompt's tokens, NaN for the first, and of the sampled ones."""
+    assert output.prompt_logprobs is not None
+    return np.concatenate([output.prompt_logprobs, output.sequences[0].logprobs])
+
+
+def _apart(before: SampleOutput, after: SampleOutput, tolerance: float) -> float:
+    """Return the largest difference of two samples of one prompt, up to their first other token.
+
+    Rounding may exchange two tokens of nearly equal log-probs. Without a tolerance, another token is a difference of
+    at least 1.
+    """
+    is_other = before.sequences[0].tokens != after.sequences[0].tokens
+    assert before.prompt_logprobs is not None
+    sampled = int(is_other.argmax()) + 1 if is_other.any() else len(is_other)
+    compared = slice(1, len(before.prompt_logprobs) + sampled)
+    found = _difference(*(torch.from_numpy(_scores(each)[compared]) for each in (before, after)))
+    return max(found, 1.0) if is_other.any() and not tolerance else found
 
 
 @dataclass(frozen=True)
@@ -169,11 +249,15 @@ def _compare(
             worst[name] = max(worst[name], difference)
             if difference > largest:
                 largest = difference
-                problem = (
-                    f"The {name} of {run} in a mix differ from those alone by {difference:.1e} of the largest "
-                    f"value; the limit is {tolerance:.1e}."
-                )
+                problem = _problem(name, run, difference, tolerance)
     return MixCheck(runs=len(alone), tokens=tokens, tolerance=tolerance, problem=problem, **worst)
+
+
+def _problem(kind: str, run: str, difference: float, tolerance: float) -> str:
+    return (
+        f"The {kind} of {run} in a mix differ from those alone by {difference:.1e} of the largest value; the limit is "
+        f"{tolerance:.1e}."
+    )
 
 
 def _difference(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -187,8 +271,9 @@ def _difference(before: torch.Tensor, after: torch.Tensor) -> float:
 class SelfCheck:
     """Requests for self-checks of this worker, and the result of the last one for its heartbeat."""
 
-    def __init__(self, engine: Trainer, execution: Execution) -> None:
+    def __init__(self, engine: Trainer, execution: Execution, probe: Probe) -> None:
         self._engine = engine
+        self._probe = probe
         self._execution = execution
         self.last: dict[str, Any] | None = None
         """Result of the last check in this process: `asked_at`, `at`, `took_s`, `ok` and the fields of MixCheck."""
@@ -204,11 +289,11 @@ class SelfCheck:
             return False
         began = time.monotonic()
         try:
-            found = run(check_mix(self._engine))
+            found = run(check_mix(self._engine, self._probe))
         except Exception as error:  # the check must not stop the worker, only report
             log.exception("self_check_failed")
             self._engine.check_device()
-            found = MixCheck(0, 0, 0.0, 0.0, 0.0, 0.0, f"The check failed: {error}")
+            found = MixCheck(0, 0, 0.0, 0.0, 0.0, 0.0, None, f"The check failed: {error}")
         self.last = {
             "asked_at": asked_at, "at": time.time(), "took_s": round(time.monotonic() - began, 3),
             "ok": not found.problem, **asdict(found),

@@ -18,6 +18,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
+from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Decoded, engine_op
 from cotrain_workers.recovery.bisection import (
@@ -166,6 +167,7 @@ class StepRunner:
                 if isinstance(request, Pass):
                     request = replace(request, tenant=step.tenant_by_run[op.run])
                 runnable.append(request)
+        runnable = self._with_steps(runnable)
         part = self._large_passes.part_of(runnable)
         runnable, outputs = [*part.ops], {**outputs, **part.failures}
         if part.killing_tokens:
@@ -177,6 +179,17 @@ class StepRunner:
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in ran.outputs])
         # An op that does not run waits for an unfinished pass before it, like the others.
         return replace(ran, outputs=finished_outputs(step.ops, ran.outputs))
+
+    def _with_steps(self, ops: Sequence[Op]) -> list[Op]:
+        """Return ops with the optimizer step of their run, where a pass has to report its distance from it."""
+        stale = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
+        steps = self._execution.steps_of(stale)
+        return [
+            replace(op, step=steps[RunId(op.run)])
+            if isinstance(op, Pass) and op.run in steps
+            else op
+            for op in ops
+        ]
 
     def _run(
         self,

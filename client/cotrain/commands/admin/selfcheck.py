@@ -22,7 +22,7 @@ from cotrain.wire.admin import SelfCheckAsked, WorkerList, WorkerShown
 POLL_S = 1.0
 #: Exit statuses: a check failed, or a worker gave no result in time.
 FAILED, UNANSWERED = 1, 2
-KINDS = ("logprobs", "gradients", "weights")
+KINDS = ("logprobs", "gradients", "weights", "samples")
 
 
 def selfcheck(
@@ -40,7 +40,7 @@ def selfcheck(
 ) -> None:
     """Check on live workers that an adapter alone and in a mix gives the same numbers.
 
-    Each worker runs passes of temporary adapters between two cycles. The exit status is 1 if a check failed,
+    Each worker runs passes and samples of temporary adapters between two cycles. The exit status is 1 if a check failed,
     and 2 if a worker gave no result in time or none is live.
     """
     context.obj = Server(base_url, admin_key, data_dir)
@@ -90,7 +90,8 @@ def _results(
 
 def _row(row: dict[str, Any]) -> Sequence[object]:
     if row["ok"] is None:
-        return row["pool"], row["worker"], "no result in time", *[None] * 5
+        return row["pool"], row["worker"], "no result in time", *[None] * 6
     result = "passed" if row["ok"] else "FAILED"
-    numbers = (f"{row[kind]:.1e}" for kind in (*KINDS, "tolerance"))
+    found = (row.get(kind) for kind in (*KINDS, "tolerance"))
+    numbers = (None if each is None else f"{each:.1e}" for each in found)
     return row["pool"], row["worker"], result, *numbers, f"{row['took_s']:.2f} s"

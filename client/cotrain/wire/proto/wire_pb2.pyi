@@ -66,21 +66,23 @@ class SweepPassRequest(_message.Message):
     __slots__ = ("runs", "pass_request")
     RUNS_FIELD_NUMBER: _ClassVar[int]
     PASS_REQUEST_FIELD_NUMBER: _ClassVar[int]
-    runs: _containers.RepeatedCompositeFieldContainer[SweepRun]
+    runs: SweepRuns
     pass_request: bytes
-    def __init__(self, runs: _Optional[_Iterable[_Union[SweepRun, _Mapping]]] = ..., pass_request: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, runs: _Optional[_Union[SweepRuns, _Mapping]] = ..., pass_request: _Optional[bytes] = ...) -> None: ...
 
-class SweepRun(_message.Message):
-    __slots__ = ("model_id", "seq_id", "adam")
-    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
-    SEQ_ID_FIELD_NUMBER: _ClassVar[int]
+class SweepRuns(_message.Message):
+    __slots__ = ("prefix", "names", "seq_ids", "adam")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    SEQ_IDS_FIELD_NUMBER: _ClassVar[int]
     ADAM_FIELD_NUMBER: _ClassVar[int]
-    model_id: str
-    seq_id: int
-    adam: AdamStep
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., adam: _Optional[_Union[AdamStep, _Mapping]] = ...) -> None: ...
+    prefix: str
+    names: str
+    seq_ids: _containers.RepeatedScalarFieldContainer[int]
+    adam: AdamSteps
+    def __init__(self, prefix: _Optional[str] = ..., names: _Optional[str] = ..., seq_ids: _Optional[_Iterable[int]] = ..., adam: _Optional[_Union[AdamSteps, _Mapping]] = ...) -> None: ...
 
-class AdamStep(_message.Message):
+class AdamSteps(_message.Message):
     __slots__ = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
     BETA1_FIELD_NUMBER: _ClassVar[int]
@@ -88,13 +90,13 @@ class AdamStep(_message.Message):
     EPS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
     GRAD_CLIP_NORM_FIELD_NUMBER: _ClassVar[int]
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_clip_norm: float
-    def __init__(self, learning_rate: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip_norm: _Optional[float] = ...) -> None: ...
+    learning_rate: _containers.RepeatedScalarFieldContainer[float]
+    beta1: _containers.RepeatedScalarFieldContainer[float]
+    beta2: _containers.RepeatedScalarFieldContainer[float]
+    eps: _containers.RepeatedScalarFieldContainer[float]
+    weight_decay: _containers.RepeatedScalarFieldContainer[float]
+    grad_clip_norm: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, learning_rate: _Optional[_Iterable[float]] = ..., beta1: _Optional[_Iterable[float]] = ..., beta2: _Optional[_Iterable[float]] = ..., eps: _Optional[_Iterable[float]] = ..., weight_decay: _Optional[_Iterable[float]] = ..., grad_clip_norm: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
@@ -280,18 +282,32 @@ class SampleResponse(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SampledSequence, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., prompt_cache_hit_tokens: _Optional[int] = ..., target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[PromptAltTokens, _Mapping]] = ..., prompt_routed_experts: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class SampledSequence(_message.Message):
-    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "routed_experts")
+    __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs", "routed_experts", "policy_spans")
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_SPANS_FIELD_NUMBER: _ClassVar[int]
     stop_reason: StopReason
     tokens: bytes
     logprobs: bytes
     topk_sampled_logprobs: TopkLogprobs
     routed_experts: Tensor
-    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., routed_experts: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+    policy_spans: _containers.RepeatedCompositeFieldContainer[PolicySpan]
+    def __init__(self, stop_reason: _Optional[_Union[StopReason, str]] = ..., tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., topk_sampled_logprobs: _Optional[_Union[TopkLogprobs, _Mapping]] = ..., routed_experts: _Optional[_Union[Tensor, _Mapping]] = ..., policy_spans: _Optional[_Iterable[_Union[PolicySpan, _Mapping]]] = ...) -> None: ...
+
+class PolicySpan(_message.Message):
+    __slots__ = ("start", "end", "training_run_id", "step")
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    TRAINING_RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    end: int
+    training_run_id: str
+    step: int
+    def __init__(self, start: _Optional[int] = ..., end: _Optional[int] = ..., training_run_id: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
 
 class TopkLogprobs(_message.Message):
     __slots__ = ("token_ids", "logprobs", "k", "length")

@@ -2,10 +2,11 @@
 -- Of n points a list keeps those numbered 1, 1 + s, 1 + 2s, … and n, for the smallest power of two `s` that
 -- keeps at most 1,024. The kept points therefore depend on n alone, and a kept point never changes.
 -- Numbers are packed (`messages/history.py`): as text, Lua would write 14 digits of them.
-local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<' .. ('d'):rep(23), 1024
-local STATE_BYTES = 23 * 8 -- states of earlier versions end before the drift
--- Drift of policy losses: sums over tokens, except for the maximum.
+local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<' .. ('d'):rep(29), 1024
+local STATE_BYTES = 29 * 8 -- states of earlier versions end before the drift, or before the lag
+-- Drift of policy losses, and lag of policies: sums over tokens, except for the maxima.
 local DRIFT = { 'sampled', 'gap', 'gap_max', 'effective', 'bounded', 'clipped' }
+local LAG = { 'lagged', 'lag', 'lag_max' }
 local MAX_STRUCK_OFF = 100 -- maximum number of histories deleted by one commit
 
 local function stride_of(number)
@@ -67,8 +68,10 @@ end
 
 local function no_passes()
   local none = { loss = 0, weight = 0, tokens = 0, passes = 0 }
-  for _, name in ipairs(DRIFT) do
-    none[name] = 0
+  for _, names in ipairs({ DRIFT, LAG }) do
+    for _, name in ipairs(names) do
+      none[name] = 0
+    end
   end
   return none
 end
@@ -88,6 +91,9 @@ local function parse_history(packed)
   for at, name in ipairs(DRIFT) do
     history.trained[name], history.evaluated[name] = n[11 + at], n[17 + at]
   end
+  for at, name in ipairs(LAG) do
+    history.trained[name], history.evaluated[name] = n[23 + at], n[26 + at]
+  end
   return history
 end
 
@@ -95,12 +101,16 @@ local function packed_drift(sum)
   return struct.pack('<dddddd', sum.sampled, sum.gap, sum.gap_max, sum.effective, sum.bounded, sum.clipped)
 end
 
+local function packed_lag(sum)
+  return struct.pack('<ddd', sum.lagged, sum.lag, sum.lag_max)
+end
+
 local function pack_history(history)
   local trained, evaluated = history.trained, history.evaluated
   return struct.pack('<ddddddddddd', history.steps, history.evaluations, history.run_tokens,
     trained.loss, trained.weight, trained.tokens, trained.passes,
     evaluated.loss, evaluated.weight, evaluated.tokens, evaluated.passes) ..
-    packed_drift(trained) .. packed_drift(evaluated)
+    packed_drift(trained) .. packed_drift(evaluated) .. packed_lag(trained) .. packed_lag(evaluated)
 end
 
 local function forget_passes(history)
@@ -114,12 +124,16 @@ local function add_pass(sum, entry, tokens)
     local value = entry[name] or 0
     sum[name] = name == 'gap_max' and math.max(sum[name], value) or sum[name] + value
   end
+  if (entry.lagged or 0) > 0 then
+    sum.lag_max = sum.lagged > 0 and math.max(sum.lag_max, entry.lag_max) or entry.lag_max
+    sum.lagged, sum.lag = sum.lagged + entry.lagged, sum.lag + entry.lag
+  end
 end
 
 local function pack_point(number, history, seq, time_s, sum, entry)
   return struct.pack(POINT, number, history.steps, seq, time_s, sum.loss, sum.weight,
     entry.norm or 0, entry.rate or 0, sum.tokens, history.run_tokens, sum.passes) ..
-    (sum.sampled > 0 and packed_drift(sum) or '')
+    ((sum.sampled > 0 or sum.lagged > 0) and packed_drift(sum) or '') .. (sum.lagged > 0 and packed_lag(sum) or '')
 end
 
 -- Record a tenant's metrics. An evaluation has the forwards between its two ops. If some of them failed, or other

@@ -49,7 +49,7 @@ async def undrain(pool_id: str, worker_id: str, services: ServicesDep) -> None:
 
 @router.post("/pools/{pool_id}/workers/{worker_id}/selfcheck")
 async def selfcheck(pool_id: str, worker_id: str, services: ServicesDep) -> SelfCheckAsked:
-    """Request a self-check of a worker: passes of temporary adapters alone, and in one mixed cycle.
+    """Request a self-check of a worker: passes and samples of temporary adapters alone and in a mix.
 
     The worker runs it between two cycles. Its result is `self_check` of the worker's heartbeat. Of several requests
     before the worker begins, the newest counts.

@@ -100,6 +100,7 @@ MEASURES: Sequence[Measure] = (
     ("rollout_gap", "Rollout gap", "nats per token"),
     ("effective_sample_size", "Effective sample size", "share of tokens"),
     ("clip_fraction", "Clipped", "share of tokens"),
+    ("policy_lag", "Policy lag", "optimizer steps"),
     ("tokens_per_s", "Tokens per second", "tokens/s"),
 )
 

@@ -39,11 +39,6 @@ def test_a_pass_without_datums_is_still_one_request() -> None:
     assert cut([], 1, 1) == [[]]
 
 
-def test_1030_datums_are_two_chunks_without_a_limit_of_the_server() -> None:
-    chunks = chunks_of([datum_of(1)] * 1030, ClientConfigResponse())
-    assert [len(chunk) for chunk in chunks] == [1024, 6]
-
-
 @given(st.lists(st.integers(0, 3000), max_size=20), st.integers(5_000, 40_000))
 def test_a_pass_is_sent_whole_or_not_at_all_to_our_server(sizes: list[int], most: int) -> None:
     datums = [datum_of(size) for size in sizes]

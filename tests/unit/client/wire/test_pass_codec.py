@@ -194,7 +194,7 @@ def test_a_result_with_inconsistent_record_sizes_is_refused(
 
 
 #: Messages of this product alone.
-OWN = {"SweepPassRequest", "SweepRun", "AdamStep"}
+OWN = {"SweepPassRequest", "SweepRuns", "AdamSteps", "PolicySpan"}
 
 
 @pytest.mark.parametrize("name", sorted({*wire.DESCRIPTOR.message_types_by_name} - OWN))

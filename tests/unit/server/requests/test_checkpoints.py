@@ -12,7 +12,8 @@ import pytest
 from cotrain.wire.checkpoints import LoadWeightsRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.checkpoints import load_op, save_op
-from cotrain_server.requests.passes import Op, read_fields
+from cotrain_server.requests.pass_ops import Op
+from cotrain_server.requests.passes import read_fields
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord

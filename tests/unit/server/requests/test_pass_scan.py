@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import zstandard
 
 from bench.neighbours.attacks import empty_datums_body, tiny_datums_body
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain_server.errors import Unreadable
+from cotrain.wire.runs import AdamParams
+from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.requests import pass_scan
+from cotrain_server.requests.pass_ops import canonical, digest_of, pass_op, pass_op_apart
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     HEAD_FIELDS,
@@ -24,7 +28,9 @@ from cotrain_server.requests.pass_scan import (
     head_of,
     strip_unknown_fields,
 )
-from cotrain_server.requests.passes import FEW_FIELDS, pass_op, read_binary_pass
+from cotrain_server.requests.passes import FEW_FIELDS, read_binary_pass
+from cotrain_server.requests.sweeps import read_sweep
+from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind
 from tests.support.http_api import POOL
@@ -248,6 +254,22 @@ def test_a_pass_of_many_fields_is_read_once_its_base_model_is_known() -> None:
     assert pass_op(few, POOL).tokens == 10
 
 
+def test_a_pass_of_many_fields_is_stored_as_it_was_sent() -> None:
+    loss = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
+    body = zstandard.decompress(tiny_datums_body("r", 2_500))
+    head = head_of(body)
+    body = head + loss + body[len(head) : -len(loss)]  # not in the canonical order
+    asked = read_binary_pass(body, forward_only=False)
+    op, is_sent = pass_op_apart(asked, POOL)
+    assert (is_sent, op.body, op.tokens) == (True, b"", 2_500)
+    assert pass_op(asked, POOL).body == body
+    assert op.digest == digest_of(canonical(parse_pass(body)))
+    for changed in (replace(asked, forward_only=True), replace(asked, content=body + b"\x78\x01")):
+        op, is_sent = pass_op_apart(changed, POOL)
+        assert (is_sent, parse_pass(op.body).forward_only) == (False, changed.forward_only)
+        assert op.digest == digest_of(op.body)
+
+
 def test_a_pass_of_many_fields_may_name_its_run_only_once() -> None:
     body = zstandard.decompress(tiny_datums_body("r", 4_000))
     other = wire.ForwardBackwardRequest(model_id="other").SerializeToString()
@@ -255,3 +277,36 @@ def test_a_pass_of_many_fields_may_name_its_run_only_once() -> None:
     assert b"model_id and seq_id: given twice." in op.body
     cut = pass_op(read_binary_pass(body[:-1], forward_only=False), POOL)
     assert b"not a ForwardBackwardRequest message" in cut.body
+
+
+BATCH = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
+SWEEP: dict[str, Any] = {"prefix": "s:train:", "names": "1,2", "seq_ids": [3]}
+
+
+def test_the_runs_of_a_sweep_share_what_they_have_in_common() -> None:
+    adam = wire.AdamSteps(learning_rate=[0.5, 0.25], beta1=[0.5])
+    runs = wire.SweepRuns(**SWEEP, adam=adam)
+    sweep = read_sweep(wire.SweepPassRequest(runs=runs, pass_request=BATCH).SerializeToString())
+    assert [(each.model_id, each.seq) for each in sweep.entries] == [
+        ("s:train:1", 3), ("s:train:2", 3),
+    ]  # fmt: skip
+    steps = [json.loads(each.step.body) for each in sweep.entries if each.step]
+    assert [(step["learning_rate"], step["beta1"]) for step in steps] == [(0.5, 0.5), (0.25, 0.5)]
+    assert {step["beta2"] for step in steps} == {AdamParams().beta2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_ids": []}, r"runs\.seq_ids has 0 numbers, but must have 2, or 1"),
+        ({"seq_ids": [1, 0]}, r"runs\[1\]\.seq_id must be 1 or more"),
+        ({"names": "1,1"}, "each run may be named once"),
+        ({"names": ",".join(map(str, range(65)))}, "at most 64 runs"),
+        ({"names": "1" * 20_000}, "at most 64 runs"),
+        ({"adam": wire.AdamSteps(eps=[1.0] * 3)}, r"runs\.adam\.eps has 3 numbers"),
+    ],
+)
+def test_bad_runs_of_a_sweep_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    runs = wire.SweepRuns(**{**SWEEP, **changes})
+    with pytest.raises((Invalid, Unreadable), match=message):
+        read_sweep(wire.SweepPassRequest(runs=runs, pass_request=BATCH).SerializeToString())

@@ -64,21 +64,67 @@ def test_inputs_unused_by_a_loss_are_not_checked() -> None:
     check_pass(request(datum(mask=np.array([np.nan]))), POOL)
 
 
-def test_an_unknown_loss_is_refused_with_the_known_ones() -> None:
-    assert refusal(replace(request(), loss_fn="nope")).startswith(
-        "loss_fn 'nope' is not known. Known: cross_entropy, importance_sampling"
-    )
+COLUMNS = np.array([[0, 1], [2, 3], [4, 5]])
+FOREIGN = DatumArrays(np.arange(3), {"labels": np.arange(3)})
+#: Requests by their defect, each with its refusal.
+REFUSED = {
+    "an unknown loss": (
+        replace(request(), loss_fn="nope"),
+        "loss_fn 'nope' is not known. Known: cross_entropy, importance_sampling, ppo, cispo, dro, gspo, "
+        "reinforce, grpo, dapo, sapo.",
+    ),
+    "no datums": (replace(request(), datums=()), "data is empty; send at least one datum."),
+    "a token outside the vocabulary": (
+        request(datum(), replace(datum(), tokens=np.array([1, 512, 3]))),
+        "Token id 512 at datum 1, position 1 is outside the vocabulary (0..511).",
+    ),
+    "a target in columns outside the vocabulary": (
+        request(datum(target_tokens=COLUMNS + 510 * (COLUMNS == 3), weights=np.ones((3, 2)))),
+        "Target token id 513 at datum 0, position 1, 1 is outside the vocabulary (0..511).",
+    ),
+    "an input under a foreign name": (
+        request(FOREIGN),
+        "data[0].loss_fn_inputs.target_tokens is missing; cross_entropy needs it. No loss reads labels.",
+    ),
+    "an empty datum": (
+        request(datum(), datum(0)),
+        "Datum 1 has 0 tokens; tiny/model reads 1 to 64.",
+    ),
+    "a datum longer than the context": (
+        request(datum(), datum(65)),
+        "Datum 1 has 65 tokens; tiny/model reads 1 to 64.",
+    ),
+    "fewer targets than tokens": (
+        request(datum(target_tokens=np.arange(2))),
+        "data[0].loss_fn_inputs.target_tokens has shape [2], but the input has 3 tokens.",
+    ),
+    "weights of another shape than targets": (
+        request(datum(weights=np.ones((3, 2)))),
+        "data[0].loss_fn_inputs.weights has shape [3, 2], but target_tokens has [3].",
+    ),
+    "columns for another loss than cross_entropy": (
+        request(datum(loss_fn="ppo", target_tokens=COLUMNS), loss_fn="ppo"),
+        "data[0].loss_fn_inputs.target_tokens has shape [3, 2], but the input has 3 tokens.",
+    ),
+    "a setting of another loss": (
+        request(loss_fn="ppo", beta=0.1),
+        "loss_fn_config.beta is not a setting of ppo. "
+        "Known: clip_high_threshold, clip_low_threshold, importance_cap, sequence_mask_above.",
+    ),
+    "crossed clip thresholds": (
+        request(loss_fn="ppo", clip_low_threshold=1.2, clip_high_threshold=0.8),
+        "loss_fn_config.clip_low_threshold is above clip_high_threshold.",
+    ),
+}
 
 
-def test_a_request_without_datums_is_refused() -> None:
-    assert "data is empty" in refusal(replace(request(), datums=()))
+@pytest.mark.parametrize(("body", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_refusal_names_the_field_and_its_limit(body: PassBody, message: str) -> None:
+    assert refusal(body) == message
 
 
-def test_a_token_outside_the_vocabulary_is_named_by_datum_and_position() -> None:
-    bad = DatumArrays(np.array([1, 512, 3]), datum().inputs)
-    assert refusal(request(datum(), bad)) == (
-        "Token id 512 at datum 1, position 1 is outside the vocabulary (0..511)."
-    )
+def test_targets_of_cross_entropy_may_have_columns() -> None:
+    check_pass(request(datum(target_tokens=COLUMNS, weights=np.ones((3, 2)))), POOL)
 
 
 @pytest.mark.parametrize("token", [-1, -100, 512, 2**31, 2**62])
@@ -91,22 +137,6 @@ def test_targets_must_be_in_the_vocabulary_too(token: int) -> None:
     )
 
 
-def test_an_input_under_a_foreign_name_is_named() -> None:
-    misnamed = DatumArrays(datum().tokens, {"labels": np.arange(3)})
-    assert refusal(request(misnamed)).endswith("needs it. No loss reads labels.")
-
-
-def test_a_target_in_columns_is_named_by_row_and_column() -> None:
-    bad = datum(target_tokens=np.array([[0, 1], [2, 999], [4, 5]]), weights=np.ones((3, 2)))
-    assert "Target token id 999 at datum 0, position 1, 1 is" in refusal(request(bad))
-
-
-@pytest.mark.parametrize("length", [0, 65])
-def test_lengths_are_limited_to_the_context_window(length: int) -> None:
-    message = refusal(request(datum(), datum(length)))
-    assert message == f"Datum 1 has {length} tokens; tiny/model reads 1 to 64."
-
-
 def test_a_datum_that_does_not_fit_into_memory_is_refused_with_the_longest() -> None:
     small = replace(POOL, memory_tokens=40)
     check_pass(request(datum(40)), small)
@@ -114,25 +144,6 @@ def test_a_datum_that_does_not_fit_into_memory_is_refused_with_the_longest() -> 
         Invalid, match=r"Datum 0 has 41 tokens; the longest datum that fits .* has 40"
     ):
         check_pass(request(datum(41)), small)
-
-
-def test_targets_must_be_as_long_as_the_input() -> None:
-    message = refusal(request(datum(target_tokens=np.arange(2))))
-    assert message == (
-        "data[0].loss_fn_inputs.target_tokens has shape [2], but the input has 3 tokens."
-    )
-
-
-def test_inputs_must_have_the_shape_of_the_targets() -> None:
-    message = refusal(request(datum(weights=np.ones((3, 2)))))
-    assert message == "data[0].loss_fn_inputs.weights has shape [3, 2], but target_tokens has [3]."
-
-
-def test_targets_in_columns_are_for_cross_entropy_only() -> None:
-    columns = np.zeros((3, 2), np.int64)
-    check_pass(request(datum(target_tokens=columns, weights=np.ones((3, 2)))), POOL)
-    bad = datum(loss_fn="ppo", target_tokens=columns)
-    assert "target_tokens has shape [3, 2]" in refusal(request(bad, loss_fn="ppo"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -146,19 +157,6 @@ def test_a_non_finite_number_is_named_by_datum_and_position(value: float) -> Non
 def test_a_loss_setting_must_be_a_valid_number(value: float | str) -> None:
     message = refusal(request(loss_fn="ppo", clip_low_threshold=value))
     assert message == "loss_fn_config.clip_low_threshold must be a finite number, 0 or more."
-
-
-def test_a_loss_setting_of_another_loss_is_refused() -> None:
-    message = refusal(request(loss_fn="ppo", beta=0.1))
-    assert message == (
-        "loss_fn_config.beta is not a setting of ppo. "
-        "Known: clip_high_threshold, clip_low_threshold, importance_cap, sequence_mask_above."
-    )
-
-
-def test_clip_thresholds_must_not_cross() -> None:
-    crossed = request(loss_fn="ppo", clip_low_threshold=1.2, clip_high_threshold=0.8)
-    assert "clip_low_threshold is above" in refusal(crossed)
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "gspo"])
@@ -211,15 +209,12 @@ def test_no_accepted_pass_has_a_non_finite_number(weights: list[float]) -> None:
         assert np.isfinite(array).all()
 
 
-@pytest.mark.parametrize("rank", [1, 64, 128])
-def test_a_rank_within_the_limit_passes(rank: int) -> None:
-    check_rank(rank, 128)
-
-
-@pytest.mark.parametrize("rank", [0, -1, 129, 10**9])
-def test_a_rank_outside_the_limit_is_refused(rank: int) -> None:
-    with pytest.raises(Invalid, match=r"rank must be between 1 and 128\."):
+def test_a_rank_is_within_the_limit() -> None:
+    for rank in (1, 64, 128):
         check_rank(rank, 128)
+    for rank in (0, -1, 129, 10**9):
+        with pytest.raises(Invalid, match=r"rank must be between 1 and 128\."):
+            check_rank(rank, 128)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "eps", "weight_decay", "grad_clip_norm"])
@@ -229,20 +224,20 @@ def test_an_optimizer_setting_must_fit_in_a_float32(name: str) -> None:
         check_adam(AdamParams(**{name: 3.5e38}))
 
 
-def test_a_negative_clip_norm_is_refused() -> None:
-    with pytest.raises(Invalid, match="grad_clip_norm must be 0, which is no limit, or more"):
-        check_adam(AdamParams(grad_clip_norm=-1.0))
-
-
-def test_an_epsilon_that_is_0_as_a_float32_is_refused() -> None:
-    with pytest.raises(Invalid, match="eps is 0 as a float32"):
-        check_adam(AdamParams(eps=1e-46))
-
-
-def test_an_optimizer_without_epsilon_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"grad_clip_norm": -1.0}, "grad_clip_norm must be 0, which is no limit, or more"),
+        ({"eps": 1e-46}, "eps is 0 as a float32"),
+        ({"eps": 0.0}, "eps must be greater than 0"),
+    ],
+)
+def test_an_optimizer_setting_out_of_bounds_is_refused(
+    params: dict[str, float], message: str
+) -> None:
     check_adam(AdamParams())
-    with pytest.raises(Invalid, match="eps must be greater than 0"):
-        check_adam(AdamParams(eps=0.0))
+    with pytest.raises(Invalid, match=message):
+        check_adam(AdamParams(**params))
 
 
 def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_server.errors import Unreadable
+from cotrain_server.requests.pass_ops import Op, digest_of, pass_op
 from cotrain_server.requests.passes import (
-    Op,
-    digest_of,
-    pass_op,
     read_binary_pass,
     read_fields,
     read_json_pass,

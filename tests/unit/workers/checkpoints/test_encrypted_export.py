@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pyrage
@@ -50,13 +49,8 @@ def test_files_that_are_already_encrypted_are_not_written_again(tmp_path: Path) 
     assert {file: file.read_bytes() for file in folder.iterdir()} == before
 
 
-def test_an_interrupted_write_leaves_no_file_under_the_final_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def power_cut(_: int) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(os, "fsync", power_cut)
+@pytest.mark.usefixtures("lost_disk")
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(tmp_path: Path) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())
     with pytest.raises(OSError, match="gone"):
         write_external(Folder(tmp_path / "external"), REF, CONTENT, [key], "m")

@@ -103,13 +103,8 @@ def test_a_process_without_descriptors_does_not_report_a_lost_state(
         read_optimizer(Folder(tmp_path), digest, layout_of)
 
 
-def test_an_interrupted_write_leaves_no_file_under_the_final_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def power_cut(_: int) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(os, "fsync", power_cut)
+@pytest.mark.usefixtures("lost_disk")
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gone"):
         write_optimizer(Folder(tmp_path), a_state(), "m")
     assert not list(tmp_path.glob("??/*.safetensors"))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import threading
 import warnings
@@ -325,13 +324,8 @@ def test_a_process_without_descriptors_does_not_report_a_lost_adapter(
         read(tmp_path, path.name)
 
 
-def test_an_interrupted_write_leaves_no_file_under_the_final_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def power_cut(_: int) -> None:
-        raise OSError("the disk is gone")
-
-    monkeypatch.setattr(os, "fsync", power_cut)
+@pytest.mark.usefixtures("lost_disk")
+def test_an_interrupted_write_leaves_no_file_under_the_final_name(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="gone"):
         written(tmp_path)
     assert not list(tmp_path.glob("??/*/[!.]*"))

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from cotrain.wire.proto import wire_pb2
+from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.sampling import PolicySpan
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput
-from cotrain_workers.engine.ops import Failure
 from cotrain_workers.engine.spec import seed_of
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from tests.support.samples import BODY
@@ -81,13 +82,18 @@ def test_an_output_is_encoded_in_the_wire_format() -> None:
     sequence = SampledSequence(
         np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None
     )
-    result = sample_result(SampleOutput([sequence], None, None, None, cached_prompt_tokens=2))
+    claimed = replace(CLAIMED, weights=WeightsRef("r:1"))
+    request = sample_request(claimed, replace(BODY, policy_step=5), EOS)
+    output = SampleOutput([sequence], None, None, None, cached_prompt_tokens=2)
+    result = sample_result(request, output)
     assert result.kind is ResultKind.SAMPLE
     response = wire_pb2.SampleResponse.FromString(result.payload)
     assert response.prompt_cache_hit_tokens == 2
     assert np.frombuffer(response.sequences[0].tokens, "<i4").tolist() == [4, 7]
-
-
-def test_a_failure_keeps_its_message_and_its_category() -> None:
-    result = sample_result(Failure("No.", "user"))
-    assert result.json() == {"error": "No.", "category": "user"}
+    (span,) = response.sequences[0].policy_spans
+    assert (span.start, span.end, span.training_run_id, span.step) == (0, 2, "r", 5)
+    (base,) = decode_sample_response(
+        sample_result(replace(request, weights=None, policy_step=None), output).payload
+    ).sequences
+    assert base.policy_spans == [PolicySpan(start=0, end=2)]
+    assert base.policy_steps == [-1, -1]

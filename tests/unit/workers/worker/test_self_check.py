@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.decoding import row_lora
+from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
+from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.worker import self_check
 from cotrain_workers.worker.self_check import MixCheck, check_mix
 from tests.support.tiny_models import build_tiny_qwen3
@@ -22,12 +27,25 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def checked(engine: Engine) -> MixCheck:
-    return run_to_end(check_mix(engine))
+    def probe(
+        requests: Sequence[SampleRequest], weights: Mapping[str, HostWeights]
+    ) -> Yielding[dict[str, SampleOutput | Failure | None]]:
+        decoder = engine.decoder(weights.__getitem__, kv_tokens=1024, text=None)
+        outputs: dict[str, SampleOutput | Failure | None] = {}
+        for request in requests:
+            decoder.add(request)
+        while decoder.busy:
+            outputs |= decoder.step().finished
+            yield
+        return outputs
+
+    return run_to_end(check_mix(engine, probe))
 
 
 def test_a_sound_engine_passes_to_the_bit_and_keeps_no_adapter(engine: Engine) -> None:
     found = checked(engine)
-    assert found == MixCheck(runs=6, tokens=318, tolerance=0.0, logprobs=0, gradients=0, weights=0)
+    same = {"logprobs": 0.0, "gradients": 0.0, "weights": 0.0, "samples": 0.0, "tolerance": 0.0}
+    assert asdict(found) == {**same, "runs": 6, "tokens": 748, "problem": ""}
     assert sum(count for count, _ in engine.adapters.by_tier.values()) == 0
 
 
@@ -54,6 +72,22 @@ def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
     assert found.logprobs > 0
     assert found.gradients > 0
     assert found.runs == 6
+
+
+def test_a_sample_with_the_adapter_of_a_neighbour_is_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = row_lora.runs
+
+    def off_by_one(slots: Sequence[Any]) -> list[row_lora.Run]:
+        found = list(sound(slots))
+        return [*found[:1], *(b._replace(slot=a.slot) for a, b in pairwise(found))]
+
+    monkeypatch.setattr(row_lora, "runs", off_by_one)
+    found = checked(engine)
+    assert found.problem.startswith("The samples of self-check:")
+    assert found.samples
+    assert (found.logprobs, found.gradients, found.weights) == (0, 0, 0)
 
 
 def test_a_pass_that_fails_is_the_problem_and_adapters_are_dropped_after_an_error(

@@ -58,6 +58,7 @@ class WeightSlots:
         self._limit = default_bytes(targets, dtype) if limit_bytes is None else limit_bytes
         self._slots: OrderedDict[str, Slot] = OrderedDict()  # least recently used first
         self._pools: dict[tuple[int, bool], Pool] = {}
+        self.lent: Mapping[str, HostWeights] = {}  # weights for a check of the decoder
         self._last_loaded: tuple[str, HostWeights] | None = None
         self._filling_by_shape: dict[tuple[object, ...], Filling] = {}
         self._waiting: dict[str, SlotLayout] = {}  # weights for which `pin` found no slot
@@ -135,7 +136,7 @@ class WeightSlots:
     def _loaded(self, key: str) -> HostWeights:
         """Return checked weights, cached until other weights are loaded or a slot is filled."""
         if self._last_loaded is None or self._last_loaded[0] != key:
-            host = self._load(key)
+            host = self.lent.get(key) or self._load(key)
             self._check(host)
             self._last_loaded = key, host
         return self._last_loaded[1]

@@ -8,6 +8,7 @@ Each page has the states after the last token that is stored on it. A shared pag
 a sequence continues, and a copied page gets a copy. So states follow the pages in everything.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -190,58 +191,46 @@ def alike(spans: Sequence[Span], cache: KvCache, device: torch.device) -> Alike:
 
 
 class StepStates:
-    """The `Rows` of a step: prompts by blocks, generated tokens one by one."""
+    """The `Rows` of a step: prompts by blocks, generated tokens one by one.
+
+    A run is the spans of one sequence in this step. It starts from the state on the page of the token before it, and
+    leaves a state on the page of its last token. A run of a prompt leaves one on each of its pages.
+    """
 
     def __init__(
         self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], total: int
     ) -> None:
         self._cache = cache
-        device = cache.device
-        prompts, tokens = adjacent(chunks), adjacent(rows)
+        size, device = cache.page_tokens, cache.device
+        prompts, tokens = runs_of(chunks), runs_of(rows)
+        # Sequences with most tokens first: those with an n-th token are then the first ones.
+        tokens.sort(key=len, reverse=True)
         runs = [*prompts, *tokens]
-        size = cache.page_tokens
-        kept = cache.states[0][0].shape[1]  # inputs of the convolution before the token
+        ends = [*itertools.chain(*prompts), *(run[-1] for run in tokens)]
+        read = [page_before(run[0], cache) for run in runs]
+        written = [page_of(span, span.stop - 1, size) for span in ends]
+        kept = cache.states[0][0].shape[1]  # inputs of the convolution before a token
+        sources = input_sources(runs, kept, total)
+        last = [span.row + len(positions(span)) - 1 for span in ends]
 
-        def at(indices: Sequence[int] | np.ndarray) -> torch.Tensor:
-            return to_device(np.array(indices, np.int64), device)
+        self._read = indices(read, device)
+        self._written = indices(written, device)
+        self._taps = [move_of(sources[:, back], device) for back in range(1, kept + 1)]
+        self._kept = indices(sources[last, :kept][:, ::-1].ravel(), device)
 
-        # The last page of the cache has states of zero.
-        read = [
-            run[0].pages[(run[0].start - 1) // size] if run[0].start else cache.dump for run in runs
-        ]
-        ends = [span for run in prompts for span in run] + [run[-1] for run in tokens]
-        self._read = at(read)
-        self._written = at([span.pages[(span.stop - 1) // size] for span in ends])
-        source = np.full((total, kept + 1), -1)  # of the inputs 0, 1 … tokens before each row
-        for number, run in enumerate(runs):
-            first, stop = run[0].row, run[-1].row + run[-1].stop - run[-1].start
-            # The inputs before a run follow the rows of the step, oldest first.
-            earlier = total + number * kept + np.arange(kept)
-            line = np.concatenate([earlier, np.arange(first, stop)])
-            for back in range(kept + 1):
-                source[first:stop, back] = line[kept - back : len(line) - back]
-        self._taps = [move_of(source[:, back], device) for back in range(1, kept + 1)]
-        last = [span.row + span.stop - span.start - 1 for span in ends]
-        self._kept = at(source[last, :kept][:, ::-1].ravel())
         self._blocks: Blocks | None = None
         if prompts:
-            parts = [Run(run[0].row, [span.stop - span.start for span in run]) for run in prompts]
-            self._blocks = blocks_of(parts, total, device)
+            lengths = [Run(run[0].row, [len(positions(span)) for span in run]) for run in prompts]
+            self._blocks = blocks_of(lengths, total, device)
             (grid,) = self._blocks.grids
-            self._first = at([read[run] for run in grid.order])
-            self._ends = at(grid.ends)
-        # Sequences with most tokens first, so that those with another token are the first ones.
-        order = sorted(range(len(tokens)), key=lambda run: -len(tokens[run]))
-        self._depths = [
-            at([tokens[run][depth].row for run in order if len(tokens[run]) > depth])
-            for depth in range(max(map(len, tokens), default=0))
+            self._first = indices([read[run] for run in grid.order], device)
+            self._ends = indices(grid.ends, device)
+        self._to_prompts, self._to_tokens = self._written.tensor_split([len(ends) - len(tokens)])
+        self._of_tokens = self._read[len(prompts) :]
+        self._nth_tokens = [
+            indices([run[nth].row for run in tokens if len(run) > nth], device)
+            for nth in range(max(map(len, tokens), default=0))
         ]
-        self._of_tokens = at([read[len(prompts) + run] for run in order])
-        self._to_tokens = at(
-            [tokens[run][-1].pages[(tokens[run][-1].stop - 1) // size] for run in order]
-        )
-        pages_of_prompts = sum(map(len, prompts))
-        self._to_prompts = self._written[:pages_of_prompts]
 
     def before(self, layer: int, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the rows one, two … tokens before each row of `x` `[T, channels]`, and keep the last ones."""
@@ -272,11 +261,11 @@ class StepStates:
                 memory.index_copy_(
                     0, self._to_prompts, torch.cat(after).index_select(0, self._ends)
                 )
-        if not self._depths:
+        if not self._nth_tokens:
             return out
         state = memory.index_select(0, self._of_tokens)
         ended = []
-        for rows in self._depths:
+        for rows in self._nth_tokens:
             ended.append(state[len(rows) :])
             own_q, own_k, own_v, own_g = (each.index_select(0, rows) for each in (q, k, v, g))
             rates = None if beta is None else beta.index_select(0, rows)
@@ -289,7 +278,7 @@ class StepStates:
         return out
 
 
-def adjacent(spans: Sequence[Span]) -> list[list[Span]]:
+def runs_of(spans: Sequence[Span]) -> list[list[Span]]:
     """Return the spans of each sequence, which follow one another."""
     runs: list[list[Span]] = []
     for span in spans:
@@ -299,3 +288,33 @@ def adjacent(spans: Sequence[Span]) -> list[list[Span]]:
         else:
             runs.append([span])
     return runs
+
+
+def input_sources(runs: Sequence[Sequence[Span]], kept: int, total: int) -> np.ndarray:
+    """Return, per row and n, the place of the input n tokens before the row, int64 `[total, kept + 1]`; -1 for none.
+
+    The places are the `total` rows of the step, and then the `kept` inputs before each run, oldest first.
+    """
+    sources = np.full((total, kept + 1), -1)
+    for number, run in enumerate(runs):
+        first, stop = run[0].row, run[-1].row + len(positions(run[-1]))
+        earlier = total + number * kept + np.arange(kept)
+        line = np.concatenate([earlier, np.arange(first, stop)])
+        for back in range(kept + 1):
+            sources[first:stop, back] = line[kept - back : len(line) - back]
+    return sources
+
+
+def page_of(span: Span, position: int, page_tokens: int) -> int:
+    """Return the page that stores the token at this position of the span's sequence."""
+    return span.pages[position // page_tokens]
+
+
+def page_before(span: Span, cache: KvCache) -> int:
+    """Return the page with the state before the span. The cache's last page has states of zero."""
+    return page_of(span, span.start - 1, cache.page_tokens) if span.start else cache.dump
+
+
+def indices(values: Sequence[int] | np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the values on the device, int64."""
+    return to_device(np.array(values, np.int64), device)

@@ -65,6 +65,7 @@ class SampleRequest:
     grammar: str | None = None  # holds the generated text; None: any text
     return_routed_experts: bool = False
     images: Sequence[Image] = ()  # of the prompt, in order
+    policy_step: int | None = None  # optimizer steps before the weights; only for the result
 
     @property
     def scores_prompt(self) -> bool:

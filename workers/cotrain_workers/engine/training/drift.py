@@ -14,6 +14,9 @@ import numpy as np
 from cotrain_workers.engine.ops import Pass
 from cotrain_workers.engine.training.losses import LOSSES, POLICY_INPUTS, RATIO_BOUNDS
 
+#: Input of any loss: the optimizer step whose weights sampled each target, or -1.
+POLICY_STEP = "policy_step"
+
 
 def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
     """Return the drift of a pass with a policy loss; {} for other losses, or without sampled tokens.
@@ -66,6 +69,36 @@ def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
     return metrics
 
 
+def has_policy_steps(op: Pass) -> bool:
+    """Return True if a datum of a pass has a `policy_step`."""
+    return any(POLICY_STEP in datum.inputs for datum in op.datums)
+
+
+def policy_lags(op: Pass) -> np.ndarray:
+    """Return the optimizer steps between sampling and training of each target with a `policy_step`, float64 [n].
+
+    They are negative for samples of later steps, which a rewind of the run has abandoned.
+    """
+    steps = _flat([each.inputs[POLICY_STEP] for each in op.datums if POLICY_STEP in each.inputs])
+    return np.zeros(0) if op.step is None else op.step - steps[steps >= 0]
+
+
+def lag_sums(op: Pass) -> dict[str, float]:
+    """Return the number of these targets, and the sum and maximum of their lags; {} without steps."""
+    lags = policy_lags(op)
+    if not len(lags):
+        return {}
+    return {"lagged": float(len(lags)), "lag": float(lags.sum()), "lag_max": float(lags.max())}
+
+
+def lag(op: Pass) -> dict[str, float]:
+    """Return the staleness of a pass in optimizer steps: `policy_lag:mean` and `policy_lag:max`; {} without steps."""
+    sums = lag_sums(op)
+    if not sums:
+        return {}
+    return {"policy_lag:mean": sums["lag"] / sums["lagged"], "policy_lag:max": sums["lag_max"]}
+
+
 def _is_clipped(
     loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]
 ) -> np.ndarray:
@@ -89,4 +122,4 @@ def _of_sequences(op: Pass, found: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([array.ravel() for array in arrays]).astype(np.float64)
+    return np.concatenate([np.zeros(0), *(array.ravel() for array in arrays)]).astype(np.float64)

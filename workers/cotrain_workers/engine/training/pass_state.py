@@ -22,7 +22,7 @@ from cotrain_workers.engine.ops import (
     UpcomingBatch,
 )
 from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
-from cotrain_workers.engine.training.drift import drift
+from cotrain_workers.engine.training.drift import drift, lag
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
@@ -250,6 +250,7 @@ def output_of(
     """
     if not isinstance(op, ReverseKl):
         own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
+        own = {**own, **lag(op)}
         tokens = sum(len(datum.tokens) for datum in op.datums)
         return PassOutput(found, loss_sum, own, tokens - rows)
     weights = [datum.weights for datum in op.datums]

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import Progress, SampleOutput
+from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.decoding.token_sampler import Choice, choose
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from tests.support.decoding import (
     RUNS,
+    assert_all_same,
     assert_nothing_is_held,
     assert_same,
     decoder_of,
@@ -23,7 +24,6 @@ from tests.support.decoding import (
     neighbours,
     output,
     request,
-    text,
     trained_weights,
     whole,
 )
@@ -74,11 +74,7 @@ def test_requests_of_every_kind_have_the_same_bits_with_overlap(
 
     assert sum(count < 0 for count in rows) > len(rows) / 4
     assert (decoder.preemptions > 0) == (pages == 14)
-    for name, theirs in expected.items():
-        ours = found[name]
-        assert isinstance(ours, SampleOutput)
-        assert isinstance(theirs, SampleOutput)
-        assert_same(ours, theirs)
+    assert_all_same(found, expected)
 
 
 def test_a_token_after_a_stop_is_computed_once_and_never_returned(
@@ -115,19 +111,6 @@ def test_nothing_is_computed_after_the_last_allowed_token(
     output(decoder, request("m", np.arange(10), max_tokens=7, num_samples=3))
 
     assert sum(map(abs, rows)) == 1 + 3 * 6
-
-
-def test_stop_strings_end_a_sample_as_without_overlap(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    endless = request("m", np.arange(20), max_tokens=60)
-    unstopped = output(decoder_of(engine, {}), endless).sequences[0].tokens.tolist()
-    stop = text(unstopped[11:13])
-    mine = replace(endless, stop_strings=(stop,))
-
-    ours, theirs = (output(make(engine, {}), mine) for make in (overlapping, decoder_of))
-
-    assert_same(ours, theirs)
-    assert ours.sequences[0].stop_reason == "stop"
 
 
 def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) -> None:
@@ -188,11 +171,7 @@ def test_a_cancelled_request_changes_no_bit_of_its_neighbours(new_engine: NewEng
     found = finish(decoder, asked, cancel_one)
 
     assert set(found) == {f"r{at}" for at in range(1, 8, 2)}
-    for name, ours in found.items():
-        theirs = expected[name]
-        assert isinstance(ours, SampleOutput)
-        assert isinstance(theirs, SampleOutput)
-        assert_same(ours, theirs)
+    assert_all_same(expected, found)
 
 
 def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) -> None:
@@ -209,7 +188,6 @@ def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) 
 
     for each in loud:
         assert found[each.id] == Failure("The model's log-probabilities are not finite.", "user")
-    assert isinstance(found["mine"], SampleOutput)
     assert_same(found["mine"], alone)
 
 

@@ -75,13 +75,6 @@ def test_a_stop_token_stays_in_the_output(decoder: EngineDecoder) -> None:
     np.testing.assert_array_equal(found.tokens, unstopped[: first + 1])
 
 
-def test_without_stops_a_sample_continues_to_max_tokens(decoder: EngineDecoder) -> None:
-    found = output(decoder, request("m", PROMPT, RUN, max_tokens=30)).sequences[0]
-
-    assert found.stop_reason == "length"
-    assert len(found.tokens) == len(found.logprobs) == 30
-
-
 def test_a_stop_string_across_tokens_ends_with_its_last_token(engine: Engine) -> None:
     decoder = engine.decoder(
         no_weights, kv_tokens=2048, text=lambda tokens: "".join(f"<{t}>" for t in tokens)
@@ -115,8 +108,10 @@ def test_a_stop_string_may_begin_with_the_space_after_the_prompt(engine: Engine)
     assert found.sequences[0].tokens.tolist() == first.tokens.tolist()
 
 
-@pytest.mark.parametrize("max_tokens", [0, 1])
-def test_few_or_no_tokens_may_be_requested(decoder: EngineDecoder, max_tokens: int) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 1, 30])
+def test_a_sample_without_a_stop_has_the_requested_number_of_tokens(
+    decoder: EngineDecoder, max_tokens: int
+) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=max_tokens, num_samples=2, topk_sample_logprobs=3)
     found = output(decoder, mine)
 

@@ -6,15 +6,14 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.slot_pool import slot_layout
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, plan_layout
 from tests.support.decoding import (
     RUNS,
-    VOCAB,
+    Result,
+    assert_all_same,
     assert_nothing_is_held,
-    assert_same,
     decoder_of,
     finish,
     neighbours,
@@ -40,11 +39,7 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
     found = finish(tight, requests)
 
     assert tight.preemptions > 5
-    for name, expected in roomy.items():
-        ours = found[name]
-        assert isinstance(ours, SampleOutput)
-        assert isinstance(expected, SampleOutput)
-        assert_same(ours, expected)
+    assert_all_same(found, roomy)
 
 
 def test_other_tenants_change_no_bit_while_pages_are_preempted(new_engine: NewEngine) -> None:
@@ -64,16 +59,13 @@ def test_other_tenants_change_no_bit_while_pages_are_preempted(new_engine: NewEn
 
     for each in requests[:5]:
         tight.add(each)
-    together: dict[str, object] = {}
+    together: dict[str, Result] = {}
     for _ in range(24):
         together.update(tight.step().finished)
     together.update(finish(tight, requests[5:]))
 
     assert tight.preemptions > 5
-    for name, expected in alone.items():
-        found = together[name]
-        assert isinstance(found, SampleOutput)
-        assert_same(found, expected)
+    assert_all_same(together, alone)
 
 
 def test_earlier_contents_of_memory_change_no_result(new_engine: NewEngine) -> None:
@@ -93,11 +85,7 @@ def test_earlier_contents_of_memory_change_no_result(new_engine: NewEngine) -> N
 
     found = finish(decoder, requests)
 
-    for name, output_before in expected.items():
-        ours = found[name]
-        assert isinstance(ours, SampleOutput)
-        assert isinstance(output_before, SampleOutput)
-        assert_same(ours, output_before)
+    assert_all_same(found, expected)
 
 
 def test_a_newcomer_next_to_long_sequences_needs_two_more_steps(new_engine: NewEngine) -> None:
@@ -169,7 +157,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine)
     shared = decoder()
     for each in heavy:
         shared.add(each)
-    found: dict[str, object] = {}
+    found: dict[str, Result] = {}
     for each in light:
         for _ in range(3):
             found.update(shared.step().finished)
@@ -183,10 +171,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine)
     found.update(finish(shared, []))
 
     assert len(found) == len(light) + len(heavy)
-    for name, expected in alone.items():
-        ours = found[name]
-        assert isinstance(ours, SampleOutput)
-        assert_same(ours, expected)
+    assert_all_same(found, alone)
 
 
 def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: NewEngine) -> None:
@@ -209,25 +194,6 @@ def test_weights_that_wait_for_a_slot_are_not_loaded_at_every_step(new_engine: N
 
     assert set(found) == set(tenants)
     assert len(loads) <= 2 * len(tenants)  # once for the rank, once for the slot
-
-
-def test_eighty_requests_finish_in_memory_for_sixteen(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    weights = trained_weights(engine)
-    keys = [None, *RUNS]
-    decoder = decoder_of(engine, weights, kv_tokens=16 * 16 * 3)  # 16 sequences of three pages
-    rng = np.random.default_rng(0)
-    requests = [
-        request(f"r{at}", rng.integers(0, VOCAB, 20), keys[at % 8], max_tokens=20, seed=at)
-        for at in range(80)
-    ]
-
-    found = finish(decoder, requests)
-
-    assert len(found) == 80
-    for result in found.values():
-        assert isinstance(result, SampleOutput)
-        assert len(result.sequences[0].tokens) == 20
 
 
 def test_the_oldest_request_is_never_preempted(new_engine: NewEngine) -> None:

@@ -26,9 +26,10 @@ from cotrain_workers.engine.model.fused_layers import (
     silu_gate,
 )
 from cotrain_workers.engine.model.kept_norm import KeptNorm
-from cotrain_workers.engine.ops import OptimStep, Pass, PassOutput
+from cotrain_workers.engine.ops import OptimStep, Pass
 from tests.support.decoding import finish, request, trained_weights
 from tests.support.families import first_of_a_kind
+from tests.support.open_passes import assert_same_outputs
 from tests.support.tiny_models import FAMILIES, MORE
 from tests.support.training import MIX, NewEngine, relative_error
 
@@ -82,11 +83,7 @@ def test_every_family_has_kernels_for_its_norms_and_rotations(
     assert ran["norm"] > 0
     assert ran["turn"] > 0
     assert ran["gate"] == 0  # as transformers computes it, or inside products
-    for key, output in ours.items():
-        other = theirs[key]
-        if isinstance(output, PassOutput):
-            assert isinstance(other, PassOutput)
-            assert all(map(np.array_equal, output.logprobs, other.logprobs))
+    assert_same_outputs(dict(ours), dict(theirs))
     for tenant in MIX:  # fp32; the three gradients of a residual are added in another order
         grads = [engine.adapters.state(tenant.run).grads for engine in (fused, plain)]
         assert relative_error(*grads) < 1e-6, tenant.run
@@ -104,11 +101,7 @@ def test_kernels_change_no_result_of_other_families(
     ops = [create, replace(trained, needs_grad=False)]
     ours, theirs = (engine.run(ops).outputs for engine in (fused, plain))
 
-    for key, output in ours.items():
-        other = theirs[key]
-        if isinstance(output, PassOutput):
-            assert isinstance(other, PassOutput)
-            assert all(map(np.array_equal, output.logprobs, other.logprobs))
+    assert_same_outputs(dict(ours), dict(theirs))
 
 
 def test_the_decoder_uses_the_kernels(new_engine: NewEngine, ran: Counter[str]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from cotrain_workers.engine.ops import Create, Failure, OptimStep, Pass, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
+from tests.support.draws import variant
 from tests.support.training import NewEngine, random_datum
 
 SPEC = AdapterSpec(4, seed=0)
@@ -58,8 +59,15 @@ def test_a_rewarded_impossible_sample_trains_like_one_at_the_bound(
     assert grads[0].any()
 
 
-@pytest.mark.parametrize(("then", "fails"), [(-5.0, False), (-40.0, False), (-60.0, True)])
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize(
+    ("loss_fn", "then", "fails"),
+    [
+        ("importance_sampling", -40.0, False),
+        ("ppo", -60.0, True),
+        *(variant("ppo", then, False) for then in (-5.0, -40.0)),
+        *(variant("importance_sampling", then, then == -60.0) for then in (-5.0, -60.0)),
+    ],
+)
 def test_after_a_huge_ratio_every_weight_still_trains(
     new_engine: NewEngine, loss_fn: str, then: float, fails: bool
 ) -> None:

@@ -113,18 +113,6 @@ def test_a_pass_split_anywhere_has_the_bits_of_the_whole(
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-def test_a_gradient_of_split_and_whole_passes_has_the_same_sum(new_engine: NewEngine) -> None:
-    """It sums one earlier pass, two split ones, and one that runs whole after them."""
-    divided, whole = two_engines(new_engine)
-    ops = [a_pass(4), a_pass(5), a_pass(6)]
-    left: list[Op] = list(ops)
-    while left:
-        out = one_cycle(divided, left, a4=20, a5=30)
-        left = [op for op in left if (op.run, op.seq) not in out.outputs]
-    whole.run(ops)
-    assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
-
-
 @pytest.mark.parametrize("reference", [AdapterSpec(3, seed=21), None])
 def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(
     new_engine: NewEngine, reference: AdapterSpec | None

@@ -21,12 +21,12 @@ from cotrain_workers.engine.ops import (
     OptimStep,
     Pass,
     ReverseKl,
-    ReverseKlOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.reverse_kl import KlHead, Referred
 from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
+from tests.support.open_passes import assert_same_output
 from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, same_bits
 
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
@@ -40,11 +40,8 @@ def op_of(
 
 def assert_same_answers(run: str, mixed: CycleOutput, alone: CycleOutput) -> None:
     for (owner, seq), expected in alone.outputs.items():
-        if owner == run and isinstance(expected, ReverseKlOutput):
-            answer = found(mixed.outputs[run, seq])
-            assert (answer.loss_sum, answer.kl_sum) == (expected.loss_sum, expected.kl_sum)
-            for ours, theirs in zip(answer.losses, expected.losses, strict=True):
-                np.testing.assert_array_equal(ours, theirs, strict=True)
+        if owner == run:
+            assert_same_output(mixed.outputs[run, seq], expected)
 
 
 @pytest.mark.parametrize(

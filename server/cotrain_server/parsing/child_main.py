@@ -1,0 +1,47 @@
+"""Program of a child process that parses: `python -m cotrain_server.parsing.child_main`.
+
+It imports little, so that several start quickly for a burst. The modules of a call are imported with its function.
+"""
+
+import os
+import pickle
+import resource
+import signal
+import sys
+
+import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
+from cotrain_server.errors import BodyTooLarge
+
+#: Limit on address space, part of which is for libraries. The largest accepted JSON takes 0.6 GB.
+MAX_BYTES = 2 * 1024**3
+TOO_LARGE = "The request body takes too much memory to read. Send it in several requests."
+
+
+def main() -> None:
+    """Answer calls until the parent closes the pipe."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    max_cpu_s = float(sys.argv[1])
+    os.nice(10)  # so that heartbeats do not wait for bodies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    calls, answers = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr  # printed output must not reach the pipe of answers
+    while True:
+        try:
+            work, args = pickle.load(calls)  # noqa: S301  # of the same program
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF kills this process
+        try:
+            answer = True, work(*args)
+        except MemoryError:
+            answer = False, BodyTooLarge(TOO_LARGE)
+        except Exception as error:  # noqa: BLE001  # its caller is in the other process
+            answer = False, error
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+        del work, args, answer
+
+
+if __name__ == "__main__":
+    main()
