@@ -60,7 +60,7 @@ def fill(connection: SyncConnection, now: float) -> None:
             for key in (tenant_keys.training_runs(tenant), tenant_keys.all_training_runs()):
                 pipeline.zadd(key, {run: at})
             points = [
-                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1)
+                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1, *[0.0] * 9)
                 for n in (1, 2)
             ]
             pipeline.rpush(run_keys.steps(run), *points)
