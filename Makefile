@@ -18,7 +18,7 @@ COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu
 .PHONY: help install hashes pin-images demo test test-variants test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## Create .venv with all dependencies
 
@@ -115,9 +115,8 @@ mutants: $(INSTALLED) ## Check that the fault suite detects each of the delibera
 
 compatibility: $(INSTALLED) ## Measure every published SDK version and other programs, and write docs/reference/compatibility.md
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/sdks.sh all
-	$(BIN)/python -m tests.conformance.scoreboard
 	PATH="$(CURDIR)/$(BIN):$$PATH" tests/conformance/programs/install.sh
-	$(BIN)/python -m tests.conformance.programs
+	$(BIN)/python -m tests.conformance.scoreboard
 
 lint: $(INSTALLED) ## Check style, types and import rules
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from bench.load.null_worker import POOL
 from bench.load.waiting import until_held
 from bench.support.options import Options
 from bench.support.report import Report, table
+from bench.support.serving import datum
 from bench.support.timing import alternate, measure, median_ratio
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.pass_codec import PROTOBUF
@@ -58,43 +60,33 @@ TABLE = {
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all ways in both shapes."""
     os.environ["TINKER_TELEMETRY"] = "0"
+    rows, rounds = report.setdefault("rows", {}), report.setdefault("rounds", {})
     with local_server() as server, ExitStack() as stack:
-        server.start_scheduler()
-        server.start_worker()
-        server.start_api(list(KEYS.values()))
+        server.start(list(KEYS.values()))
         url = "http://{}:{}".format(*server.address)
         asyncio.run(until_held(server, 0))  # the API is up
         ways = {
             name: stack.enter_context(way(url, KEYS[name], args.tokens))
             for name, way in {"httpx": plain, "cotrain": ours, "tinker": official}.items()
         }
-        rows, rounds = report.setdefault("rows", {}), report.setdefault("rounds", {})
         for shape, depth in (("alone", 1), ("many", args.depth)):
             costs = {
                 name: partial(cost_of, way, args.requests, depth) for name, way in ways.items()
             }
             found = alternate(costs, args.rounds)
-            rows[shape] = summary(found)
-            rounds[shape] = found
-    print(
-        table(
-            [
-                {"requests": shape, "client": name, **row}
-                for shape in rows
-                for name, row in rows[shape].items()
-            ],
-            TABLE,
-        )
-    )
+            rows[shape], rounds[shape] = summary(found), found
+    shown = [
+        {"requests": shape, "client": name, **row}
+        for shape, found in rows.items()
+        for name, row in found.items()
+    ]
+    print(table(shown, TABLE))
 
 
 def cost_of(way: Way, requests: int, depth: int) -> dict[str, float]:
     """Return the cost per request of one way in ms."""
     took = measure(partial(way, requests, depth))
-    return {
-        "wall_ms": 1000 * took.wall_s / requests,
-        "cpu_ms": 1000 * took.cpu_s / requests,
-    }
+    return {"wall_ms": 1000 * took.wall_s / requests, "cpu_ms": 1000 * took.cpu_s / requests}
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
@@ -128,33 +120,23 @@ def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
     lora = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model,
             "lora_config": {"rank": 4}}  # fmt: skip
     run = loop.run_until_complete(http.post("create_model", json=lora)).json()["model_id"]
-    sent = 0
+    seqs = itertools.count(1)
+    accept = {"Accept": PROTOBUF}
 
-    async def ask(seq: int) -> None:
-        headers = {"Content-Type": PROTOBUF}
-        accepted = await http.post(
-            "forward_backward", content=pass_body(run, seq, tokens), headers=headers
-        )
-        asked = {"request_id": accepted.json()["request_id"]}
-        accept = {"Accept": PROTOBUF}
-        while (await http.post("retrieve_future", json=asked, headers=accept)).status_code == 408:
-            pass
+    async def ask(free: asyncio.Semaphore, seq: int) -> None:
+        async with free:
+            body = pass_body(run, seq, tokens)
+            headers = {"Content-Type": PROTOBUF}
+            accepted = await http.post("forward_backward", content=body, headers=headers)
+            asked = {"request_id": accepted.json()["request_id"]}
+            while (
+                await http.post("retrieve_future", json=asked, headers=accept)
+            ).status_code == 408:
+                pass
 
     async def ask_all(count: int, depth: int) -> None:
-        nonlocal sent
         free = asyncio.Semaphore(depth)
-
-        async def one(seq: int) -> None:
-            try:
-                await ask(seq)
-            finally:
-                free.release()
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(count):
-                await free.acquire()
-                sent += 1
-                group.create_task(one(sent))
+        await asyncio.gather(*(ask(free, next(seqs)) for _ in range(count)))
 
     yield lambda count, depth: loop.run_until_complete(ask_all(count, depth))
     loop.run_until_complete(http.aclose())
@@ -167,9 +149,9 @@ def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
     with ServiceClient(url, key) as service:
         run = service.create_lora_training_client(POOL.base_model, rank=4)
         inputs: Any = {"target_tokens": [0] * tokens, "weights": [0.0] * tokens}
-        datum = Datum(model_input=ModelInput.from_ints([0] * tokens), loss_fn_inputs=inputs)
+        data = [Datum(model_input=ModelInput.from_ints([0] * tokens), loss_fn_inputs=inputs)]
         yield lambda count, depth: keep_flying(
-            count, depth, lambda: run.forward_backward([datum], "cross_entropy")
+            count, depth, lambda: run.forward_backward(data, "cross_entropy")
         )
 
 
@@ -180,15 +162,9 @@ def official(url: str, key: str, tokens: int) -> Iterator[Way]:
 
     service = tinker.ServiceClient(base_url=url, api_key=key)
     run = service.create_lora_training_client(base_model=POOL.base_model, rank=4).result()
-    datum = tinker.Datum(
-        model_input=tinker.ModelInput.from_ints([0] * tokens),
-        loss_fn_inputs={
-            "target_tokens": tinker.TensorData(data=[0] * tokens, dtype="int64", shape=[tokens]),
-            "weights": tinker.TensorData(data=[0.0] * tokens, dtype="float32", shape=[tokens]),
-        },
-    )
+    data = [datum([0] * (tokens + 1), tinker)]
     yield lambda count, depth: keep_flying(
-        count, depth, lambda: run.forward_backward([datum], "cross_entropy")
+        count, depth, lambda: run.forward_backward(data, "cross_entropy")
     )
     service.close("success")
 

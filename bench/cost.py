@@ -15,18 +15,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from math import prod
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device
+from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.options import Options
 from bench.support.report import Report
@@ -58,8 +55,7 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Cost of one layer, of everything outside the layers, or of a whole model."""
 
     launches: float
@@ -68,15 +64,9 @@ class Cost:
     seconds_flash_3: float  # with FlashAttention 3
     kept_bytes: float = 0.0  # increase at the peak
 
-    def minus(self, other: Cost) -> Cost:
-        return Cost(
-            *(a - b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True))
-        )
-
     def with_layers(self, layer: Cost, layers: int) -> Cost:
-        """Return the cost of a model with `layers` layers, given the cost outside of them."""
-        both = zip(asdict(self).values(), asdict(layer).values(), strict=True)
-        return Cost(*(a + layers * b for a, b in both))
+        """Return the cost with `layers` more layers; -1 takes one away."""
+        return Cost(*(a + layers * b for a, b in zip(self, layer, strict=True)))
 
 
 def flops(launch: Launch) -> float:
@@ -121,7 +111,7 @@ def seconds(launch: Launch, flash: float = FLASH_FLOPS) -> float:
 
 
 def cost_of(log: LaunchLog) -> Cost:
-    return replace(cost_of_launches(log.launches), kept_bytes=log.peak)
+    return cost_of_launches(log.launches)._replace(kept_bytes=log.peak)
 
 
 def cost_of_launches(launches: Sequence[Launch]) -> Cost:
@@ -141,7 +131,9 @@ def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Co
         own = {name: [each for each in log.launches if each.name == name] for name in names}
         both.append({name: cost_of_launches(launches) for name, launches in own.items()})
     none = Cost(0, 0, 0, 0)
-    layer = {name: found.minus(both[0].get(name, none)) for name, found in both[1].items()}
+    layer = {
+        name: found.with_layers(both[0].get(name, none), -1) for name, found in both[1].items()
+    }
     outside = {name: both[0][name].with_layers(layer[name], -LAYERS[0]) for name in both[0]}
     return dearest_first(layer), dearest_first(outside)
 
@@ -219,16 +211,13 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
         own = argparse.Namespace(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         costs = [cost_of(fake.log) for fake in (one, two)]
-        layer = costs[1].minus(costs[0])
+        layer = costs[1].with_layers(costs[0], -1)
         outside = costs[0].with_layers(layer, -LAYERS[0])
         whole = outside.with_layers(layer, shape.layers)
         adam = cost_of(step.log)
         yield {
-            "what": "train",
-            "size": size,
-            "lora": name,
-            "tenants": settings.tenants,
-            "length": settings.length,
+            **{"what": "train", "size": size, "lora": name},
+            **{"tenants": settings.tenants, "length": settings.length},
             "launches_per_layer": layer.launches,
             "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
             "kept_kb_per_token_and_layer": layer.kept_bytes / tokens / 1e3,
@@ -252,14 +241,11 @@ def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
     head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
     one, two = (decode(shape, layers, own) for layers in LAYERS)
     costs = [cost_of(fake.log) for fake in (one, two)]
-    layer = costs[1].minus(costs[0])
+    layer = costs[1].with_layers(costs[0], -1)
     each = fake_cuda.counts(two.log.launches)
     each.subtract(fake_cuda.counts(one.log.launches))
     yield {
-        "what": "decode",
-        "size": size,
-        "rows": settings.rows,
-        "adapters": settings.adapters,
+        **{"what": "decode", "size": size, "rows": settings.rows, "adapters": settings.adapters},
         "launches_per_layer": layer.launches,
         "mb_per_layer": layer.bytes / 1e6,
         "host_reads": reads_of(shape, one, two),
@@ -276,29 +262,26 @@ def reads_of(shape: Shape, one: FakeEngine, two: FakeEngine) -> int:
 
 
 def run(settings: argparse.Namespace, _: Report) -> int:
-    """Count in a process of its own, with the device preloaded, and print the counts."""
-    if "fake-cuda" not in os.environ.get("LD_PRELOAD", ""):
-        ran = fake_cuda.preloaded("bench", sys.argv[1:])
-        print(ran.stdout, end="")
-        print(ran.stderr, end="", file=sys.stderr)
-        return ran.returncode
+    """Count, and print the counts."""
+    return run_on_fake_cuda(lambda: count(settings))
+
+
+def count(settings: argparse.Namespace) -> None:
+    """Print the counts of each size."""
     rows = [row for size in settings.sizes for row in report(size, settings)]
     if settings.json:
         print(json.dumps(rows))
-        return 0
+        return
     for row in rows:
         each = {name: value for name, value in row.items() if not name.startswith("ops")}
         print("  ".join(f"{name} {show(value)}" for name, value in each.items()))
         for name in ("ops", "ops_outside") if settings.ops and "lora" in row else ():
             for op, found in row[name].items():
                 print(f"  {name:12} {op:32}" + "".join(f"{value:10.3f}" for value in found))
-    return 0
 
 
 def show(value: object) -> str:
     """Return a number with its significant digits."""
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and value < 1e4
-        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"

@@ -70,16 +70,11 @@ class Bench:
 
     def requests(self, batch: int, adapters: int) -> list[SampleRequest]:
         """Return requests over `adapters` adapters (0: the base alone), sorted by adapter."""
-        return [
-            request(
-                str(at),
-                self.prompt(),
-                f"t{at * min(adapters, batch) // batch}" if adapters else None,
-                temperature=0.0,
-                max_tokens=NEW_TOKENS[self.device],
-            )
-            for at in range(batch)
+        names = [
+            f"t{at * min(adapters, batch) // batch}" if adapters else None for at in range(batch)
         ]
+        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS[self.device]}
+        return [request(str(at), self.prompt(), name, **options) for at, name in enumerate(names)]
 
     def prompt(self) -> np.ndarray:
         return self.rng.integers(0, self.engine.facts.vocab_size, PROMPT[self.device])
@@ -106,14 +101,11 @@ class Bench:
                 self.network.set_adapter("default" if at == 0 else f"t{at}")
                 ids = np.stack([self.prompt() for _ in range(batch // groups)])
                 tokens = torch.from_numpy(ids).to(self.device)
+                count = NEW_TOKENS[self.device]
                 self.network.generate(
-                    input_ids=tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    do_sample=False,
-                    max_new_tokens=NEW_TOKENS[self.device],
-                    min_new_tokens=NEW_TOKENS[self.device],
-                    pad_token_id=0,
-                )
+                    input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
+                    max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
+                )  # fmt: skip
 
         return work
 
@@ -140,22 +132,20 @@ def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[di
     bench = load(folder, size, args.device)
     for batch in args.batches:
         ways = {
-            "base": bench.decode(batch, 0),
-            "one": bench.decode(batch, 1),
-            "many": bench.decode(batch, ADAPTERS),
-            "generate_one": bench.generate(batch, 1),
-            "generate_many": bench.generate(batch, ADAPTERS),
-        }
+            "base": bench.decode(batch, 0), "one": bench.decode(batch, 1), "many": bench.decode(batch, ADAPTERS),
+            "generate_one": bench.generate(batch, 1), "generate_many": bench.generate(batch, ADAPTERS),
+        }  # fmt: skip
         timed_ways = {name: partial(timed, way, args.device) for name, way in ways.items()}
         took = alternate(timed_ways, args.rounds)
         median = {name: statistics.median(times) for name, times in took.items()}
         tokens = batch * NEW_TOKENS[args.device]
         row: dict[str, Any] = {"size": size, "batch": batch, "adapters": min(batch, ADAPTERS)}
         row |= {f"{name}_tokens_per_s": tokens / median[name] for name in ways}
-        row["many_over_one"] = median["many"] / median["one"]
-        row["many_over_base"] = median["many"] / median["base"]
-        row["times_generate_one"] = median["generate_one"] / median["one"]
-        row["times_generate_many"] = median["generate_many"] / median["many"]
+        row |= {
+            "many_over_one": median["many"] / median["one"], "many_over_base": median["many"] / median["base"],
+            "times_generate_one": median["generate_one"] / median["one"],
+            "times_generate_many": median["generate_many"] / median["many"],
+        }  # fmt: skip
         yield show(row)
         if row["many_over_one"] > TARGET_RATIO:
             print(f"  above the target: {ADAPTERS} adapters at most {TARGET_RATIO} times one")
@@ -202,12 +192,8 @@ def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     slot_bytes = dtype.itemsize * slot_layout(engine.targets, CEILING_RANK).size
     tokens = batch * (CEILING_CONTEXT + CEILING_STEPS + 512)
-    decoder = engine.decoder(
-        weights.__getitem__,
-        kv_tokens=tokens,
-        text=None,
-        weights_bytes=(adapters + ZERO_SLOTS) * slot_bytes,
-    )
+    room = (adapters + ZERO_SLOTS) * slot_bytes
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None, weights_bytes=room)
     rng = np.random.default_rng(0)
     for at in range(batch):
         prompt = rng.integers(0, engine.facts.vocab_size, CEILING_CONTEXT)
@@ -233,20 +219,12 @@ def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     median = statistics.median(took[True])
     return show(
         {
-            "size": size,
-            "batch": batch,
-            "context": CEILING_CONTEXT,
-            "adapters": adapters,
-            "rank": CEILING_RANK,
-            "tokens_per_s": batch / median,
-            "step_ms": median * 1e3,
-            "step_ms_one_after_the_other": statistics.median(took[False]) * 1e3,
-            "possible_ms": possible * 1e3,
-            "of_ceiling": possible / median,
-            "bandwidth_tb_s": bandwidth / 1e12,
-            "graphs": graph_report(decoder),
+            "size": size, "batch": batch, "context": CEILING_CONTEXT, "adapters": adapters, "rank": CEILING_RANK,
+            "tokens_per_s": batch / median, "step_ms": median * 1e3,
+            "step_ms_one_after_the_other": statistics.median(took[False]) * 1e3, "possible_ms": possible * 1e3,
+            "of_ceiling": possible / median, "bandwidth_tb_s": bandwidth / 1e12, "graphs": graph_report(decoder),
         }
-    )
+    )  # fmt: skip
 
 
 def steps(decoder: EngineDecoder, batch: int) -> None:

@@ -6,7 +6,7 @@ It needs torch, transformers, peft, safetensors and numpy, and no package of our
 with random weights. Ways are timed in alternation, and the minimum counts. Parts:
 
 * `tenants`: the same tokens shared by 1 to 64 tenants, next to the roofline
-* `memory`: bytes against the formulas
+* `memory`: bytes against the formulas, on a GPU
 * `phases`: a cycle by phase
 * `by_hand`: comparison with PEFT
 """
@@ -18,24 +18,24 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.cycle.by_hand import forget, measure_by_hand
-from bench.cycle.load import RANK
+from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.cycle.memory import measure_memory
 from bench.cycle.phases import measure_phases
 from bench.cycle.presets import PRESETS, TABLES, Preset
-from bench.cycle.tenants import beside_ceiling, measure_tenants
-from bench.cycle.verdict import judge, judge_order
 from bench.support.model import SHAPES, build
 from bench.support.options import DEVICE, Choice, Options, Some, names
 from bench.support.report import Report, show, table
-from bench.support.roofline import adapter_bytes, measure_rates
+from bench.support.roofline import Rates, adapter_bytes, ceiling, measure_rates
+from bench.support.timing import Work, fastest
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import CycleOutput
 
 #: Figures of a profiled cycle next to its phases.
 COUNTS = ("wall_ms", "profiled_ms", "ops", "launches", "waits")
@@ -100,51 +100,34 @@ class Bench:
 
     def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
         """Measure and yield one part after the other while time is left."""
-        device, asked = self.args.device, self.args.parts
+        device, asked, rounds = self.args.device, self.args.parts, self.args.rounds
+        backends: list[str] = self.args.lora_backend
         # On a CPU, engines of two backends are loaded together, so that they alternate, too.
-        together = (
-            [self.args.lora_backend] if device == "cpu" else [[b] for b in self.args.lora_backend]
-        )
+        together = [backends] if device == "cpu" else [[backend] for backend in backends]
         kept_tokens: int | None = None
-        for backends in together:
-            engines = {backend: self.engine(model, backend) for backend in backends}
+        for names_of_some in together:
+            engines = {backend: self.engine(model, backend) for backend in names_of_some}
             yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
             if "tenants" in asked:
                 for load in self.preset.loads:
-                    yield (
-                        "tenants",
-                        measure_tenants(
-                            engines,
-                            load,
-                            device,
-                            rounds=self.args.rounds,
-                            until=self.until("tenants", len(together) * len(self.preset.loads)),
-                        ),
-                    )
-            engine = engines[backends[0]]
+                    until = self.until("tenants", len(together) * len(self.preset.loads))
+                    yield "tenants", measure_tenants(engines, load, device, rounds, until)
+            engine = engines[names_of_some[0]]
             # An engine loaded next to PEFT would measure the memory that PEFT leaves on the device.
             if device == "cuda" and kept_tokens is None and not engine.recomputes:
                 kept_tokens = engine.facts.numerics.micro_batch_tokens
             if "phases" in asked and self.has_time():
-                yield "phases", list(self.phases(engine, backends[0]))
-            if "memory" in asked and self.has_time():
-                yield "memory", [measure_memory(engine, size, self.dtype, device)]
+                yield "phases", list(self.phases(engine, names_of_some[0]))
+            if "memory" in asked and device == "cuda" and self.has_time():
+                yield "memory", [measure_memory(engine, size, self.dtype)]
             del engine, engines
             forget(device)
         if "by_hand" in asked and self.has_time():
-            yield (
-                "by_hand",
-                measure_by_hand(
-                    model,
-                    lambda: self.engine(model, self.args.lora_backend[0], kept_tokens),
-                    self.preset.by_hand,
-                    dtype=self.dtype,
-                    device=device,
-                    mixed_tokens=self.preset.mixed_tokens,
-                    rounds=self.args.rounds,
-                    until=self.until("by_hand"),
-                ),
-            )
+            rows = measure_by_hand(
+                model, lambda: self.engine(model, backends[0], kept_tokens), self.preset.by_hand, dtype=self.dtype,
+                device=device, mixed_tokens=self.preset.mixed_tokens, rounds=rounds, until=self.until("by_hand"),
+            )  # fmt: skip
+            yield "by_hand", rows
 
     def phases(self, engine: Engine, backend: str) -> Iterator[dict[str, Any]]:
         """Profile the smallest and the largest number of tenants of every load."""
@@ -194,13 +177,51 @@ def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
     parts["rates"] = dataclasses.asdict(rates)
     parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
     report["load_at_end"] = os.getloadavg()
+    rows = [*parts["tenants"], *parts.get("by_hand", [])]
     parts["verdicts"] = [
-        judge(target, *(parts.get(name, []) for name in ("tenants", "by_hand", "phases")))
-        for target in bench.preset.targets
+        each for target in bench.preset.targets() for each in target.verdicts(rows)
     ]
-    parts["order"] = judge_order(parts["tenants"])
     report.write()
     print_size(size, parts)
+
+
+def measure_tenants(
+    engines: Mapping[str, Engine], load: Load, device: str, rounds: int, until: float
+) -> list[dict[str, Any]]:
+    """Time cycles of every LoRA backend and number of tenants in alternation; many and one have equal tokens."""
+    forwards: dict[tuple[str, int], int] = {}
+
+    def counted(work: Callable[[], CycleOutput], key: tuple[str, int]) -> Work:
+        def run() -> None:
+            forwards[key] = work().forwards
+
+        return run
+
+    ways: dict[tuple[str, int], Work] = {}
+    for backend, engine in engines.items():
+        create_runs(engine, max(load.tenants))
+        for tenants in load.tenants:
+            ways[backend, tenants] = counted(cycle(engine, load, tenants), (backend, tenants))
+    took = fastest(ways, device, rounds=rounds, until=until)
+    rows = []
+    for (backend, tenants), best in took.items():
+        one = took[backend, min(load.tenants)]
+        row = {
+            "backend": backend, "tenants": tenants, "length": load.length, "tokens": load.tokens,
+            "forwards": forwards[backend, tenants], "wall_s": best.wall_s, "cpu_s": best.cpu_s,
+            "tokens_per_s": load.tokens / best.wall_s, "many_over_one": best.wall_s / one.wall_s,
+            "many_over_one_cpu": best.cpu_s / one.cpu_s,
+        }  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:
+    """Return a row with the ceiling of the machine and the reached share of it."""
+    possible = ceiling(
+        SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"]
+    )
+    return row | {"ceiling_tokens_per_s": possible, "of_ceiling": row["tokens_per_s"] / possible}
 
 
 def print_size(size: str, parts: dict[str, Any]) -> None:
@@ -214,7 +235,7 @@ def print_size(size: str, parts: dict[str, Any]) -> None:
             print(f"\n{name}\n{table(parts[name], formats)}")
     if parts.get("phases"):
         print(f"\nphases\n{phase_table(parts['phases'])}")
-    print("\n" + "\n".join([*parts["verdicts"], *parts["order"]]), flush=True)
+    print("\n" + "\n".join(parts["verdicts"]), flush=True)
 
 
 def phase_table(rows: Sequence[dict[str, Any]]) -> str:

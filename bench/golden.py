@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import hashlib
 import io
+import itertools
 import json
 import random
 import tarfile
@@ -35,6 +36,9 @@ RUNS = (
     (32, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
 )
 AGAIN = {408, 429, 503}
+ADAM = {
+    "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0,
+}  # fmt: skip
 
 OPTIONS: Options = {
     "base_url": "http://127.0.0.1:8000", "api_key": (str, "of any tenant"), "base_model": "tiny",
@@ -60,10 +64,9 @@ class Server:
     async def result(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return its result."""
         request = (await self.post(route, body))["request_id"]
-        while (told := await self.post("retrieve_future", {"request_id": request})).get(
-            "type"
-        ) == "try_again":
-            pass
+        told = {"type": "try_again"}
+        while told.get("type") == "try_again":
+            told = await self.post("retrieve_future", {"request_id": request})
         if "error" in told:
             raise SystemExit(f"{route}: {told['error']}")
         return told
@@ -119,23 +122,17 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
     """Train one run and return digests of its responses by name."""
     rank, targets, loss = RUNS[number]
     draw = random.Random(number)
-    session = (await server.post("create_session", {"tags": [], "sdk_version": "golden"}))[
-        "session_id"
-    ]
-    lora = {"rank": rank, "seed": number, **targets}
+    opened = await server.post("create_session", {"tags": [], "sdk_version": "golden"})
+    session = opened["session_id"]
     create = {
-        "session_id": session,
-        "model_seq_id": 0,
-        "base_model": base_model,
-        "lora_config": lora,
-    }
+        "session_id": session, "model_seq_id": 0, "base_model": base_model,
+        "lora_config": {"rank": rank, "seed": number, **targets},
+    }  # fmt: skip
     run = (await server.result("create_model", create))["model_id"]
-    seq = 0
+    seqs = itertools.count(1)
 
     def ask(route: str, **body: object) -> asyncio.Task[dict[str, Any]]:
-        nonlocal seq
-        seq += 1
-        asked = {"model_id": run, "seq_id": seq, **body}
+        asked = {"model_id": run, "seq_id": next(seqs), **body}
         return asyncio.create_task(server.result(route, asked))
 
     def a_pass(route: str) -> asyncio.Task[dict[str, Any]]:
@@ -151,12 +148,8 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
 
     async def steps(name: str) -> None:
         for step in range(STEPS):
-            adam = {
-                "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-                "weight_decay": 0.01, "grad_clip_norm": 1.0,
-            }  # fmt: skip
-            passes = [a_pass("forward_backward"), a_pass("forward_backward"), a_pass("forward")]
-            await note(f"{name} {step}", *passes, ask("optim_step", adam_params=adam))
+            passes = [a_pass(each) for each in ("forward_backward", "forward_backward", "forward")]
+            await note(f"{name} {step}", *passes, ask("optim_step", adam_params=ADAM))
 
     await steps("step")
     (saved,) = await note("save", ask("save_weights", path="golden"))
@@ -183,10 +176,8 @@ async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]
     """Train all runs concurrently and return digests by request."""
     headers = {"X-API-Key": api_key, "Accept": "application/json"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=120) as http:
-        server = Server(http)
-        each = await asyncio.gather(
-            *(train(server, base_model, number) for number in range(len(RUNS)))
-        )
+        all_runs = (train(Server(http), base_model, number) for number in range(len(RUNS)))
+        each = await asyncio.gather(*all_runs)
     return {name: value for seen in each for name, value in seen.items()}
 
 

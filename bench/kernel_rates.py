@@ -22,11 +22,7 @@ from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
-from cotrain_workers.engine.lora.fused.fused_experts import (
-    ExpertProducts,
-    find_probes,
-    sort_rows,
-)
+from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.fused_lora import Products
 from cotrain_workers.engine.lora.fused.operators import SILU
 from cotrain_workers.engine.lora.fused.tables import A, B, make_tables, plan_groups
@@ -169,34 +165,16 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
     inner_low = last.inner_low([inner])
     ends = sorted_rows.bounds[1:, 0].contiguous()
     flops = 2.0 * len(of_rows) * width * inner_width  # of one product
-    turned, both = base.gate_up.mT, [gate, up]
+    turned, both, both_w = base.gate_up.mT, [gate, up], base.gate_and_up
+    expand, back = ops.expert_expand, ops.expert_expand_back
     took = {
         "grouped_mm_gate_up": (2, lambda: functional.grouped_mm(of_rows, turned, offs=ends)),
-        "expand_gate_up": (
-            2,
-            lambda: ops.expert_expand(of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows),
-        ),
-        "grouped_mm_down": (
-            1,
-            lambda: functional.grouped_mm(inner, base.down.mT, offs=ends),
-        ),
-        "expand_down": (
-            1,
-            lambda: ops.expert_expand(inner, [base.down], 0, inner_low, shares, *last.of_rows),
-        ),
-        "back_down": (
-            1,
-            lambda: ops.expert_expand_back(
-                [of_rows], [base.down], both, SILU, inner_low, shares, *last.of_rows
-            ),
-        ),
-        "back_gate_up": (
-            2,
-            lambda: ops.expert_expand_back(
-                both, base.gate_and_up, [], 0, low, shares, *first.of_rows
-            ),
-        ),
-    }
+        "expand_gate_up": (2, lambda: expand(of_rows, both_w, SILU, low, shares, *first.of_rows)),
+        "grouped_mm_down": (1, lambda: functional.grouped_mm(inner, base.down.mT, offs=ends)),
+        "expand_down": (1, lambda: expand(inner, [base.down], 0, inner_low, shares, *last.of_rows)),
+        "back_down": (1, lambda: back([of_rows], [base.down], both, SILU, inner_low, shares, *last.of_rows)),
+        "back_gate_up": (2, lambda: back(both, both_w, [], 0, low, shares, *first.of_rows)),
+    }  # fmt: skip
     rates = {name: count * flops / seconds(work) / 1e12 for name, (count, work) in took.items()}
     narrow: dict[str, Callable[[], object]] = {
         "sort_us": lambda: sort_rows(index, probes),
@@ -213,16 +191,20 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
     report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
     show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
-    report["rows"] = []
+    found = report["rows"] = []
     for rows in args.rows:
         for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
-            if args.size in MIXTURES:
-                row = {"rows": rows, "adapters": segments, "modules": "experts"}
-                rates = expert_rates(MIXTURES[args.size], rows, segments)
-                report["rows"].append(show(row | rates))
+            for modules, rates in rates_of_layer(args.size, rows, segments):
+                found.append(
+                    show({"rows": rows, "adapters": segments, "modules": modules, **rates})
+                )
                 report.write()
-                continue
-            for group in groups_of(SHAPES[args.size], rows, segments):
-                row = {"rows": rows, "adapters": segments, "modules": group.name}
-                report["rows"].append(show(row | rates_of(group)))
-                report.write()
+
+
+def rates_of_layer(size: str, rows: int, segments: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the rates of each group of modules of a layer, or of its experts."""
+    if size in MIXTURES:
+        yield "experts", expert_rates(MIXTURES[size], rows, segments)
+        return
+    for group in groups_of(SHAPES[size], rows, segments):
+        yield group.name, rates_of(group)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from bench.support.fake_engine import BF16, FakeEngine, on_fake_device
+from bench.support.fake_engine import BF16, FakeEngine, on_fake_device, run_on_fake_cuda
 from bench.support.model import SHAPES, Shape
 from bench.support.options import Options
 from bench.support.report import Report
@@ -28,7 +27,6 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, Pass
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.memory_model import Budget, micro_batch_bytes
-from tests.support import fake_cuda
 
 #: Tokens of the two data, and layers of the two models. More than a micro-batch of 1,024 and than one chunk of an MLP.
 LENGTHS, LAYERS, MICRO_BATCH = (16_384, 32_768), (2, 3), 1024
@@ -94,15 +92,11 @@ def rows(settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def run(settings: argparse.Namespace, _: Report) -> int:
-    """Count in a process of its own, with the device preloaded, and print the counts."""
-    if "fake-cuda" not in os.environ.get("LD_PRELOAD", ""):
-        ran = fake_cuda.preloaded("bench", sys.argv[1:])
-        print(ran.stdout, end="")
-        print(ran.stderr, end="", file=sys.stderr)
-        return ran.returncode
-    for row in rows(settings):
-        if settings.json:
-            print(json.dumps(row))
-        else:
-            print("  ".join(f"{name} {value}" for name, value in row.items()))
-    return 0
+    """Count, and print the counts."""
+
+    def count() -> None:
+        for row in rows(settings):
+            plain = "  ".join(f"{name} {value}" for name, value in row.items())
+            print(json.dumps(row) if settings.json else plain)
+
+    return run_on_fake_cuda(count)

@@ -1,11 +1,10 @@
-"""Cost of metrics and of the run history: requests, cycles, decode steps and commits with them and without.
+"""Cost of metrics: requests, cycles and decode steps with them and without.
 
-    python -m bench metrics [--parts requests,cycles,decoding,history] [--blocks 20]
+    python -m bench metrics [--parts requests,cycles,decoding] [--blocks 20]
 
 Everything but Redis runs in this process (API or log, scheduler, worker, a random model of two layers of 64), so its
 CPU time covers all the work. Wall time on a busy machine cannot resolve 3 %. Prints the time of a block with metrics
-over that without, as the median over pairs of adjacent blocks, and the duration of a scrape. A block of `history` is
-the commit of a pass and an optimizer step of eight runs, with history entries and without.
+over that without, as the median over pairs of adjacent blocks, and the duration of a scrape.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import statistics
 import tempfile
 import time
@@ -28,13 +28,10 @@ from prometheus_client.metrics import MetricWrapperBase
 from bench.support.model import build
 from bench.support.options import Options, Some
 from bench.support.report import Report, prepare_torch, show
-from bench.support.timing import Took, measure, ratios, turns
+from bench.support.timing import Took, ratios, turns
 from cotrain_scheduler.pool_clock import PoolClock
-from cotrain_store.keys import run_keys
-from cotrain_store.messages.ids import OpId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, StepEntry
+from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES, Series, WorkerMetrics
 from cotrain_workers.engine.engine import Engine
@@ -43,21 +40,13 @@ from cotrain_workers.sampling.token_times import TokenTimes
 from cotrain_workers.worker import loop
 from cotrain_workers.worker.device_time import DeviceTime
 from tests.support.decoding import request as sample
-from tests.support.http_api import Api, running_api
-from tests.support.log import open_log
+from tests.support.http_api import running_api
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import Stack, stack, worker
+from tests.support.stack import stack, worker
 
 Work = Callable[[], Awaitable[None]]
-#: Runs a block with metrics or without, and returns its times.
-Block = Callable[[bool], Awaitable[Took]]
-
-PARTS = ("requests", "cycles", "decoding", "history")
-REQUESTS, STEPS, SEQUENCES, RUNS = 200, 10, 64, 8
+REQUESTS, STEPS, SEQUENCES = 200, 10, 64
 SCRAPES = 20
-RESULT = Result.of_json({"metrics": {"loss:sum": 1.5, "grad_norm": 0.5}, "padding": "x" * 4_000})
-
-OPTIONS: Options = {"parts": Some(PARTS), "blocks": (20, "pairs of them, 2 or more")}
 
 
 def run(args: argparse.Namespace, report: Report) -> int:
@@ -75,8 +64,8 @@ def run(args: argparse.Namespace, report: Report) -> int:
 async def measure_parts(args: argparse.Namespace, report: Report) -> None:
     for name in args.parts:
         with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as folder:
-            async with PLACES[name](redis.url, Path(folder)) as block:
-                report[name] = show({"part": name, **await compare(block, args.blocks)})
+            async with PARTS[name](redis.url, Path(folder)) as work:
+                report[name] = show({"part": name, **await compare(work, args.blocks)})
 
 
 @contextlib.contextmanager
@@ -103,126 +92,65 @@ def scrape() -> None:
     print(f"one scrape of all: {1000 * took_s:.1f} ms of CPU, every 10 s {took_s / 10:.2%}")
 
 
-async def compare(block: Block, blocks: int) -> dict[str, Any]:
+async def compare(work: Work, blocks: int) -> dict[str, Any]:
     """Run blocks in alternation; return medians of their times and ratios, and the quartiles of the CPU ratios."""
-    await block(True)
+    await work()
     took: dict[bool, list[Took]] = {True: [], False: []}
     for counted in turns((True, False), blocks):
-        took[counted].append(await block(counted))
-    wall, cpu = (
+        with contextlib.nullcontext() if counted else without():
+            cpu, wall = time.process_time(), time.perf_counter()
+            await work()
+            took[counted].append(Took(time.perf_counter() - wall, time.process_time() - cpu))
+    wall_ratios, cpu_ratios = (
         ratios(*([getattr(each, kind) for each in took[counted]] for counted in (True, False)))
         for kind in ("wall_s", "cpu_s")
     )
-    low, middle, high = statistics.quantiles(cpu, n=4)
+    low, middle, high = statistics.quantiles(cpu_ratios, n=4)
     with_ms, without_ms = (
         1000 * statistics.median(each.wall_s for each in took[counted]) for counted in (True, False)
     )
     return {
-        "cpu_ratio": middle, "cpu_ratio_low": low, "cpu_ratio_high": high, "wall_ratio": statistics.median(wall),
-        "wall_ms_with": with_ms, "wall_ms_without": without_ms, "blocks": blocks,
+        "cpu_ratio": middle, "cpu_ratio_low": low, "cpu_ratio_high": high,
+        "wall_ratio": statistics.median(wall_ratios), "wall_ms_with": with_ms, "wall_ms_without": without_ms,
+        "blocks": blocks,
     }  # fmt: skip
 
 
-def timed(work: Work) -> Block:
-    """Return a block that does this work with all metrics or with none."""
-
-    async def block(counted: bool) -> Took:
-        with contextlib.nullcontext() if counted else without():
-            cpu, wall = time.process_time(), time.perf_counter()
-            await work()
-            return Took(time.perf_counter() - wall, time.process_time() - cpu)
-
-    return block
-
-
 @contextlib.asynccontextmanager
-async def requests_place(url: str, _: Path) -> AsyncIterator[Block]:
+async def requests(url: str, _: Path) -> AsyncIterator[Work]:
+    """Yield a block of the cheapest requests that are counted per tenant."""
     async with running_api(url) as api:
-        yield timed(requests_to(api))
+
+        async def block() -> None:
+            for _ in range(REQUESTS):
+                answer = await api.get("get_server_capabilities")
+                assert answer.status_code == 200
+
+        yield block
 
 
 @contextlib.asynccontextmanager
-async def cycles_place(url: str, folder: Path) -> AsyncIterator[Block]:
+async def cycles(url: str, folder: Path) -> AsyncIterator[Work]:
+    """Yield a block that trains one run, a forward_backward and an optim_step per cycle."""
     engine = Engine.load(str(build(folder / "model", "tiny")))
     with worker(url, folder, engine):
         async with stack(url, folder) as server:
-            yield timed(await cycles_of(server))
+            run = await server.create("a", "s", LoraSpec(rank=8, seed=0))
+            data = np.random.default_rng(0).integers(0, 128, (4, 64)).tolist()
+            seqs = itertools.count(1)
+
+            async def block() -> None:
+                for _ in range(STEPS):
+                    await server.forward_backward(run, next(seqs), data)
+                    await server.result(run, await server.optim_step(run, next(seqs)))
+
+            yield block
 
 
 @contextlib.asynccontextmanager
-async def decoding_place(_: str, folder: Path) -> AsyncIterator[Block]:
-    yield timed(decode_steps(Engine.load(str(build(folder / "model", "tiny")))))
-
-
-@contextlib.asynccontextmanager
-async def history_place(url: str, folder: Path) -> AsyncIterator[Block]:
-    """Yield a block that commits a cycle of RUNS runs; at the end, print the bytes of a point."""
-    async with open_log(url, folder) as log:
-        runs = [await log.new_run(f"t{number % 4}", f"s{number}") for number in range(RUNS)]
-        await log.run_all()
-        seq = 1
-
-        async def block(counted: bool) -> Took:
-            nonlocal seq
-            found: dict[OpId, HistoryEntry] = {}
-            for each in runs:
-                await log.submit(each, seq)
-                await log.submit(each, seq + 1, OpKind.OPTIM_STEP)
-                found[each.id, seq] = PassEntry(1 / 3, 512.0, is_forward=False)
-                found[each.id, seq + 1] = StepEntry(1 / 7, 1e-4)
-            seq += 2
-            step = await log.plan()
-            results = {(op.run, op.seq): RESULT for op in step.ops}
-            record = {"cycle": step.cycle}
-            return measure(
-                lambda: log.execution.commit(
-                    step, results, record, {}, found=found if counted else None
-                )
-            )
-
-        yield block
-        key = run_keys.steps(runs[0].id)
-        size, points = log.redis.memory_usage(key, samples=0), log.redis.llen(key)
-        print(f"history: {size / points:.0f} bytes of Redis per point")
-
-
-PLACES = {
-    "requests": requests_place,
-    "cycles": cycles_place,
-    "decoding": decoding_place,
-    "history": history_place,
-}
-
-
-def requests_to(api: Api) -> Work:
-    """Return a block of the cheapest requests that are counted per tenant."""
-
-    async def block() -> None:
-        for _ in range(REQUESTS):
-            answer = await api.get("get_server_capabilities")
-            assert answer.status_code == 200
-
-    return block
-
-
-async def cycles_of(server: Stack) -> Work:
-    """Return a block that trains one run, a forward_backward and an optim_step per cycle."""
-    run = await server.create("a", "s", LoraSpec(rank=8, seed=0))
-    data = np.random.default_rng(0).integers(0, 128, (4, 64)).tolist()
-    seq = 0
-
-    async def block() -> None:
-        nonlocal seq
-        for _ in range(STEPS):
-            await server.forward_backward(run, seq + 1, data)
-            seq += 2
-            await server.result(run, await server.optim_step(run, seq))
-
-    return block
-
-
-def decode_steps(engine: Engine) -> Work:
-    """Return a block that generates 64 sequences of 32 tokens, counted as in `SamplingService`."""
+async def decoding(_: str, folder: Path) -> AsyncIterator[Work]:
+    """Yield a block that generates 64 sequences of 32 tokens, counted as in `SamplingService`."""
+    engine = Engine.load(str(build(folder / "model", "tiny")))
     decoder = engine.decoder(_no_weights, kv_tokens=8192, text=None)
     times = TokenTimes(WorkerMetrics("bench", WorkerId("w0")))
 
@@ -239,8 +167,14 @@ def decode_steps(engine: Engine) -> Work:
             for name, _ in progress.finished:
                 times.end(name)
 
-    return block
+    yield block
 
 
 def _no_weights(key: str) -> HostWeights:
     raise WeightsMissing(key)
+
+
+PARTS = {"requests": requests, "cycles": cycles, "decoding": decoding}
+OPTIONS: Options = {
+    "parts": Some(tuple(PARTS)), "blocks": (20, "pairs of them, 2 or more"),
+}  # fmt: skip

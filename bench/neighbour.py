@@ -103,27 +103,26 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         finally:
             neighbour.kill()
             neighbour.wait()
-        status = _status(direct)
-        cycles = [record["duration_ms"] / 1000 for record in status["pools"][0]["cycles"]]
+        longest_s = max(cycles_of(direct), default=0.0)
+    shared = {"neighbour": name, "longest_cycle_s": longest_s, "neighbour_ended": ended}
     rows = []
     for probe in probes:
         row = judged(probe.name, alone[probe.name], found[probe.name])
-        rows.append({"neighbour": name, "probe": probe.name, **row})
+        rows.append({**shared, "probe": probe.name, **row})
         show(rows[-1])
-    print(f"   longest cycle {max(cycles, default=0.0):.1f} s", flush=True)
+    print(f"   longest cycle {longest_s:.1f} s", flush=True)
     if ended is not None:
-        print(
-            f"   the neighbour ended by itself ({ended}): {last_line(folder.with_suffix('.log'))}"
-        )
-    for row in rows:
-        row |= {"longest_cycle_s": max(cycles, default=0.0), "neighbour_ended": ended}
+        last = (folder.with_suffix(".log").read_text().strip().splitlines() or [""])[-1]
+        print(f"   the neighbour ended by itself ({ended}): {last}")
     return rows
 
 
-def _status(address: str) -> dict[str, Any]:
+def cycles_of(address: str) -> list[float]:
+    """Return the durations of the server's cycles in s; none if it does not respond."""
     with contextlib.suppress(httpx.HTTPError):
-        return dict(httpx.get(f"{address}/status", headers=OPERATOR, timeout=120).json())
-    return {"pools": [{"cycles": []}]}
+        answer = httpx.get(f"{address}/status", headers=OPERATOR, timeout=120)
+        return [each["duration_ms"] / 1000 for each in answer.json()["pools"][0]["cycles"]]
+    return []
 
 
 def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]]:
@@ -160,8 +159,3 @@ def show(row: dict[str, Any]) -> None:
         f"   {'kept' if row['kept'] else 'BROKEN'} {' '.join(found['first_failure'])}",
         flush=True,
     )
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of the neighbour's log."""
-    return (log.read_text().strip().splitlines() or [""])[-1]

@@ -41,9 +41,8 @@ def fill(connection: SyncConnection, now: float) -> None:
         pipeline = connection.pipeline(transaction=False)
         pipeline.hset(tenant_keys.tenant_names(), tenant, f"tenant {number}")
         pipeline.sadd(run_keys.queue_tenants(POOL.id), tenant)
-        pipeline.hset(
-            run_keys.queue(POOL.id, tenant), mapping={"ops": 3, "tokens": 900, "bytes": 9}
-        )
+        counts = {"ops": 3, "tokens": 900, "bytes": 9}
+        pipeline.hset(run_keys.queue(POOL.id, tenant), mapping=counts)
         for each in range(RUNS_OF_EACH):
             session = SessionId(f"{number:016x}{each:016x}")
             run = RunId(f"{session}:train:0")
@@ -55,18 +54,13 @@ def fill(connection: SyncConnection, now: float) -> None:
             runs.append((tenant, run))
             pipeline.hset(run_keys.run(run), mapping={"record": encode(record)})
             log = {
-                "state": "live",
-                "tenant": tenant,
-                "next": 62,
-                "done": 60,
-                "last": 63,
-                "worker": "w0",
-            }
+                "state": "live", "tenant": tenant, "next": 62, "done": 60, "last": 63, "worker": "w0",
+            }  # fmt: skip
             pipeline.hset(run_keys.log(POOL.id, run), mapping=log)
             for key in (tenant_keys.training_runs(tenant), tenant_keys.all_training_runs()):
                 pipeline.zadd(key, {run: at})
             points = [
-                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1)
+                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1, *[0.0] * 9)
                 for n in (1, 2)
             ]
             pipeline.rpush(run_keys.steps(run), *points)
@@ -78,9 +72,8 @@ def fill(connection: SyncConnection, now: float) -> None:
         pipeline.execute()
     whole = connection.pipeline(transaction=False)
     for number in range(CYCLES):
-        part = [
-            runs[(number * RUNS_PER_CYCLE + each) % len(runs)] for each in range(RUNS_PER_CYCLE)
-        ]
+        first = number * RUNS_PER_CYCLE
+        part = [runs[(first + each) % len(runs)] for each in range(RUNS_PER_CYCLE)]
         cycle = {
             "cycle": number + 1, "worker": "w0", "planned_at": now - 2 * (CYCLES - number),
             "started_at": now - 2 * (CYCLES - number), "duration_ms": 1800.0, "wave_ms": 1500.0,
@@ -105,8 +98,7 @@ async def measure(api: Api, key: str) -> list[dict[str, Any]]:
         paths.append(f"/ui/runs/{newest[0]['run']}")
     rows = []
     for path in paths:
-        took: list[Took] = []
-        answers = []
+        took, answers = list[Took](), []
         for _ in range(REPEATS):
             cpu, wall = time.process_time(), time.perf_counter()
             answers.append(await api.http.get(path))
@@ -114,12 +106,10 @@ async def measure(api: Api, key: str) -> list[dict[str, Any]]:
         answer = answers[-1]
         if answer.status_code == 200:
             row = {
-                "page": path if len(path) < 30 else "/ui/runs/<run>",
-                "first_ms": 1000 * took[0].wall_s,
+                "page": path if len(path) < 30 else "/ui/runs/<run>", "first_ms": 1000 * took[0].wall_s,
                 "others_at_most_ms": 1000 * max(each.wall_s for each in took[1:]),
-                "cpu_ms": 1000 * min(each.cpu_s for each in took),
-                "kb": len(answer.content) / 1000,
-            }
+                "cpu_ms": 1000 * min(each.cpu_s for each in took), "kb": len(answer.content) / 1000,
+            }  # fmt: skip
             rows.append(show(row))
     return rows
 

@@ -56,19 +56,15 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
     work = cycle(engine, Load(args.tenants, args.length, (args.tenants,)), args.tenants)
     best: dict[str, Took] = {"step": measure(work, args.device)}
     weights: dict[str, HostWeights] = {}
-    decoder = engine.decoder(
-        weights.__getitem__,
-        kv_tokens=4096,
-        text=None,
-        weights_bytes=(args.tenants + ZERO_SLOTS) * slot_bytes,
-    )
+    room = (args.tenants + ZERO_SLOTS) * slot_bytes
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None, weights_bytes=room)
     for way in turns(("from the device", "from the host"), args.rounds + 1):
         for run in runs:
             engine.adapters[run].weights.add_(1e-6)
             engine.adapters[run].weights_changed()
         took = {"save": measure(partial(save, engine, runs, weights), args.device)}
         if way == "from the host":
-            took["arrive"] = measure(partial(flat_values, weights), args.device)
+            took["arrive"] = measure(partial(arrive, weights), args.device)
             weights |= {
                 run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
             }
@@ -90,7 +86,7 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
     }
 
 
-def flat_values(weights: Mapping[str, HostWeights]) -> list[torch.Tensor]:
+def arrive(weights: Mapping[str, HostWeights]) -> list[torch.Tensor]:
     """Return the weights on the host; waits for their arrival."""
     return [each.flat for each in weights.values()]
 

@@ -18,19 +18,15 @@ import argparse
 import asyncio
 import os
 import statistics
-import tempfile
-import threading
 import time
-from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
-import httpx
 import numpy as np
 
-from bench.support.model import VOCAB, build
+from bench.support.model import VOCAB
 from bench.support.options import Options
-from bench.support.report import Report
-from bench.support.serving import OPERATOR, Load, drive, serving, tenant, train
+from bench.support.report import Report, show
+from bench.support.serving import Load, Server, drive, small_server, train
 from bench.support.timing import percentile
 from cotrain import ModelInput, SamplingClient, SamplingParams
 
@@ -44,97 +40,63 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure the requests alone, the training alone, and both together."""
     os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
-    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        model = build(Path(scratch) / "model")
-        keys = [f"tml-bench-{number:012}" for number in range(args.adapters + 1)]
-        url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
-        loads = [tenant(args, url, key, stack, args.batch, seed=i) for i, key in enumerate(keys)]
+    with small_server(args, args.adapters + 1) as server:
+        loads = [server.tenant(number, args.batch) for number in range(args.adapters + 1)]
         trainer, *others = loads
         drive(loads, 2)
         samplers = [load.run.save_weights_and_get_sampling_client() for load in others]
         asyncio.run(sample(args, samplers, count=args.adapters))  # warm-up: loads everything
-        alone = measure(args, samplers)
-        training_alone = args.batch * args.length / drive([trainer], args.steps)
-        with Training(args, trainer) as training:
-            beside = measure(args, samplers)
-        time_share = share_of_time(url)
-    speed = training.tokens_per_s / training_alone
-    print(f"training beside them: {time_share:.3f} of the worker's time")
-    print(f"   {speed:.2f} of its speed alone ({training_alone:.0f} tokens/s)")
-    report |= {
-        "alone": alone,
-        "beside_training": beside,
-        "training": {
-            "alone_tokens_per_s": training_alone,
-            "beside_tokens_per_s": training.tokens_per_s,
-            "speed": speed,
-            "share_of_time": time_share,
-        },
-    }
+        report["alone"] = show(asyncio.run(measure(args, samplers)))
+        alone = args.batch * args.length / drive([trainer], args.steps)
+        beside, trained = asyncio.run(measure_beside(args, samplers, trainer))
+        report["beside_training"] = show(beside)
+        report["training"] = show(
+            {
+                "alone_tokens_per_s": alone, "beside_tokens_per_s": trained, "speed": trained / alone,
+                "share_of_time": share_of_time(server),
+            }
+        )  # fmt: skip
 
 
-class Training:
-    """One tenant that trains without a pause in a thread of its own, inside the `with` block."""
-
-    def __init__(self, args: argparse.Namespace, load: Load) -> None:
-        self.tokens_per_s = 0.0
-        self._tokens = args.batch * args.length
-        self._load = load
-        self._leaving = threading.Event()
-        self._thread = threading.Thread(target=self._train)
-
-    def __enter__(self) -> Training:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._leaving.set()
-        self._thread.join()
-
-    def _train(self) -> None:
-        """Count the steps that finish inside the block."""
-        began, ended, steps = time.perf_counter(), 0.0, 0
-
-        def count(*_: object) -> None:
-            nonlocal ended, steps
-            if not self._leaving.is_set():
-                ended, steps = time.perf_counter(), steps + 1
-
-        asyncio.run(train(self._load, lambda _: not self._leaving.is_set(), count))
-        self.tokens_per_s = steps * self._tokens / (ended - began) if steps else 0.0
-
-
-def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[str, float]:
+async def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[str, Any]:
     """Send all requests at once; return latencies and throughput."""
     began = time.perf_counter()
-    latencies = asyncio.run(sample(args, samplers, count=args.requests))
+    latencies = await sample(args, samplers, count=args.requests)
     elapsed = time.perf_counter() - began
-    row = {
-        "requests": len(latencies),
-        "p50_s": statistics.median(latencies),
-        "p95_s": percentile(latencies, 0.95),
-        "tokens_per_s": args.requests * args.generate / elapsed,
-        "elapsed_s": elapsed,
-    }
-    print(
-        f"{row['requests']} requests done: p50 {row['p50_s']:.2f} s   p95 {row['p95_s']:.2f} s"
-        f"   {row['tokens_per_s']:.0f} generated tokens/s",
-        flush=True,
-    )
-    return row
+    return {
+        "requests": len(latencies), "p50_s": statistics.median(latencies), "p95_s": percentile(latencies, 0.95),
+        "tokens_per_s": args.requests * args.generate / elapsed, "elapsed_s": elapsed,
+    }  # fmt: skip
 
 
-def share_of_time(url: str) -> float:
+async def measure_beside(
+    args: argparse.Namespace, samplers: list[SamplingClient], trainer: Load
+) -> tuple[dict[str, Any], float]:
+    """Measure the requests next to a tenant that trains without a pause; return also its tokens/s."""
+    is_over, began, ended = False, time.perf_counter(), list[float]()
+
+    def note(*_: object) -> None:
+        if not is_over:
+            ended.append(time.perf_counter())
+
+    training = asyncio.create_task(train(trainer, lambda _: not is_over, note))
+    row = await measure(args, samplers)
+    is_over = True
+    await training
+    tokens = len(ended) * args.batch * args.length
+    return row, tokens / (ended[-1] - began) if ended else 0.0
+
+
+def share_of_time(server: Server) -> float:
     """Return training's share of the time from the first to the last cycle with sampling."""
-    (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
-    busy = [record for record in pool["cycles"] if record["sampling_ms"]]
-    first, last = min(r["started_at"] for r in busy), max(r["started_at"] for r in busy)
+    records = server.cycles()
+    busy = [record["started_at"] for record in records if record["sampling_ms"]]
     trained_ms = sum(
         record["duration_ms"] - record["sampling_ms"]
-        for record in pool["cycles"]
-        if first <= record["started_at"] < last
+        for record in records
+        if min(busy) <= record["started_at"] < max(busy)
     )
-    return float(trained_ms / 1000 / (last - first))
+    return float(trained_ms / 1000 / (max(busy) - min(busy)))
 
 
 async def sample(

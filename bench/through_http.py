@@ -19,21 +19,15 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import httpx
-
-from bench.support.model import build
 from bench.support.options import Choice, Options
 from bench.support.processes import cpu_by_role
 from bench.support.report import Report
-from bench.support.serving import OPERATOR, Load, drive, serving, tenant
+from bench.support.serving import Load, Server, drive, small_server
 from bench.support.timing import alternate, median_ratio, percentile
 
 OPTIONS: Options = {
@@ -52,37 +46,26 @@ class Driven(NamedTuple):
 
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure each number of tenants, then the overhead."""
-    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        model = build(Path(scratch) / "model")
-        keys = [f"tml-bench-{number:012}" for number in range(max(args.tenants) + 1)]
-        url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
-        report["rows"] = [
-            measure(args, url, keys, model, stack, tenants) for tenants in args.tenants
-        ]
-        overhead = report["overhead"] = measure_overhead(args, url, keys[-1], stack)
+    with small_server(args, max(args.tenants) + 1) as server:
+        report["rows"] = [measure(server, tenants) for tenants in args.tenants]
+        overhead = report["overhead"] = measure_overhead(server)
     print(
         f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}"
     )
 
 
-def measure(
-    args: argparse.Namespace,
-    url: str,
-    keys: list[str],
-    model: Path,
-    stack: ExitStack,
-    tenants: int,
-) -> dict[str, Any]:
+def measure(server: Server, tenants: int) -> dict[str, Any]:
     """Measure one number of tenants: solo and many in alternation, with PEFT in between."""
+    args = server.args
     sdk = import_module(args.client or "cotrain")
-    solo = [tenant(args, url, keys[-1], stack, tenants * args.batch, 999, sdk)]
-    many = [tenant(args, url, keys[i], stack, args.batch, i, sdk) for i in range(tenants)]
+    solo = [server.tenant(-1, tenants * args.batch, 999, sdk)]
+    many = [server.tenant(number, args.batch, sdk=sdk) for number in range(tenants)]
     ways: dict[str, Any] = {
         "solo": partial(driven, solo, args.steps),
         "many": partial(driven, many, args.steps),
     }
     if not args.without_peft:
-        ways["peft"] = partial(peft, args, model, tenants)
+        ways["peft"] = partial(peft, server, tenants)
     found = alternate(ways, args.repeats)
     solo_s, many_s = ([each.step_s for each in found[way]] for way in ("solo", "many"))
     if sdk.__name__ == "cotrain":
@@ -125,39 +108,29 @@ def median_cpu_s(rounds: list[Driven]) -> dict[str, float]:
     }
 
 
-def measure_overhead(
-    args: argparse.Namespace, url: str, key: str, stack: ExitStack
-) -> dict[str, float]:
+def measure_overhead(server: Server) -> dict[str, float]:
     """Return the latency of a single step minus the wave and optimizer times of its cycles."""
-    load = tenant(args, url, key, stack, args.batch, seed=7)
+    load = server.tenant(-1, server.args.batch, seed=7)
     drive([load], 3)
     over_ms = []
-    for _ in range(args.overhead_steps):
+    for _ in range(server.args.overhead_steps):
         began = time.perf_counter()
-        step = (
-            load.run.forward_backward(load.data, "cross_entropy"),
-            load.run.optim_step(load.adam),
-        )
-        metrics = [future.result().metrics for future in step]
+        passed = load.run.forward_backward(load.data, "cross_entropy")
+        stepped = load.run.optim_step(load.adam)
+        metrics = [passed.result().metrics, stepped.result().metrics]
         latency_ms = (time.perf_counter() - began) * 1000
-        cycles = {int(m["clock_cycle:unique"]) for m in metrics if m}
-        over_ms.append(latency_ms - engine_ms(url, cycles))
+        cycles = {int(each["clock_cycle:unique"]) for each in metrics if each}
+        records = [record for record in server.cycles() if record["cycle"] in cycles]
+        assert len(records) == len(cycles)
+        over_ms.append(latency_ms - sum(each["wave_ms"] + each["optim_ms"] for each in records))
     return {"p50_ms": statistics.median(over_ms), "p90_ms": percentile(over_ms, 0.9)}
 
 
-def engine_ms(url: str, cycles: set[int]) -> float:
-    """Return the engine time of these cycles in ms, from the server's own records."""
-    (pool,) = httpx.get(f"{url}/status", headers=OPERATOR).json()["pools"]
-    records = [record for record in pool["cycles"] if record["cycle"] in cycles]
-    assert len(records) == len(cycles)
-    return float(sum(record["wave_ms"] + record["optim_ms"] for record in records))
-
-
-def peft(args: argparse.Namespace, model: Path, tenants: int) -> float:
+def peft(server: Server, tenants: int) -> float:
     """Run the PEFT loop in its own process while the server is idle; return its tokens/s."""
-    command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(model)]
+    command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(server.model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
-        command += [f"--{name}", str(getattr(args, name))]
+        command += [f"--{name}", str(getattr(server.args, name))]
     done = subprocess.run(
         [*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True
     )

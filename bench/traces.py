@@ -13,26 +13,22 @@ import argparse
 import http.server
 import os
 import statistics
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import psutil
 from typing_extensions import override
 
-from bench.support.model import build
 from bench.support.options import Options
 from bench.support.processes import cpu_s
 from bench.support.report import Report, show
-from bench.support.serving import Load, drive, serving, tenant
+from bench.support.serving import Load, drive, small_server
 from bench.support.timing import alternate, ratios
 from tests.support.ports import free_port
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-KEY = "tml-bench-{:012}"
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
@@ -51,35 +47,26 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
 
 OPTIONS: Options = {
-    "tenants": 4,
-    "batch": 2,
-    "length": 64,
-    "rank": 8,
-    "steps": 6,
-    "rounds": 12,
-    "threads": 1,
-}
+    "tenants": 4, "batch": 2, "length": 64, "rank": 8, "steps": 6, "rounds": 12, "threads": 1,
+}  # fmt: skip
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     """Start the three servers and drive them in alternation."""
-    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        model = build(Path(scratch) / "model")
-        keys = [KEY.format(number) for number in range(args.tenants)]
-        addresses = {
-            "off": None,
-            "on": stack.enter_context(collecting()),
-            "gone": f"http://127.0.0.1:{free_port()}",
-        }
-        ways = {}
-        for arm, address in addresses.items():
-            before = children()
-            with_traces(address)
-            url = stack.enter_context(serving(model, Path(scratch) / arm, keys, args.threads))
-            loads = [
-                tenant(args, url, key, stack, args.batch, seed=at) for at, key in enumerate(keys)
-            ]
-            ways[arm] = partial(step_of, loads, sorted(children() - before), args.steps)
+    collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=collector.serve_forever, daemon=True).start()
+    ports = {"off": None, "on": collector.server_port, "gone": free_port()}
+    ways, known = {}, set[int]()
+    with ExitStack() as stack:
+        for arm, port in ports.items():
+            os.environ.pop(ENDPOINT, None)
+            if port:
+                os.environ[ENDPOINT] = f"http://127.0.0.1:{port}"
+            server = stack.enter_context(small_server(args, args.tenants))
+            loads = [server.tenant(number, args.batch) for number in range(args.tenants)]
+            own = {each.pid for each in psutil.Process().children(recursive=True)} - known
+            known |= own
+            ways[arm] = partial(step_of, loads, sorted(own), args.steps)
         took = alternate(ways, args.rounds)
     for arm, steps in took.items():
         for kind in ("wall", "cpu"):
@@ -105,36 +92,3 @@ def summary(
         "s_per_step": statistics.median(own), "over_off": statistics.median(over),
         "least": over[0], "most": over[-1],
     }  # fmt: skip
-
-
-@contextmanager
-def collecting() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
-def with_traces(address: str | None) -> None:
-    """Set the trace endpoint of the next server; None disables traces."""
-    os.environ.pop(ENDPOINT, None)
-    if address:
-        os.environ[ENDPOINT] = address
-
-
-def children() -> set[int]:
-    """Return all descendants of this process."""
-    below: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # the process has ended
-        below.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: set[int] = set()
-    waiting = [os.getpid()]
-    while waiting:
-        mine = below.get(waiting.pop(), [])
-        found |= set(mine)
-        waiting += mine
-    return found

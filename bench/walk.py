@@ -36,7 +36,8 @@ import uvicorn
 
 from bench.support.options import Options
 from bench.support.report import Report
-from cotrain import Datum, ModelInput, ServiceClient, TensorData
+from bench.support.serving import datum
+from cotrain import ServiceClient
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from tests.support.ports import free_port
@@ -161,17 +162,11 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
 def two_passes(url: str, recorder: Recorder) -> None:
     client = ServiceClient(base_url=url, api_key=KEY)
     run = client.create_lora_training_client(base_model=pool_record_for_tests().base_model, rank=4)
-    datum = Datum(
-        model_input=ModelInput.from_ints([1, 2, 3, 4]),
-        loss_fn_inputs={
-            "target_tokens": TensorData(data=[2, 3, 4, 5], dtype="int64", shape=[4]),
-            "weights": TensorData(data=[1.0] * 4, dtype="float32", shape=[4]),
-        },
-    )
-    run.forward_backward([datum], "cross_entropy").result()
+    data = [datum([1, 2, 3, 4, 5])]
+    run.forward_backward(data, "cross_entropy").result()
     time.sleep(1.0)  # pending writes of the first pass complete
     recorder.is_on = True
-    run.forward_backward([datum], "cross_entropy").result()
+    run.forward_backward(data, "cross_entropy").result()
     recorder.is_on = False
 
 

@@ -12,22 +12,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import pstdev
+from statistics import fmean
 from typing import Any
 
+import rl
 from demo_tenants import targets
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    Future,
-    ModelInput,
-    SampleResponse,
-    SamplingClient,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient
 
 KEY = "tml-eve_key-of-the-demo"
 STEPS = 32
@@ -43,7 +34,7 @@ three seeds forgot what they had learned.
 CLIP = {"clip_high_threshold": 3.0}
 """A good answer may become three times as likely in a step, not 1.2 times, because it is rare at
 first."""
-RANK, LEARNING_RATE = 16, 4e-3
+RANK, ADAM = 16, AdamParams(learning_rate=4e-3, eps=1e-8)
 EDGE = 5
 """Number of first and last steps that the claim compares."""
 MARGIN = 0.3
@@ -63,12 +54,12 @@ class Learning:
     @property
     def at_first(self) -> float:
         """Mean reward of the first steps."""
-        return _mean(self.rewards[:EDGE])
+        return fmean(self.rewards[:EDGE])
 
     @property
     def at_last(self) -> float:
         """Mean reward of the last steps."""
-        return _mean(self.rewards[-EDGE:])
+        return fmean(self.rewards[-EDGE:])
 
 
 def reinforce(
@@ -84,24 +75,9 @@ def reinforce(
             asked = [digits.choice(DIGITS) for _ in range(QUESTIONS)]
             data = _rewarded_answers(sampler, tokenizer, asked, learning)
             if data:
-                sampler = _learn(run, data)
+                sampler = rl.learn(run, data, ADAM, PASSES, CLIP)
             learning.seconds = time.monotonic() - started_at
             on_step()
-
-
-def _learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
-    """Train on answers and return a sampler of the new weights.
-
-    All requests are sent at once and keep this order: a pass, its step, …, the sampler.
-    """
-    sent: list[Future[Any]] = []
-    for _ in range(PASSES):
-        sent.append(run.forward_backward(data, "ppo", CLIP))
-        sent.append(run.optim_step(AdamParams(learning_rate=LEARNING_RATE, eps=1e-8)))
-    sampler = run.save_weights_and_get_sampling_client()
-    for each in sent:
-        each.result()
-    return sampler
 
 
 def plot(learning: Learning, path: Path) -> None:
@@ -138,9 +114,9 @@ def _rewarded_answers(
         texts = [tokenizer.decode(sequence.tokens) for sequence in response.sequences]
         rewards = [_reward(text, digit) for text in texts]
         all_rewards += rewards
-        data += _datums(prompt, response, rewards)
+        data += rl.datums(prompt, response.sequences, rewards)
         learning.latest = f"{_question(digit)}{texts[0]!r}"
-    learning.rewards.append(_mean(all_rewards))
+    learning.rewards.append(fmean(all_rewards))
     return data
 
 
@@ -155,30 +131,3 @@ def _reward(text: str, digit: str) -> float:
     if text.startswith(digit):
         return 0.5
     return 0.2 if len(text) == 2 and text[0].isdigit() and text[1] == "\n" else 0.0
-
-
-def _datums(prompt: list[int], response: SampleResponse, rewards: list[float]) -> list[Datum]:
-    """Weight each answer by its advantage, in standard deviations of its group."""
-    mean, deviation = _mean(rewards), pstdev(rewards)
-    if not deviation:
-        return []  # equal rewards have no advantage
-    return [
-        _datum(prompt, sequence.tokens, sequence.logprobs or [], (reward - mean) / deviation)
-        for sequence, reward in zip(response.sequences, rewards, strict=True)
-    ]
-
-
-def _datum(prompt: list[int], answer: list[int], logprobs: list[float], advantage: float) -> Datum:
-    whole, before = prompt + answer, [0.0] * (len(prompt) - 1)
-    return Datum(
-        model_input=ModelInput.from_ints(whole[:-1]),
-        loss_fn_inputs={
-            "target_tokens": whole[1:],
-            "logprobs": before + logprobs,
-            "advantages": before + [advantage] * len(answer),
-        },
-    )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

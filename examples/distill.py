@@ -11,11 +11,19 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
+import rl
 import sft
 from opening import counted, opened, options_of, show
 from unicode_names import batch, tokens_of
 
-from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, TrainingClient
+from cotrain import (
+    AdamParams,
+    ModelInput,
+    SampledSequence,
+    SamplingClient,
+    SamplingParams,
+    TrainingClient,
+)
 
 STEPS = 20
 TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 8
@@ -50,14 +58,14 @@ def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: 
     student = run.save_weights_and_get_sampling_client()
     written = write(student, tokenizer, step)
     scored = [  # all at once, then the results, so that the teacher scores them in one batch
-        teacher.compute_logprobs(ModelInput.from_ints(prompt + tokens))
-        for prompt, tokens, _ in written
+        teacher.compute_logprobs(ModelInput.from_ints(prompt + answer.tokens))
+        for prompt, answer in written
     ]
     data, gaps = [], []
-    for (prompt, tokens, logprobs), score in zip(written, scored, strict=True):
+    for (prompt, answer), score in zip(written, scored, strict=True):
         taught = score.result()[len(prompt) :]
-        advantages = [theirs - own for theirs, own in zip(taught, logprobs, strict=True)]
-        data.append(datum(prompt, tokens, logprobs, advantages))
+        advantages = [theirs - own for theirs, own in zip(taught, answer.logprobs, strict=True)]
+        data.append(rl.datum(prompt, answer, advantages))
         gaps += advantages
     passed, stepped = run.forward_backward(data, "importance_sampling"), run.optim_step(ADAM)
     passed.result()
@@ -67,11 +75,8 @@ def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: 
 
 def write(
     student: SamplingClient, tokenizer: Any, step: int
-) -> list[tuple[list[int], list[int], list[float]]]:
-    """Sample answers of the student.
-
-    Return question, answer and the answer's log-probs, each by token.
-    """
+) -> list[tuple[list[int], SampledSequence]]:
+    """Sample answers of the student. Return each with the tokens of its question."""
     prompts = [tokens_of(tokenizer, pair.question) for pair in batch(step, QUESTIONS)]
     futures = [
         student.sample(
@@ -82,25 +87,10 @@ def write(
         for index, prompt in enumerate(prompts)
     ]
     return [
-        (prompt, sequence.tokens, sequence.logprobs)
+        (prompt, answer)
         for prompt, future in zip(prompts, futures, strict=True)
-        for sequence in future.result().sequences
+        for answer in future.result().sequences
     ]
-
-
-def datum(
-    prompt: list[int], tokens: list[int], logprobs: list[float], advantages: list[float]
-) -> Datum:
-    """Make a datum of an answer; the question has no advantage, so it is not trained on."""
-    before = [0.0] * (len(prompt) - 1)
-    return Datum(
-        model_input=ModelInput.from_ints((prompt + tokens)[:-1]),
-        loss_fn_inputs={
-            "target_tokens": (prompt + tokens)[1:],
-            "logprobs": before + logprobs,
-            "advantages": before + advantages,
-        },
-    )
 
 
 if __name__ == "__main__":

@@ -84,28 +84,39 @@ def datums(prompt: list[int], group: list[SampledSequence], rewards: list[float]
     mean, deviation = fmean(rewards), pstdev(rewards)
     if not deviation:
         return []  # equal rewards have no advantage
-    before = [0.0] * (len(prompt) - 1)
     return [
-        Datum(
-            model_input=ModelInput.from_ints((prompt + each.tokens)[:-1]),
-            loss_fn_inputs={
-                "target_tokens": (prompt + each.tokens)[1:],
-                "logprobs": before + (each.logprobs or []),
-                "advantages": before + [(reward - mean) / deviation] * len(each.tokens),
-            },
-        )
+        datum(prompt, each, [(reward - mean) / deviation] * len(each.tokens))
         for each, reward in zip(group, rewards, strict=True)
     ]
 
 
-def learn(run: TrainingClient, data: list[Datum]) -> SamplingClient:
+def datum(prompt: list[int], answer: SampledSequence, advantages: list[float]) -> Datum:
+    """Make a datum of an answer; the question has no advantage, so it is not trained on."""
+    tokens, before = prompt + answer.tokens, [0.0] * (len(prompt) - 1)
+    return Datum(
+        model_input=ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": before + (answer.logprobs or []),
+            "advantages": before + advantages,
+        },
+    )
+
+
+def learn(
+    run: TrainingClient,
+    data: list[Datum],
+    adam: AdamParams = ADAM,
+    passes: int = PASSES,
+    clip: dict[str, float] | None = None,
+) -> SamplingClient:
     """Train on answers and return a sampler of the new weights.
 
-    All is sent at once and keeps its order.
+    All is sent at once and keeps its order: a pass, its step, …, the sampler.
     """
     sent: list[Future[Any]] = []
-    for _ in range(PASSES if data else 0):
-        sent += [run.forward_backward(data, "ppo"), run.optim_step(ADAM)]
+    for _ in range(passes if data else 0):
+        sent += [run.forward_backward(data, "ppo", clip), run.optim_step(adam)]
     sampler = run.save_weights_and_get_sampling_client()
     for each in sent:
         each.result()

@@ -18,16 +18,9 @@ from cotrain_workers.engine.engine import Engine
 
 
 def measure_by_hand(
-    model: Path,
-    load_engine: Callable[[], Engine],
-    load: Load,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    mixed_tokens: int,
-    rounds: int,
-    until: float,
-) -> list[dict[str, Any]]:
+    model: Path, load_engine: Callable[[], Engine], load: Load, *, dtype: torch.dtype, device: str,
+    mixed_tokens: int, rounds: int, until: float,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Time the three ways in alternation, for each number of tenants.
 
     PEFT is loaded first, so that an engine which measures free memory leaves PEFT its own. Then both share one
@@ -49,12 +42,11 @@ def measure_by_hand(
         engine = load_engine()
         hand.share_base(weights_of(engine))
         create_runs(engine, tenants)
-        ways = {"ours": cycle(engine, load, tenants)} | {
-            name: way for name, way in ways.items() if name not in lost
-        }
+        kept = {name: way for name, way in ways.items() if name not in lost}
+        ways = {"ours": cycle(engine, load, tenants), **kept}
         took = fastest(ways, device, rounds=rounds, until=until)
         rows.append(row_of(load, tenants, took) | {"out_of_memory": lost})
-        del ways, engine, hand
+        del ways, kept, engine, hand
         forget(device)
     return rows
 
@@ -63,20 +55,14 @@ def row_of(load: Load, tenants: int, took: dict[str, Any]) -> dict[str, Any]:
     """Return our times, and PEFT's times divided by ours: above 1, ours is faster."""
     ours = took["ours"]
     row = {
-        "tenants": tenants,
-        "length": load.length,
-        "tokens": load.tokens,
-        "tokens_per_s": load.tokens / ours.wall_s,
-        "wall_s": ours.wall_s,
-        "cpu_s": ours.cpu_s,
-    }
-    for name in [name for name in took if name != "ours"]:
+        "tenants": tenants, "length": load.length, "tokens": load.tokens, "tokens_per_s": load.tokens / ours.wall_s,
+        "wall_s": ours.wall_s, "cpu_s": ours.cpu_s,
+    }  # fmt: skip
+    for name in took.keys() - {"ours"}:
         row |= {
-            f"{name}_wall_s": took[name].wall_s,
-            f"{name}_cpu_s": took[name].cpu_s,
-            f"over_{name}": took[name].wall_s / ours.wall_s,
-            f"over_{name}_cpu": took[name].cpu_s / ours.cpu_s,
-        }
+            f"{name}_wall_s": took[name].wall_s, f"{name}_cpu_s": took[name].cpu_s,
+            f"over_{name}": took[name].wall_s / ours.wall_s, f"over_{name}_cpu": took[name].cpu_s / ours.cpu_s,
+        }  # fmt: skip
     return row
 
 

@@ -15,7 +15,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -36,9 +35,7 @@ class ByHand:
         config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
         # Adapters in the base's dtype: PEFT's default, fp32, casts every input and is slower in bf16.
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # names that transformers has deprecated and PEFT still uses
+            warnings.simplefilter("ignore")  # deprecated names of transformers that PEFT uses
             self.model: Any = get_peft_model(
                 base.to(device), config, adapter_name="t0", autocast_adapter_dtype=False
             ).eval()
@@ -99,14 +96,15 @@ class ByHand:
 
 
 def main() -> None:
-    args = parse()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    for name in ("tenants", "batch", "length", "rank", "steps", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    args = parser.parse_args()
     torch.set_num_threads(args.threads)
     hand = ByHand(args.model, args.tenants, args.rank, dtype=torch.float32, device="cpu")
-    vocab, shape = hand.model.config.vocab_size, (args.batch, args.length + 1)
-    batches = [
-        torch.from_numpy(np.random.default_rng(tenant).integers(0, vocab, shape))
-        for tenant in range(args.tenants)
-    ]
+    shape = args.tenants, args.batch, args.length + 1
+    batches = [*torch.randint(hand.model.config.vocab_size, shape)]
     hand.loop(batches)
     began = time.perf_counter()
     for _ in range(args.steps):
@@ -114,14 +112,6 @@ def main() -> None:
     elapsed = time.perf_counter() - began
     tokens = args.steps * args.tenants * args.batch * args.length
     print(json.dumps({"tokens_per_s": tokens / elapsed, "s_per_step": elapsed / args.steps}))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True)
-    for name in ("tenants", "batch", "length", "rank", "steps", "threads"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

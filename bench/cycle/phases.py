@@ -71,13 +71,9 @@ def measure_phases(engine: Engine, load: Load, tenants: int, device: str) -> dic
     spent, calls = add_up(events, device)
     spent["host"] = max(0.0, 1e3 * wall_s - sum(spent.values()))
     row: dict[str, Any] = {
-        "tenants": tenants,
-        "length": load.length,
-        "ms": spent,
-        "wall_ms": 1e3 * plain_s,
-        "profiled_ms": 1e3 * wall_s,
+        "tenants": tenants, "length": load.length, "ms": spent, "wall_ms": 1e3 * plain_s, "profiled_ms": 1e3 * wall_s,
         "ops": calls,
-    }
+    }  # fmt: skip
     if device == "cuda":
         names = Counter(event.name for event in events)
         row["launches"] = sum(names[name] for name in LAUNCHES)

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-
-from bench.support.timing import percentile
 
 #: Fair turns after which the remaining imbalance of each tenant changes Jain's index by less than 0.005.
 LEAST_TURNS = 8
@@ -86,11 +84,3 @@ def equal_shares(total: float, wanted: Mapping[str, float]) -> dict[str, float]:
         shares[name] = min(wants, total / left)
         total -= shares[name]
     return shares
-
-
-def waits(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """Return percentiles of the wait from acceptance to the cycle, in s, by kind of tenant."""
-    return {
-        kind: {f"p{share}": percentile(found, share / 100) for share in (50, 99)}
-        for kind, found in times.items()
-    }

@@ -3,8 +3,7 @@
     python -m bench fleet [--runs 100,1000,10000] [--turns 10]
 
 The real clock, planner, messages and scripts run on a real Redis without fsync. Tenants of four kinds (naive,
-submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates that crash
-and restart. Each size is played three times: with one worker, with an idle second worker, and with a scheduler that
+submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates. Each size is played three times: with one worker, with an idle second worker, and with a scheduler that
 is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
 if a guarantee is broken.
 """
@@ -13,22 +12,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import structlog
-
-from bench.fleet.clients import KINDS
 from bench.fleet.measures import LEAST_TURNS
-from bench.fleet.world import Shape, World
+from bench.fleet.world import KINDS, Shape, World
 from bench.support.options import Options, Some
 from bench.support.processes import a_redis
 from bench.support.report import Report, show, table
 from cotrain_store.disk.spool import Spool, new_writer
+from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_version
 
 #: Guarantees, as ratios.
@@ -59,7 +56,7 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace, report: Report) -> bool:
     """Play every size in every way; return True if a guarantee is broken."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    configure_logs("bench", "error")
     report["machine"]["redis_server"] = ".".join(map(str, redis_version(find_redis_binary())))
     rows = report["rows"] = []
     for way in args.ways:
@@ -84,16 +81,13 @@ def play(shape: Shape) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="ctfleet-") as name,
         a_redis(Path(name), "--appendonly", "no", maxmemory="8gb") as (url, pid),
+        closing(Spool(Path(name) / "spool", new_writer("fleet"))) as spool,
     ):
-        spool = Spool(Path(name) / "spool", new_writer("fleet"))
-        try:
-            return asyncio.run(_played(shape, url, pid, spool))
-        finally:
-            spool.close()
 
+        async def played() -> dict[str, Any]:
+            return await World(shape, url, pid, spool).play()
 
-async def _played(shape: Shape, url: str, pid: int, spool: Spool) -> dict[str, Any]:
-    return await World(shape, url, pid, spool).play()
+        return asyncio.run(played())
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,33 +100,25 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for way in dict.fromkeys(row["way"] for row in rows):
         of_way = [row for row in rows if row["way"] == way]
         sizes = f"{of_way[0]['runs']:,} to {of_way[-1]['runs']:,} runs"
-        for what, cost in (
-            ("all costs", cost_of_all),
-            ("cost of ticks that plan", cost_of_planning),
+        costs = [(cost_of_all(row), float(row["planning_ms_per_op"])) for row in of_way]
+        # Also without idle ticks, four per second, which would hide growth.
+        for what, first, last in zip(
+            ("all costs", "cost of ticks that plan"), costs[0], costs[-1], strict=True
         ):
-            growth = cost(of_way[-1]) / cost(of_way[0])
+            growth = last / first
             add(f"{way}: {what} per op, from {sizes}, times", growth, growth <= MAX_GROWTH)
         for row in of_way:
             where = f"{way}, {row['runs']:,} runs"
             unseen, jain = row["longest_unseen_turns"], row["jain"]
             add(f"{where}: longest unseen, in fair turns", unseen, unseen <= MAX_UNSEEN)
-            off = row["farthest_off_quanta"] / new_rounds(row)
+            # A new scheduler starts a round of fairness.
+            off = row["farthest_off_quanta"] / (1 + row["scheduler_killed"])
             add(f"{where}: farthest off its share, in quanta per round begun", off, off <= MAX_OFF)
             if row["turns"] >= LEAST_TURNS:
                 add(f"{where}: Jain's index", jain, jain >= LEAST_JAIN)
     return verdicts
 
 
-def new_rounds(row: dict[str, Any]) -> int:
-    """Return the maximum number of restarts of fairness: by schedulers, and by runs that move to another worker."""
-    return int(1 + row["scheduler_killed"] + (row["deaths"] if row["idle_worker"] else 0))
-
-
 def cost_of_all(row: dict[str, Any]) -> float:
     """Return the planning cost of an op, in ms of both processes."""
     return float(row["scheduler_ms_per_op"] + row["redis_ms_per_op"])
-
-
-def cost_of_planning(row: dict[str, Any]) -> float:
-    """Return the same without idle ticks, four per second, which would hide growth."""
-    return float(row["planning_ms_per_op"])

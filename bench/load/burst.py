@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import LocalServer, local_server
+from bench.load.local_server import LocalServer, keys_of, local_server
 from bench.support.timing import percentile
 from cotrain.wire.proto import wire_pb2
 
@@ -25,11 +25,9 @@ BEAT_EVERY_S = 0.02
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Send all requests at once. Return the time until the last is accepted, and the times of heartbeats."""
     del args
-    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
+    keys = keys_of(TENANTS)
     with local_server() as server:
-        server.start_api(keys)
-        server.start_scheduler()
-        server.start_worker("--ops-per-cycle=64")
+        server.start(keys, "--ops-per-cycle=64")
         return asyncio.run(_measure(server, keys))
 
 
@@ -63,17 +61,12 @@ async def _measure(server: LocalServer, keys: list[str]) -> dict[str, Any]:
         beat_ms = await beats
     cpu_s = {name: after - cpu_before[name] for name, after in cpu_after.items()}
     return {
-        "requests": PASSES + SAMPLES,
-        "pass_mb": len(datums) / 1e6,
-        "all_accepted_s": took_s,
+        "requests": PASSES + SAMPLES, "pass_mb": len(datums) / 1e6, "all_accepted_s": took_s,
         "passes_accepted_p50_s": percentile(accepted[:PASSES], 0.5),
         "samples_accepted_p99_s": percentile(accepted[PASSES:], 0.99),
-        "cpu_s": cpu_s | {"all": sum(cpu_s.values())},
-        "heartbeats": len(beat_ms),
-        "heartbeat_p50_ms": percentile(beat_ms, 0.5),
-        "heartbeat_p95_ms": percentile(beat_ms, 0.95),
-        "seen": dict(seen),
-    }
+        "cpu_s": cpu_s | {"all": sum(cpu_s.values())}, "heartbeats": len(beat_ms),
+        "heartbeat_p50_ms": percentile(beat_ms, 0.5), "heartbeat_p95_ms": percentile(beat_ms, 0.95), "seen": dict(seen),
+    }  # fmt: skip
 
 
 async def _new_sampler(client: Client, seen: Counter[str]) -> str:
@@ -111,13 +104,10 @@ def shared_datums() -> bytes:
 
 
 def _sample(sampler: str, seq: int) -> dict[str, Any]:
-    chunk = {"type": "encoded_text", "tokens": [1] * 64}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
     return {
-        "sampling_session_id": sampler,
-        "seq_id": seq,
-        "prompt": {"chunks": [chunk]},
-        "sampling_params": {"max_tokens": 16},
-    }
+        "sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": {"max_tokens": 16},
+    }  # fmt: skip
 
 
 def _beat(address: tuple[str, int], key: str, session: str, stop: Any) -> list[float]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from typing import Any
 
@@ -101,13 +102,20 @@ async def new_run(client: Client, seen: Counter[str]) -> str:
     """Open a session and a run, whose creation is accepted and maybe not done."""
     session = (await persist(client, "create_session", {}, seen))["session_id"]
     body = {
-        "session_id": session,
-        "model_seq_id": 0,
-        "base_model": "null",
-        "lora_config": {"rank": 4},
-    }
+        "session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4},
+    }  # fmt: skip
     run: str = (await persist(client, "create_model", body, seen))["model_id"]
     return run
+
+
+async def answered(
+    address: tuple[str, int], key: str, request: str, seen: Counter[str]
+) -> tuple[str, float]:
+    """Wait for a result on a connection of its own; return the request and the time of arrival."""
+    client = Client(address, key)
+    await persist(client, "retrieve_future", {"request_id": request}, seen)
+    client.close()
+    return request, time.time()
 
 
 async def trained(client: Client, run: str, seq: int, seen: Counter[str]) -> None:

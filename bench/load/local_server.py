@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import psutil
 
@@ -35,20 +32,18 @@ ADMIN_KEY = "key-of-the-operator"
 class Running:
     """One process of the server."""
 
-    name: str
     process: subprocess.Popen[bytes]
 
     @property
     def rss_mb(self) -> float:
         """Resident memory in MB."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+        return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
     @property
     def cpu_s(self) -> float:
         """Processor time used so far in s, with that of its child processes."""
         children = psutil.Process(self.process.pid).children()
-        return cpu_s(self.process.pid) + sum(cpu_s(child.pid) for child in children)
+        return sum(cpu_s(pid) for pid in (self.process.pid, *(child.pid for child in children)))
 
     def kill(self) -> None:
         self.process.kill()
@@ -57,9 +52,9 @@ class Running:
     def stop(self) -> float:
         """Send SIGTERM; return the seconds until the process ended."""
         began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         status = self.process.wait(PATIENCE_S)
-        assert status == 0, f"{self.name} ended with {status}"
+        assert status == 0, f"{self.process.args!r} ended with {status}"
         return time.monotonic() - began
 
 
@@ -68,36 +63,19 @@ class LocalServer:
     """Processes of one load test."""
 
     folder: Path
-    listener: socket.socket = field(
-        default_factory=lambda: socket.create_server(("127.0.0.1", 0), backlog=4096)
-    )
+    listener: socket.socket
     running: dict[str, Running] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.redis_url = f"unix://{self.folder}/redis.sock"
-        self.start_redis()
-        spool = Spool(self.folder / "data" / "spool", new_writer("bench"))
-        publish_pool(self.redis_url, spool)
-        spool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        for one in self.running.values():
-            one.kill()
-        self.listener.close()
 
     @property
     def address(self) -> tuple[str, int]:
         """Address of the API, shared by all API processes."""
         host, port = self.listener.getsockname()
         return host, port
+
+    @property
+    def redis_url(self) -> str:
+        """Address of Redis."""
+        return f"unix://{self.folder}/redis.sock"
 
     def cpu_s(self) -> dict[str, float]:
         """Return the processor time used so far by each process in s; `client` is this one."""
@@ -106,13 +84,21 @@ class LocalServer:
     def start_redis(self) -> None:
         """Start or restart Redis with the flags of `cotrain serve`."""
         with (self.folder / "redis.log").open("ab") as log:
-            self.running["redis"] = Running("redis", start_redis(self.folder, log))
+            self.running["redis"] = Running(start_redis(self.folder, log))
 
-    def start_scheduler(self) -> Running:
-        return self._start("scheduler", [sys.executable, "-m", "cotrain_scheduler"])
+    def start(
+        self, keys: Sequence[str], *worker: str, long_poll_s: float = 25.0, **settings: str
+    ) -> None:
+        """Start an API process, a scheduler, and a null worker with options."""
+        self.start_api(keys, long_poll_s=long_poll_s, **settings)
+        self.start_scheduler()
+        self.start_worker(*worker)
 
-    def start_worker(self, *options: str) -> Running:
-        return self._start("worker", [sys.executable, "-m", "bench.load.null_worker", *options])
+    def start_scheduler(self) -> None:
+        self._start("scheduler", ["cotrain_scheduler"])
+
+    def start_worker(self, *options: str) -> None:
+        self._start("worker", ["bench.load.null_worker", *options])
 
     def start_api(
         self, keys: Sequence[str], name: str = "api", *, long_poll_s: float = 25.0, **settings: str
@@ -120,14 +106,9 @@ class LocalServer:
         """Start an API process on the server's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
-        given = {
-            "API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings,
-        }  # fmt: skip
-        command = [
-            *(sys.executable, "-m", "cotrain_server"),
-            *("--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)),
-        ]
-        return self._start(name, command, (descriptor,), **given)
+        options = ["--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)]
+        given = {"API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings}
+        return self._start(name, ["cotrain_server", *options], (descriptor,), **given)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[SyncConnection]:
@@ -136,7 +117,7 @@ class LocalServer:
             yield connection
 
     def _start(
-        self, name: str, command: Sequence[str], fds: Sequence[int] = (), **settings: str
+        self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str
     ) -> Running:
         environment = {
             **os.environ,
@@ -146,19 +127,35 @@ class LocalServer:
             "COTRAIN_DISK_RESERVE_BYTES": "0",
             **{f"COTRAIN_{key}": value for key, value in settings.items()},
         }
+        command = [sys.executable, "-m", *module]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command, env=environment, stdout=log, stderr=log, pass_fds=fds
             )
-        self.running[name] = Running(name, process)
+        self.running[name] = Running(process)
         return self.running[name]
 
 
 @contextlib.contextmanager
 def local_server() -> Iterator[LocalServer]:
-    """Yield a server in a temporary folder."""
+    """Yield a server with Redis and a pool in a temporary folder."""
     with (
         tempfile.TemporaryDirectory(prefix="ctload-") as folder,
-        LocalServer(Path(folder)) as server,
+        socket.create_server(("127.0.0.1", 0), backlog=4096) as listener,
     ):
-        yield server
+        server = LocalServer(Path(folder), listener)
+        try:
+            server.start_redis()
+            with contextlib.closing(
+                Spool(server.folder / "data" / "spool", new_writer("bench"))
+            ) as spool:
+                publish_pool(server.redis_url, spool)
+            yield server
+        finally:
+            for one in server.running.values():
+                one.kill()
+
+
+def keys_of(tenants: int) -> list[str]:
+    """Return an API key for each tenant."""
+    return [f"tml-load-{number:012}" for number in range(tenants)]

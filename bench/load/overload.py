@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import LocalServer, local_server
+from bench.load.http import Client, answered, new_run, pass_body
+from bench.load.local_server import LocalServer, keys_of, local_server
 from bench.load.null_worker import TOKENS_PER_OP
 from bench.support.timing import percentile
 
@@ -32,7 +32,7 @@ class Seen:
     statuses: Counter[str] = field(default_factory=Counter)
     refused_ms: list[float] = field(default_factory=list)
     accepted_ms: list[float] = field(default_factory=list)
-    answers: list[asyncio.Task[None]] = field(default_factory=list)
+    answers: list[asyncio.Task[Any]] = field(default_factory=list)
     api_mb: list[float] = field(default_factory=list)
     redis_mb: list[float] = field(default_factory=list)
     queued_ops: list[int] = field(default_factory=list)
@@ -40,13 +40,10 @@ class Seen:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Offer FACTOR times the capacity, in an open loop, for `args.seconds`."""
-    keys = [f"tml-load-{number:012}" for number in range(TENANTS)]
+    keys = keys_of(TENANTS)
+    rates = f"--ops-per-s={CAPACITY_PER_S}", f"--ops-per-cycle={CAPACITY_PER_S / 10:.0f}"
     with local_server() as server:
-        server.start_api(keys, QUOTAS=f"ops={QUOTA_OPS}")
-        server.start_scheduler()
-        server.start_worker(
-            f"--ops-per-s={CAPACITY_PER_S}", f"--ops-per-cycle={CAPACITY_PER_S / 10:.0f}"
-        )
+        server.start(keys, *rates, QUOTAS=f"ops={QUOTA_OPS}")
         return asyncio.run(_measure(server, keys, args.seconds))
 
 
@@ -105,9 +102,8 @@ async def _offer(
             assert isinstance(answer, dict)
             seq += 1
             seen.accepted_ms.append(took_ms)
-            seen.answers.append(
-                asyncio.create_task(_answered(server, key, answer["request_id"], seen))
-            )
+            result = answered(server.address, key, answer["request_id"], seen.statuses)
+            seen.answers.append(asyncio.create_task(result))
         else:
             assert status == 429, answer
             seen.refused_ms.append(took_ms)
@@ -120,15 +116,8 @@ def refused_in_server_ms(server: LocalServer) -> list[float]:
     return [event["dur_ms"] for event in events if event.get("code") == 429]
 
 
-async def _answered(server: LocalServer, key: str, request: str, seen: Seen) -> None:
-    client = Client(server.address, key)
-    await persist(client, "retrieve_future", {"request_id": request}, seen.statuses)
-    client.close()
-
-
 async def _watch(server: LocalServer, seen: Seen) -> None:
     with server.connected() as redis:
-        names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]
         while True:
             await asyncio.sleep(SAMPLE_S)
             names = [name for name in redis.scan_iter("*queue:*") if redis.type(name) == b"hash"]

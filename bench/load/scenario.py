@@ -1,6 +1,6 @@
-"""Limits of the server without an engine: throughput, waiting clients, overload, restarts.
+"""Limits of the server without an engine: waiting clients, overload, bursts, a restarted Redis.
 
-    python -m bench load [--parts store,http,waiting,overload,burst,api_restart,redis_restart]
+    python -m bench load [--parts waiting,overload,burst,redis_restart]
 
 Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
 clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
@@ -14,30 +14,28 @@ import os
 import resource
 from typing import Any
 
-from bench.load import burst, overload, restarts, throughput, waiting
+from bench.load import burst, overload, redis_restart, waiting
 from bench.support.options import Options, Some
 from bench.support.report import Report
+from cotrain_store.monitoring.logs import configure_logs
 
 PARTS = {
-    "store": throughput.measure_store,
-    "http": throughput.measure_http,
     "waiting": waiting.measure,
     "overload": overload.measure,
     "burst": burst.measure,
-    "api_restart": restarts.measure_api,
-    "redis_restart": restarts.measure_redis,
+    "redis_restart": redis_restart.measure,
 }
 
 
 OPTIONS: Options = {
-    "parts": Some(tuple(PARTS)), "tenants": 256, "depth": (4, "requests in flight per tenant"),
-    "seconds": (15.0, "of store, http and overload"), "waiting": (10_000, "futures outstanding at once"),
-    "wakes_per_s": 500.0,
+    "parts": Some(tuple(PARTS)), "seconds": (15.0, "of overload"),
+    "waiting": (10_000, "futures outstanding at once"), "wakes_per_s": 500.0,
 }  # fmt: skip
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure each part on a server of its own."""
+    configure_logs("bench", "warning")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     report["parts"] = {}

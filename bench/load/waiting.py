@@ -8,11 +8,10 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from bench.load.http import Client, pass_body, persist
-from bench.load.local_server import ADMIN_KEY, LocalServer, local_server
+from bench.load.http import answered, pass_body
+from bench.load.local_server import ADMIN_KEY, LocalServer, keys_of, local_server
 from bench.load.null_worker import TOKENS_PER_OP, run_record
 from bench.support.processes import PATIENCE_S
 from bench.support.timing import percentile
@@ -31,32 +30,28 @@ IDLE_S = 3.0
 LONG_POLL_S = 40.0
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """An accepted request, and the key of its tenant."""
-
-    key: str
-    request: RequestId
+#: Key of the tenant, and the accepted request.
+Waiting = tuple[str, RequestId]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Hold `args.waiting` polls in one API process, then resolve them at a steady pace."""
-    keys = keys_for(args.waiting)
+    keys = keys_of(tenants_of(args.waiting))
     with local_server() as server:
-        api = server.start_api(keys, long_poll_s=LONG_POLL_S)
+        server.start_api(keys, long_poll_s=LONG_POLL_S)
         server.start_scheduler()
-        return asyncio.run(_measure(server, api.name, keys, args))
+        return asyncio.run(_measure(server, keys, args))
 
 
 async def _measure(
-    server: LocalServer, api_name: str, keys: Sequence[str], args: argparse.Namespace
+    server: LocalServer, keys: Sequence[str], args: argparse.Namespace
 ) -> dict[str, Any]:
-    api, times = server.running[api_name], server.folder / "times"
+    api, times = server.running["api"], server.folder / "times"
     waiting = await accept(server, keys, args.waiting)
     await until_held(server, 0)  # the API is up
     empty_mb, seen = api.rss_mb, Counter[str]()
     began = time.monotonic()
-    polls = [asyncio.create_task(_answered_at(server, one, seen)) for one in waiting]
+    polls = [asyncio.create_task(answered(server.address, *one, seen)) for one in waiting]
     await until_held(server, len(waiting))
     held_after_s, held_mb, idle_from = time.monotonic() - began, api.rss_mb, api.cpu_s
     await asyncio.sleep(IDLE_S)
@@ -69,30 +64,16 @@ async def _measure(
     committed = dict(line.split() for line in times.read_text().splitlines())
     wakes_ms = [1000 * (at - float(committed[request])) for request, at in answered_at.items()]
     return {
-        "waiting": len(waiting),
-        "all_held_after_s": held_after_s,
-        "rss_mb_before": empty_mb,
-        "rss_mb_waiting": held_mb,
-        "kb_per_poll": (held_mb - empty_mb) * 1024 / len(waiting),
-        "idle_cpu_share": idle_cpu,
-        "wake_p50_ms": percentile(wakes_ms, 0.5),
-        "wake_p99_ms": percentile(wakes_ms, 0.99),
-        "wake_max_ms": max(wakes_ms),
+        "waiting": len(waiting), "all_held_after_s": held_after_s, "rss_mb_before": empty_mb, "rss_mb_waiting": held_mb,
+        "kb_per_poll": (held_mb - empty_mb) * 1024 / len(waiting), "idle_cpu_share": idle_cpu,
+        "wake_p50_ms": percentile(wakes_ms, 0.5), "wake_p99_ms": percentile(wakes_ms, 0.99), "wake_max_ms": max(wakes_ms),
         "seen": dict(seen),
-    }
+    }  # fmt: skip
 
 
-async def _answered_at(server: LocalServer, one: Waiting, seen: Counter[str]) -> tuple[str, float]:
-    client = Client(server.address, one.key)
-    await persist(client, "retrieve_future", {"request_id": one.request}, seen)
-    at = time.time()
-    client.close()
-    return one.request, at
-
-
-def keys_for(requests: int) -> list[str]:
-    """Return keys of the tenants that this number of requests needs."""
-    return [f"tml-load-{number:012}" for number in range(-(-requests // REQUESTS_PER_TENANT))]
+def tenants_of(requests: int) -> int:
+    """Return the number of tenants that this number of requests needs."""
+    return -(-requests // REQUESTS_PER_TENANT)
 
 
 async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[Waiting]:
@@ -109,11 +90,9 @@ async def accept(server: LocalServer, keys: Sequence[str], count: int) -> list[W
         requests = [await intake.create_run(run)]
         for seq in range(1, REQUESTS_PER_TENANT):
             body = pass_body(run.id, seq, TOKENS_PER_OP)
-            kind = OpKind.FORWARD_BACKWARD
-            requests.append(
-                await intake.submit(run, seq, kind, body, TOKENS_PER_OP, digest=f"{seq}")
-            )
-        return [Waiting(key, request) for request in requests]
+            op = seq, OpKind.FORWARD_BACKWARD, body, TOKENS_PER_OP
+            requests.append(await intake.submit(run, *op, digest=f"{seq}"))
+        return [(key, request) for request in requests]
 
     found = await asyncio.gather(*(of_one_tenant(*item) for item in enumerate(keys)))
     spool.close()

@@ -1,8 +1,8 @@
-"""Attacks of a hostile neighbour. Each `async def attack(address, key)` runs until it is cancelled.
+"""Attacks of a hostile neighbour: `ATTACKS` by name. Each is `async def attack(address, key)`, and runs until its end.
 
-The argument `address` is a server's base URL (`http://127.0.0.1:8000`), `key` an API key of the attacker; attacks
-that need no key say so. Responses are read and ignored, because a rejection is no obstacle to an attacker.
-The mapping `ATTACKS` contains all of them. Request bodies have functions of their own, for tests of their cost.
+The argument `address` is a server's base URL (`http://127.0.0.1:8000`), `key` an API key of the attacker. Responses are
+read and ignored, because a rejection is no obstacle to an attacker. Request bodies have functions of their own, for
+tests of their cost.
 
     python -m bench neighbour --be NAME --address ADDRESS --key KEY
 """
@@ -19,11 +19,11 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import zstandard
 
 from cotrain.wire.proto import wire_pb2
 
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Attack = Callable[[str, str], Awaitable[None]]
 
 JSON = {"content-type": "application/json"}
@@ -82,207 +82,135 @@ def wrong_numbers_body(count: int = 4_000_000) -> bytes:
     return zstandard.compress(b'{"model": "m", "prompt": [' + prompt + b"]}")
 
 
-async def deflated_json(address: str, key: str) -> None:
-    """Send passes of 3 KB that expand to ten million lists, four at once."""
-    body = deflated_json_body()
-    await _at_once(AT_ONCE, lambda: _post(address, key, "/api/v1/forward", body, JSON | ZSTD))
-
-
-async def empty_datums(address: str, key: str) -> None:
-    """Send passes of 800 bytes that expand to four million datums, four at once."""
-    body = empty_datums_body()
-    path = "/api/v1/forward_backward"
-    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
-
-
-async def empty_fields(address: str, key: str) -> None:
-    """Send passes of 6 KB with 33 million fields, four at once."""
-    body, path = empty_fields_body(), "/api/v1/forward_backward"
-    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
-
-
-async def tiny_datums(address: str, key: str) -> None:
-    """Send passes of one run with the maximum number of datums, four at once."""
-    body, path = tiny_datums_body(await _run_of(address, key)), "/api/v1/forward_backward"
-    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, PROTOBUF | ZSTD))
-
-
-async def wrong_numbers(address: str, key: str) -> None:
-    """Send four million numbers that are not tokens to `/oai`, four at once."""
-    body, path = wrong_numbers_body(), "/oai/api/v1/completions"
-    await _at_once(AT_ONCE, lambda: _post(address, key, path, body, JSON | ZSTD))
-
-
 # ---- Much work for one request ----------------------------------------------------------------------
 
 
-async def long_text(address: str, key: str, characters: int = 10_000_000) -> None:
-    """Send prompts of ten million characters to `/oai`, four at once."""
-    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
+async def long_text_body(http: httpx.AsyncClient, characters: int = 10_000_000) -> bytes:
+    """Return a prompt of ten million characters."""
     text = "It was a bright cold day in April. " * (characters // 35)
-    body = json.dumps({"model": model, "prompt": text, "max_tokens": 1}).encode()
-    await _at_once(AT_ONCE, lambda: _post(address, key, "/oai/api/v1/completions", body, JSON))
+    return json.dumps({"model": await _model(http), "prompt": text, "max_tokens": 1}).encode()
 
 
-async def big_retrieves(address: str, key: str) -> None:
-    """Acknowledge 100,000 nonexistent results in each of twelve concurrent polls."""
-    sampler = await _sampler(address, key)
+async def big_retrieve_body(http: httpx.AsyncClient) -> bytes:
+    """Return a poll that acknowledges 100,000 nonexistent results of a new sampler."""
+    made = await _created(http, "create_sampling_session", sampling_session_seq_id=0)
+    sampler = made["sampling_session_id"]
     ids = [f"{sampler}:{seq}" for seq in range(IDS_PER_RETRIEVE)]
     target = {"type": "sampling_session", "sampling_session_id": sampler}
-    body = json.dumps({"target": target, "timeout": 0.0, "retrieved_request_ids": ids}).encode()
-    path = "/api/v1/retrieve_futures"
-    await _at_once(RETRIEVES_AT_ONCE, lambda: _post(address, key, path, body, JSON))
+    return json.dumps({"target": target, "timeout": 0.0, "retrieved_request_ids": ids}).encode()
 
 
-# ---- Connections ---------------------------------------------------------------------------------
-
-
-async def descriptor_flood(address: str, key: str) -> None:
-    """Open connections as fast as they are accepted and send nothing; needs no key."""
-    del key
-    await _hold(address, lambda _: b"")
-
-
-async def slow_heads(address: str, key: str) -> None:
-    """Open many connections and send one byte of a request head on each periodically; needs no key."""
-    del key
-    await _hold(address, lambda sent: b"GET / HTTP/1.1\r\nhost: x\r\nx: " if not sent else b"x")
-
-
-async def many_connections(address: str, key: str) -> None:
-    """Send a request on many connections periodically, and keep all of them open in between."""
-    asked = f"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n\r\n".encode()
-    await _hold(address, lambda _: asked)
-
-
-async def slow_bodies(address: str, key: str) -> None:
-    """Send requests on many connections whose bodies arrive byte by byte."""
-    head = (
-        f"POST /api/v1/forward HTTP/1.1\r\nhost: x\r\nx-api-key: {key}\r\n"
-        "content-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
-    ).encode()
-    await _hold(address, lambda sent: b"[" if sent else head)
-
-
-ATTACKS: Mapping[str, Attack] = {
-    attack.__name__: attack
-    for attack in (
-        deflated_json, empty_datums, empty_fields, tiny_datums, wrong_numbers, long_text, big_retrieves,
-        descriptor_flood, slow_heads, many_connections, slow_bodies,
-    )
-}  # fmt: skip
+async def tiny_datums_of_a_run(http: httpx.AsyncClient) -> bytes:
+    """Return a pass of a new run with the maximum number of datums."""
+    made = await _created(http, "create_model", model_seq_id=0, lora_config={"rank": 8})
+    return tiny_datums_body(made["model_id"])
 
 
 # ---- Sending --------------------------------------------------------------------------------------
 
 
-async def _at_once(count: int, send: Callable[[], Awaitable[Any]]) -> None:
-    async def again_and_again() -> None:
-        while True:
-            try:
-                await send()
-            except (OSError, asyncio.IncompleteReadError):
-                await asyncio.sleep(0.1)  # the server has closed the connection
+def posting(
+    path: str, headers: Mapping[str, str], body: Callable[[httpx.AsyncClient], Any], at_once: int = AT_ONCE
+) -> Attack:  # fmt: skip
+    """Return an attack that posts one body repeatedly, `at_once` at a time, each on a connection of its own."""
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(count):
-            group.create_task(again_and_again())
+    async def attack(address: str, key: str) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        network = httpx.AsyncHTTPTransport(
+            limits=limits, local_address=os.environ.get(ATTACKER_ADDRESS)
+        )
+        own = {"X-API-Key": key, "Connection": "close"}
+        async with httpx.AsyncClient(
+            base_url=address, headers=own, transport=network, timeout=None
+        ) as http:
+            made = body(http)
+            sent = made if isinstance(made, bytes) else await made
 
+            async def again_and_again() -> None:
+                while True:
+                    try:
+                        await http.post(path, content=sent, headers=headers)
+                    except httpx.HTTPError:
+                        await asyncio.sleep(0.1)  # the server has closed the connection
 
-async def _hold(address: str, next_bytes: Callable[[int], bytes], every_s: float = 5.0) -> None:
-    """Open MANY connections, write the next bytes on each every `every_s`, and reopen closed ones."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    count = min(MANY, most - 500)
-    opening = asyncio.Semaphore(BURST)
+            await asyncio.gather(*(again_and_again() for _ in range(at_once)))
 
-    async def one() -> None:
-        while True:
-            with suppress(OSError):
-                async with opening:
-                    reader, writer = await _open(address)
-                try:
-                    await _trickle(reader, writer, next_bytes, every_s)
-                finally:
-                    writer.close()
-            await asyncio.sleep(0.2)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(count):
-            group.create_task(one())
+    return attack
 
 
-async def _trickle(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    next_bytes: Callable[[int], bytes],
-    every_s: float,
-) -> None:
-    for sent in itertools.count():
-        writer.write(next_bytes(sent))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(every_s):
-                while await reader.read(4096):
-                    pass
-                return  # closed by the server
+def holding(next_bytes: Callable[[int, str], bytes], every_s: float = 5.0) -> Attack:
+    """Return an attack that opens MANY connections, and writes the next bytes on each every `every_s`.
+
+    `next_bytes` receives the number of the write on this connection, and the API key. Closed connections are opened again.
+    """
+
+    async def attack(address: str, key: str) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        opening, url = asyncio.Semaphore(BURST), urlsplit(address)
+        source = os.environ.get(ATTACKER_ADDRESS)
+        local = (source, 0) if source else None
+
+        async def one() -> None:
+            while True:
+                with suppress(OSError):
+                    async with opening:
+                        reader, writer = await asyncio.open_connection(
+                            url.hostname, url.port or 80, local_addr=local
+                        )
+                    try:
+                        await trickle(reader, writer)
+                    finally:
+                        writer.close()
+                await asyncio.sleep(0.2)
+
+        async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            for sent in itertools.count():
+                writer.write(next_bytes(sent, key))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(every_s):
+                        while await reader.read(4096):
+                            pass
+                        return  # closed by the server
+
+        await asyncio.gather(*(one() for _ in range(min(MANY, most - 500))))
+
+    return attack
 
 
-async def _open(address: str) -> Streams:
-    url = urlsplit(address)
-    source = os.environ.get(ATTACKER_ADDRESS)
-    local = (source, 0) if source else None
-    return await asyncio.open_connection(
-        url.hostname, url.port or 80, limit=2**16, local_addr=local
-    )
+async def _created(http: httpx.AsyncClient, path: str, **wanted: object) -> dict[str, Any]:
+    """Create a session, and a run or a sampler of it on the server's first base model."""
+    session = (await http.post("/api/v1/create_session", json={})).json()["session_id"]
+    body = {"session_id": session, "base_model": await _model(http), **wanted}
+    made: dict[str, Any] = (await http.post(f"/api/v1/{path}", json=body)).json()
+    return made
 
 
-async def _post(
-    address: str, key: str, path: str, body: bytes, headers: Mapping[str, str]
-) -> bytes:
-    return await _ask(address, key, "POST", path, body, headers)
+async def _model(http: httpx.AsyncClient) -> str:
+    name: str = (await http.get("/oai/api/v1/models")).json()["data"][0]["id"]
+    return name
 
 
-async def _get(address: str, key: str, path: str) -> Any:
-    return json.loads(await _ask(address, key, "GET", path, b"", {}))
-
-
-async def _ask(
-    address: str, key: str, method: str, path: str, body: bytes, headers: Mapping[str, str]
-) -> bytes:
-    """Send one request on a connection of its own; return the body of the response."""
-    lines = [
-        f"{method} {path} HTTP/1.1", "host: attack", f"x-api-key: {key}", "connection: close",
-        f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items()),
-    ]  # fmt: skip
-    reader, writer = await _open(address)
-    try:
-        writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        _, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
-        return content
-    finally:
-        writer.close()
-
-
-async def _run_of(address: str, key: str) -> str:
-    """Create a session and a run on the server's first base model; return its id."""
-    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
-    made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
-    wanted = {
-        "session_id": made["session_id"], "model_seq_id": 0, "base_model": model,
-        "lora_config": {"rank": 8},
-    }  # fmt: skip
-    body = json.dumps(wanted).encode()
-    run: str = json.loads(await _post(address, key, "/api/v1/create_model", body, JSON))["model_id"]
-    return run
-
-
-async def _sampler(address: str, key: str) -> str:
-    """Create a session and a sampler on the server's first base model; return its id."""
-    model = (await _get(address, key, "/oai/api/v1/models"))["data"][0]["id"]
-    made = json.loads(await _post(address, key, "/api/v1/create_session", b"{}", JSON))
-    wanted = {
-        "session_id": made["session_id"], "sampling_session_seq_id": 0, "base_model": model,
-    }  # fmt: skip
-    path, body = "/api/v1/create_sampling_session", json.dumps(wanted).encode()
-    sampler: str = json.loads(await _post(address, key, path, body, JSON))["sampling_session_id"]
-    return sampler
+PASS, COMPLETIONS = "/api/v1/forward_backward", "/oai/api/v1/completions"
+HEAD = b"GET / HTTP/1.1\r\nhost: x\r\nx: "
+HEALTH = "GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\nx-api-key: {}\r\n\r\n"
+SLOW = (
+    "POST /api/v1/forward HTTP/1.1\r\nhost: x\r\nx-api-key: {}\r\n"
+    "content-type: application/json\r\ncontent-length: 1000000\r\n\r\n"
+)
+ATTACKS: Mapping[str, Attack] = {
+    # Small on the wire, large as objects.
+    "deflated_json": posting("/api/v1/forward", JSON | ZSTD, lambda _: deflated_json_body()),
+    "empty_datums": posting(PASS, PROTOBUF | ZSTD, lambda _: empty_datums_body()),
+    "empty_fields": posting(PASS, PROTOBUF | ZSTD, lambda _: empty_fields_body()),
+    "tiny_datums": posting(PASS, PROTOBUF | ZSTD, tiny_datums_of_a_run),
+    "wrong_numbers": posting(COMPLETIONS, JSON | ZSTD, lambda _: wrong_numbers_body()),
+    # Much work for one request.
+    "long_text": posting(COMPLETIONS, JSON, long_text_body),
+    "big_retrieves": posting("/api/v1/retrieve_futures", JSON, big_retrieve_body, RETRIEVES_AT_ONCE),
+    # Connections: idle, or with heads, requests or bodies that arrive slowly. The first two need no key.
+    "descriptor_flood": holding(lambda *_: b""),
+    "slow_heads": holding(lambda sent, _: b"x" if sent else HEAD),
+    "many_connections": holding(lambda _, key: HEALTH.format(key).encode()),
+    "slow_bodies": holding(lambda sent, key: b"[" if sent else SLOW.format(key).encode()),
+}  # fmt: skip

@@ -12,18 +12,14 @@ from contextlib import ExitStack
 from typing import Self
 
 import httpx
-import numpy as np
 
-from bench.support.model import VOCAB
-from bench.support.serving import ADAM, datum
+from bench.support.serving import ADAM, random_data
 from cotrain import ModelInput, SamplingParams, ServiceClient
 
 #: Tokens of a training step, of its sequences, and of a sample.
 STEP_TOKENS = 256
 SEQUENCE_TOKENS = 128
 SAMPLE_TOKENS = 8
-#: Timeout of a health check in s, far above the promised waits.
-HEALTH_TIMEOUT_S = 120.0
 #: Pause between two health checks in s, as of a load balancer; the other probes have no pause.
 HEALTH_PAUSE_S = 0.1
 
@@ -86,7 +82,7 @@ def ordinary(address: str, keys: Sequence[str], stack: ExitStack) -> list[Probe]
     probes = [
         Probe("training", training_step(trainer)),
         Probe("sampling", sample(sampler)),
-        Probe("healthz", health_check(address), HEALTH_PAUSE_S),
+        Probe("healthz", lambda: is_healthy(address), HEALTH_PAUSE_S),
     ]
     return [stack.enter_context(probe) for probe in probes]
 
@@ -94,9 +90,7 @@ def ordinary(address: str, keys: Sequence[str], stack: ExitStack) -> list[Probe]
 def training_step(service: ServiceClient) -> Callable[[], object]:
     """Return a call that submits a step of STEP_TOKENS and waits for its results."""
     run = service.create_lora_training_client("bench", rank=8, seed=0)
-    rows = STEP_TOKENS // SEQUENCE_TOKENS
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (rows, SEQUENCE_TOKENS + 1)).tolist()
-    data = [datum(row) for row in tokens]
+    data = random_data(STEP_TOKENS // SEQUENCE_TOKENS, SEQUENCE_TOKENS, seed=0)
 
     def act() -> object:
         passed = run.forward_backward(data, "cross_entropy")
@@ -115,6 +109,6 @@ def sample(service: ServiceClient) -> Callable[[], object]:
     return lambda: sampler.sample(prompt, 1, params).result()
 
 
-def health_check(address: str) -> Callable[[], object]:
-    """Return a call that checks the server's health on a new connection, like a load balancer."""
-    return lambda: httpx.get(f"{address}/healthz", timeout=HEALTH_TIMEOUT_S).raise_for_status()
+def is_healthy(address: str) -> None:
+    """Check the server's health on a new connection, like a load balancer; raise for an error."""
+    httpx.get(f"{address}/healthz", timeout=120.0).raise_for_status()

@@ -56,33 +56,29 @@ async def hostile_grammars(address: str, key: str) -> None:
     numbers = itertools.count()
 
     def schema(at: int) -> dict[str, Any]:
+        properties = {f"p{at}_{each}": {"type": "string"} for each in range(500)}
         kinds = (
             {"enum": [f"value {at} of a long list, number {each}" for each in range(1_500)]},
-            {
-                "type": "object",
-                "properties": {f"p{at}_{each}": {"type": "string"} for each in range(500)},
-            },
+            {"type": "object", "properties": properties},
             {"type": "string", "pattern": f".*[ab].{{{8 + at % 8}}}[cd].*{at}"},
             _nested(at, depth=40),
             {"allOf": [{"type": "string", "pattern": f".*a.{{{each}}}b.*"} for each in range(12)]},
         )
         return kinds[at % len(kinds)]
 
-    async with httpx.AsyncClient(base_url=address, timeout=None) as http:
-        headers = {"Authorization": f"Bearer {key}"}
-        models = await http.get("/oai/api/v1/models", headers=headers)
-        model = models.json()["data"][0]["id"]
+    headers = {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(base_url=address, headers=headers, timeout=None) as http:
+        model = (await http.get("/oai/api/v1/models")).json()["data"][0]["id"]
+        messages = [{"role": "user", "content": "a"}]
 
         async def one() -> None:
             while True:
                 wrapped = {"name": "s", "schema": schema(next(numbers))}
+                wanted = {"type": "json_schema", "json_schema": wrapped}
                 body = {
-                    "model": model,
-                    "messages": [{"role": "user", "content": "a"}],
-                    "max_tokens": 64,
-                    "response_format": {"type": "json_schema", "json_schema": wrapped},
-                }
-                await http.post("/oai/api/v1/chat/completions", json=body, headers=headers)
+                    "model": model, "messages": messages, "max_tokens": 64, "response_format": wanted,
+                }  # fmt: skip
+                await http.post("/oai/api/v1/chat/completions", json=body)
 
         await asyncio.gather(*(one() for _ in range(AT_ONCE)))
 

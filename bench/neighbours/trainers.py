@@ -9,10 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import numpy as np
 
-from bench.support.model import VOCAB
-from bench.support.serving import ADAM, datum
+from bench.support.serving import ADAM, random_data
 from cotrain import (
     APIError,
     Datum,
@@ -27,24 +25,24 @@ from cotrain import (
 async def long_pass(address: str, key: str) -> None:
     """Train one run with two passes of 140,000 tokens in flight, in sequences of 2,000."""
     (run,) = runs(address, key, count=1)
-    await keep_training(run, data(70, 2_000), in_flight=2)
+    await keep_training(run, random_data(70, 2_000, seed=0), in_flight=2)
 
 
 async def long_datum(address: str, key: str) -> None:
     """Train one run with two passes of a single datum of 8,192 tokens in flight."""
     (run,) = runs(address, key, count=1)
-    await keep_training(run, data(1, 8_192), in_flight=2)
+    await keep_training(run, random_data(1, 8_192, seed=0), in_flight=2)
 
 
 async def many_runs(address: str, key: str) -> None:
     """Train 64 runs, each with three steps of 1,024 tokens in flight."""
-    batch = data(8, 128)
+    batch = random_data(8, 128, seed=0)
     await together(keep_training(run, batch, 3) for run in runs(address, key, count=64))
 
 
 async def burst(address: str, key: str) -> None:
     """Send as many small passes as a tenant's queue accepts, from eight runs, without an optimizer step."""
-    batch = data(1, 64)
+    batch = random_data(1, 64, seed=0)
     await together(
         keep_training(run, batch, in_flight=64, steps=False) for run in runs(address, key, count=8)
     )
@@ -57,16 +55,16 @@ async def reinforcement(address: str, key: str) -> None:
     params = SamplingParams(max_tokens=256, seed=0, stop=[])
     while True:
         sampler = await asyncio.to_thread(run.save_weights_and_get_sampling_client)
-        await together(_sampled(sampler.sample(prompt, 16, params)) for _ in range(128))
-        batch = data(16, 288)
+        await together(awaited(sampler.sample(prompt, 16, params)) for _ in range(128))
+        batch = random_data(16, 288, seed=0)
         passes = [await run.forward_backward_async(batch, "cross_entropy") for _ in range(32)]
         await (await run.optim_step_async(ADAM))
-        await together(_sampled(done) for done in passes)
+        await together(awaited(done) for done in passes)
 
 
 async def saver(address: str, key: str) -> None:
     """Write a checkpoint after every small step, in eight runs."""
-    batch = data(1, 64)
+    batch = random_data(1, 64, seed=0)
 
     async def one(run: TrainingClient) -> None:
         number = 0
@@ -81,7 +79,7 @@ async def saver(address: str, key: str) -> None:
 
 async def large_adapters(address: str, key: str) -> None:
     """Train eight runs of rank 128 on a model not much larger than one of these adapters."""
-    batch = data(1, 64)
+    batch = random_data(1, 64, seed=0)
     await together(keep_training(run, batch, 2) for run in runs(address, key, count=8, rank=128))
 
 
@@ -100,7 +98,7 @@ async def loader(address: str, key: str) -> None:
     """Load a checkpoint with its optimizer repeatedly in eight runs of rank 128, with 60 loads in flight each."""
 
     async def one(run: TrainingClient) -> None:
-        await (await run.forward_backward_async(data(1, 64), "cross_entropy"))
+        await (await run.forward_backward_async(random_data(1, 64, seed=0), "cross_entropy"))
         await (await run.optim_step_async(ADAM))
         path = (await (await run.save_state_async("kept", overwrite=True))).path
         flying = []
@@ -130,8 +128,9 @@ async def downloader(address: str, key: str) -> None:
         await asyncio.gather(*(read() for _ in range(64)))
 
 
-async def _sampled(future: object) -> None:
-    await future  # type: ignore[misc]  # a future of ours
+async def awaited(future: Future[Any]) -> None:
+    """Wait for a result."""
+    await future
 
 
 async def together(tenants: Iterable[Coroutine[Any, Any, object]]) -> None:
@@ -163,30 +162,14 @@ def runs(address: str, key: str, *, count: int, rank: int = 8) -> list[TrainingC
     def make(seed: int) -> TrainingClient:
         return service.create_lora_training_client("bench", rank=rank, seed=seed)
 
-    with ThreadPoolExecutor(
-        count
-    ) as threads:  # within few cycles, so that the probes meet all runs
+    # Concurrently, within few cycles, so that the probes meet all runs.
+    with ThreadPoolExecutor(count) as threads:
         return [*threads.map(make, range(count))]
-
-
-def data(sequences: int, length: int) -> list[Datum]:
-    """Return random sequences of `length` tokens."""
-    rows = np.random.default_rng(length).integers(0, VOCAB, (sequences, length + 1)).tolist()
-    return [datum(row) for row in rows]
 
 
 TRAINERS = {
     run.__name__: run
     for run in (
-        long_pass,
-        long_datum,
-        many_runs,
-        burst,
-        reinforcement,
-        saver,
-        large_adapters,
-        creator,
-        loader,
-        downloader,
+        long_pass, long_datum, many_runs, burst, reinforcement, saver, large_adapters, creator, loader, downloader,
     )
-}
+}  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,6 +107,17 @@ class FakeEngine:
             memory_probe: {"probe": lambda *_, **__: True},
             bank: {"initial_weights": lambda _, layout: torch.empty(layout.size)},
         }
+
+
+def run_on_fake_cuda(count: Callable[[], None]) -> int:
+    """Count in a process of its own with the device preloaded; return its exit status."""
+    if "fake-cuda" in os.environ.get("LD_PRELOAD", ""):
+        count()
+        return 0
+    ran = fake_cuda.preloaded("bench", sys.argv[1:])
+    print(ran.stdout, end="")
+    print(ran.stderr, end="", file=sys.stderr)
+    return ran.returncode
 
 
 def on_fake_device(fake: FakeEngine, work: Callable[[Engine], None]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import os
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 import cotrain
-from bench.support.model import VOCAB
+from bench.support.model import VOCAB, build
 from bench.support.processes import COTRAIN, running
 
 ADAM_VALUES = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
@@ -50,21 +52,52 @@ def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Itera
         raise RuntimeError("cotrain serve ended before it was ready")
 
 
-def tenant(
-    args: argparse.Namespace,
-    url: str,
-    key: str,
-    stack: ExitStack,
-    count: int,
-    seed: int,
-    sdk: Any = cotrain,
-) -> Load:
-    """Return a tenant with a new run and `count` random sequences; `sdk` is the client package (cotrain or tinker)."""
-    service = stack.enter_context(sdk.ServiceClient(base_url=url, api_key=key))
-    run = service.create_lora_training_client("bench", rank=args.rank, seed=seed)
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, VOCAB, (count, args.length + 1)).tolist()
-    return Load(run, [datum(row, sdk) for row in rows], sdk.AdamParams(**ADAM_VALUES))
+@dataclass(frozen=True)
+class Server:
+    """Server on a small random model, with an API key for each tenant."""
+
+    url: str
+    keys: list[str]
+    model: Path
+    folder: Path
+    args: argparse.Namespace
+    _stack: ExitStack
+
+    def tenant(self, number: int, count: int, seed: int | None = None, sdk: Any = cotrain) -> Load:
+        """Return a tenant with a new run of `--rank` and `count` random sequences of `--length`.
+
+        `sdk` is the client package (cotrain or tinker), `seed` by default the number.
+        """
+        seed = number if seed is None else seed
+        service = self._stack.enter_context(
+            sdk.ServiceClient(base_url=self.url, api_key=self.keys[number])
+        )
+        run = service.create_lora_training_client("bench", rank=self.args.rank, seed=seed)
+        data = random_data(count, self.args.length, seed, sdk)
+        return Load(run, data, sdk.AdamParams(**ADAM_VALUES))
+
+    def cycles(self) -> list[dict[str, Any]]:
+        """Return the server's records of its cycles."""
+        answer = httpx.get(f"{self.url}/status", headers=OPERATOR, timeout=120)
+        records: list[dict[str, Any]] = answer.json()["pools"][0]["cycles"]
+        return records
+
+
+@contextmanager
+def small_server(args: argparse.Namespace, tenants: int) -> Iterator[Server]:
+    """Run a server on a random model of 5 M parameters, in a temporary folder, with `--threads`."""
+    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        model = build(folder / "model")
+        keys = [f"tml-bench-{number:012}" for number in range(tenants)]
+        url = stack.enter_context(serving(model, folder / "data", keys, args.threads))
+        yield Server(url, keys, model, folder, args, stack)
+
+
+def random_data(count: int, length: int, seed: int, sdk: Any = cotrain) -> list[Any]:
+    """Return datums of random tokens."""
+    rows = np.random.default_rng(seed).integers(0, VOCAB, (count, length + 1)).tolist()
+    return [datum(row, sdk) for row in rows]
 
 
 def datum(row: list[int], sdk: Any = cotrain) -> Any:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import tinker
 
+from tests.conformance.programs.__main__ import PROGRAMS
 from tests.conformance.running import ROOT, Server
 from tests.conformance.scoreboard import surface
 from tests.conformance.scoreboard.__main__ import INSTALLED, PAGE, VERSIONS, walk
@@ -51,6 +52,11 @@ def test_every_cell_of_the_page_is_a_yes_or_has_a_reason() -> None:
                 because = re.fullmatch(r"(no|fails) \((\d+)\)", cell)
                 assert because, cell
                 assert because[1] == "no" or "a fault of" in reasons[because[2]], row
+
+
+def test_the_page_has_the_uses_of_each_program() -> None:
+    page = PAGE.read_text()
+    assert all(f"\n| {program} | " in page for program in PROGRAMS)
 
 
 def test_every_version_of_the_page_is_pinned_or_installed() -> None:

@@ -1,7 +1,7 @@
-"""Run the uses of each chat program against a server, and write their section of the page.
+"""Run the uses of each chat program against a server.
 
-Run as `python -m tests.conformance.programs` from the root, after `install.sh`. It replaces one section of
-docs/reference/compatibility.md.
+Run as `python -m tests.conformance.programs [PROGRAM…]` from the root, after `install.sh`. It prints the section that
+`python -m tests.conformance.scoreboard` writes into docs/reference/compatibility.md.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance.running import KEYS, ROOT
-from tests.conformance.scoreboard.__main__ import PAGE
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_with_tools
 
@@ -90,21 +89,16 @@ def section(founds: Sequence[dict[str, Any]], day: date) -> str:
     return INTRODUCTION.format(title=TITLE, day=day) + "\n".join(lines) + "\n"
 
 
-def main(programs: Sequence[str]) -> None:
-    """Serve a tiny model, run each program, and write the section; with names, print it instead."""
+def measured(programs: Sequence[str] = ()) -> str:
+    """Serve a tiny model, run these programs or all, and return the section of the page."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = build_tiny_with_tools(folder / "tiny")
         # a name without "/", because Inspect strips the first one from a path
         with Serving(folder / "data", [f"{NAME}={model}"], KEYS[:1]) as serving:
             founds = [run(each, serving.address, NAME) for each in programs or PROGRAMS]
-    written = section(founds, datetime.now(UTC).date())
-    if programs:
-        print(written)
-        return
-    before = PAGE.read_text().partition(TITLE)[0].rstrip()
-    PAGE.write_text(f"{before}\n\n{written}")
+    return section(founds, datetime.now(UTC).date())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(measured(sys.argv[1:]))

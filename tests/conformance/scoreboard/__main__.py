@@ -1,7 +1,7 @@
-"""Measure every SDK version against a server of our own and write docs/reference/compatibility.md.
+"""Measure every SDK version and other programs against a server of our own, and write docs/reference/compatibility.md.
 
-Run as `python -m tests.conformance.scoreboard [VERSION…]` from the root, after `sdks.sh all`; with
-versions, those alone are measured and the page goes to the terminal instead.
+Run as `python -m tests.conformance.scoreboard [VERSION…]` from the root, after `sdks.sh all` and `programs/install.sh`.
+With versions, those alone are measured and their part of the page goes to the terminal instead.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.conformance.programs import __main__ as programs
 from tests.conformance.running import KEYS, ROOT
 from tests.conformance.scoreboard.page import HistoryEntries, render
 from tests.support.serving import Serving
@@ -59,7 +60,10 @@ def walk(
 
 
 def main(versions: tuple[str, ...]) -> None:
-    """Serve a tiny model, walk through each version, write the page."""
+    """Serve a tiny model, run the programs, walk through each version, and write the page."""
+    other = (
+        "" if versions else programs.measured()
+    )  # first, because it fails if one is not installed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base_model = str(build_tiny_qwen3(folder / "tiny"))
@@ -78,7 +82,7 @@ def main(versions: tuple[str, ...]) -> None:
     if versions:
         print(page)
     else:
-        PAGE.write_text(page)
+        PAGE.write_text(f"{page.rstrip()}\n\n{other}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ def test_one_call_measures_and_writes_every_part(
     assert measured == {("seg", 1), ("seg", 4), ("grouped", 1), ("grouped", 4)}
     assert {row["tenants"] for row in tiny["by_hand"]} == {4}
     assert tiny["phases"]
-    assert tiny["memory"]
     assert {"command", "date", "torch", "load"} <= report["machine"].keys()
     printed = capsys.readouterr().out
     assert "kept: many_over_one at 4 tenants" in printed

@@ -15,27 +15,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-import numpy as np
 from typing_extensions import override
 
 import cotrain
-from bench.support.model import VOCAB, build
 from bench.support.options import Options
 from bench.support.processes import cpu_by_role
 from bench.support.report import Report, show
-from bench.support.serving import Load, datum, drive, serving
+from bench.support.serving import Load, drive, random_data, small_server
 from bench.support.timing import alternate, median_ratio
 
-KEY = "tml-bench-000000000000"
 OPTIONS: Options = {
     "trials": 16, "batch": 2, "length": 128, "rank": 8, "steps": 4, "repeats": 3, "batches": 16,
     "halve_after": 1, "threads": 2,
@@ -69,10 +63,10 @@ class Spent(NamedTuple):
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all three."""
     network = Counted()
-    with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        model = build(Path(scratch) / "model")
-        url = stack.enter_context(serving(model, Path(scratch) / "data", [KEY], args.threads))
-        service = stack.enter_context(cotrain.ServiceClient(url, KEY, network=network))
+    with (
+        small_server(args, 1) as server,
+        cotrain.ServiceClient(server.url, server.keys[0], network=network) as service,
+    ):
         report |= show(steps(args, service, network))
         report |= show(halving(args, service, network))
 
@@ -91,9 +85,9 @@ def steps(
     args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
 ) -> dict[str, Any]:
     """Measure steps of the sweep, and of one run with the same tokens."""
-    data = sequences(args, 0, args.batch)
+    data = random_data(args.batch, args.length, 0)
     sweep = service.create_sweep("bench", settings(args))
-    one = Load(lone(args, service, 0), sequences(args, 1, args.trials * args.batch))
+    one = Load(lone(args, service, 0), random_data(args.trials * args.batch, args.length, 1))
     found = alternate(
         {
             "sweep": partial(spent, network, partial(trained, sweep, [data] * args.steps)),
@@ -117,7 +111,7 @@ def halving(
     args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
 ) -> dict[str, Any]:
     """Measure successive halving against all runs over all batches, at once and with requests of their own."""
-    batches = [sequences(args, number, args.batch) for number in range(args.batches)]
+    batches = [random_data(args.batch, args.length, number) for number in range(args.batches)]
     sweep = service.create_sweep("bench", settings(args))
     halved = spent(network, lambda: sweep.halve(batches, steps=args.halve_after))
     sweep.close()
@@ -132,15 +126,13 @@ def halving(
     }
 
 
-def trained(sweep: cotrain.Sweep[Any], batches: Sequence[list[Any]]) -> float:
-    """Train with two steps in flight; return seconds per step."""
-    began = time.perf_counter()
+def trained(sweep: cotrain.Sweep[Any], batches: Sequence[list[Any]]) -> None:
+    """Train with two steps in flight."""
     sent = [sweep.train(batch) for batch in batches[:2]]
     for batch in [*batches[2:], None, None][: len(batches)]:
         sent.pop(0).result()
         if batch is not None:
             sent.append(sweep.train(batch))
-    return (time.perf_counter() - began) / len(batches)
 
 
 def settings(args: argparse.Namespace) -> list[dict[str, float]]:
@@ -151,9 +143,3 @@ def settings(args: argparse.Namespace) -> list[dict[str, float]]:
 def lone(args: argparse.Namespace, service: cotrain.ServiceClient, seed: int) -> Any:
     """Return a run with requests of its own."""
     return service.create_lora_training_client("bench", rank=args.rank, seed=seed)
-
-
-def sequences(args: argparse.Namespace, seed: int, count: int) -> list[Any]:
-    """Return random datums."""
-    rng = np.random.default_rng(seed)
-    return [datum(row) for row in rng.integers(0, VOCAB, (count, args.length + 1)).tolist()]
