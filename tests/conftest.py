@@ -52,7 +52,6 @@ RUNS_WITH = {
 BEGINS_FIRST = (
     "tests/faults/test_directed.py",
     "tests/acceptance/test_examples.py",
-    "tests/integration/test_loop_styles.py",
     "tests/unit/workers/engine/test_other_capability.py",
     "tests/integration/test_group_server.py",
     "tests/unit/workers/engine/test_cost.py",

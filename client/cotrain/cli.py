@@ -45,9 +45,9 @@ def needed(commands: Iterable[EntryPoint], arguments: Sequence[str]) -> Iterable
     own = typer.Typer()
     _add_own(own)
     names = {
-        each.name or getattr(each.callback, "__name__", "")
-        for each in (*own.registered_commands, *own.registered_groups)
+        each.name or getattr(each.callback, "__name__", "") for each in own.registered_commands
     }
+    names |= {str(each.name) for each in own.registered_groups}
     return () if arguments and arguments[0] in names else commands
 
 

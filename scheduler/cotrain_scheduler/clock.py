@@ -24,6 +24,9 @@ log = structlog.get_logger()
 RENEW_S = 1.0
 #: Interval between searches for expired gaps.
 GAPS_S = 5.0
+#: Minimum interval between two ticks of a pool, in s: the runs of a cycle return one by one, and each wakes the
+#: scheduler. It is shorter than the minimum wait for them (`cycle_start.GATHER_S`).
+LEAST_S = 0.003
 _RETRY_S = 0.2
 
 
@@ -82,6 +85,8 @@ class Clock:
                 wait_s = RENEW_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(woken.wait(), max(0.0, began + wait_s - time.monotonic()))
+            if (early_s := began + LEAST_S - time.monotonic()) > 0:
+                await asyncio.sleep(early_s)
 
     async def _keep_lead(self, tasks: asyncio.TaskGroup) -> float:
         """Acquire or renew the lease, advance the store's time, and drive new pools."""

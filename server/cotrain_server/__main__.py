@@ -102,6 +102,7 @@ def main() -> None:
     # nor be lost before uvicorn handles it.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, server.handle_exit)
+    gc.freeze()  # a full collection would otherwise visit all modules, and delay all requests
     log.info("api_started", host=settings.host, port=settings.port)
     server.run([_listener(settings, arguments.listen_fd)])
     log.info("api_stopped")

@@ -9,10 +9,11 @@ from starlette.middleware.cors import CORSMiddleware
 from cotrain.version import __version__
 from cotrain_server.adapter_upload.pending_files import expiring
 from cotrain_server.http import error_responses
-from cotrain_server.http.long_poll import LongPolls
+from cotrain_server.http.direct_routes import DirectRoutes
 from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.http.other_methods import OtherMethods
 from cotrain_server.http.path_prefix import PathPrefix, path_prefix
+from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
     anthropic,
     auth,
@@ -87,6 +88,14 @@ FORMATS: dict[str, error_responses.ErrorFormat] = {
     "/oai/": openai.OpenAIRoute.error_outside,
     "/anthropic/": anthropic.AnthropicRoute.error_outside,
 }
+#: Routes that queue a request, and that a training loop calls in each step.
+FREQUENT = tuple(
+    route
+    for route in (*training.router.routes, *samplers.sampling_router.routes)
+    if isinstance(route, TenantRoute)
+    and route.endpoint
+    in (training.forward_backward, training.forward, training.optim_step, samplers.asample)
+)
 #: Built on the first use, once for all applications of a process.
 ROUTES = APIRouter(responses=error_responses.ERROR_RESPONSES)
 for router in ROUTERS:
@@ -122,7 +131,7 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     )
     metrics.BUILD_INFO.labels(__version__).set(1)
     # The middleware added last receives a request first.
-    app.add_middleware(LongPolls, polls=futures.POLLS)
+    app.add_middleware(DirectRoutes, routes=(*futures.POLLS, *FREQUENT))
     app.add_middleware(OtherMethods)
     if settings.cors_origins:
         app.add_middleware(

@@ -7,7 +7,6 @@ the path in CHECKPOINT.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from tinker import types
@@ -251,22 +250,6 @@ def copied(bench: Bench) -> Facts:
         "listed": paths_of(rest, run_of(copies[0])),
         "foreign": error_of(lambda: stranger.copy_weights(copies[0], PROJECT).result()),
     }
-
-
-def begun(bench: Bench) -> Facts:
-    """Save halfway and train to the end; a resumed run must reach the same numbers."""
-    run = steps(bench.run())
-    path = saved(run, "halfway")
-    return {"path": path, "halfway": seen(run), "end": seen(steps(run))}
-
-
-def resumed(bench: Bench) -> Facts:
-    """Resume from CHECKPOINT, which another process saved."""
-    path = os.environ["CHECKPOINT"]
-    run = from_all_of_state(bench, path)
-    rest = rest_of(bench)
-    paths = paths_of(rest, run_of(path))
-    return {"halfway": seen(run), "end": seen(steps(run)), "listed": paths}
 
 
 def undisturbed(bench: Bench) -> Facts:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.conformance.running import (
-    CHECKPOINTS,
-    KEYS,
-    NEWER_FIRST,
     CheckpointReport,
     Facts,
     Server,
-    run_scenarios,
 )
 from tests.support.lossy_proxy import LossyProxy
-from tests.support.serving import Serving
 
-NEWEST = "0.38.0"
 TTL_S = 7200
 
 # ---- Restoring -----------------------------------------------------------------------------------
@@ -211,30 +203,3 @@ def test_a_dropped_answer_changes_no_bit(
     assert asked == {endpoint.rpartition("/")[2] for endpoint in proxy.lost}
     assert facts["undisturbed"] == checkpointed.facts["undisturbed"]
     assert facts["undisturbed"]["new"] == facts["undisturbed"]["paths"]
-
-
-@pytest.fixture(scope="module")
-def resurrected(
-    server: Server, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Facts, Serving]]:
-    """Save, kill all processes, and start again."""
-    data = tmp_path_factory.mktemp("killed")
-    with Serving(data, [server.base_model], KEYS) as serving:
-        begun = run_scenarios(NEWEST, serving.address, server.base_model, ["begun"], CHECKPOINTS)
-        serving.kill()
-    with Serving(data, [server.base_model], KEYS) as serving:
-        yield begun["begun"], serving
-
-
-@pytest.mark.parametrize("sdk", NEWER_FIRST)
-def test_a_checkpoint_survives_a_kill_of_every_process(
-    sdk: str, resurrected: tuple[Facts, Serving], server: Server
-) -> None:
-    begun, serving = resurrected
-    resumed = run_scenarios(
-        *(sdk, serving.address, server.base_model, ["resumed"], CHECKPOINTS),
-        CHECKPOINT=begun["path"],
-    )["resumed"]
-    assert resumed["listed"] == [begun["path"]]
-    assert resumed["halfway"] == begun["halfway"]
-    assert resumed["end"] == begun["end"]

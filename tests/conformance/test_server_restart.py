@@ -7,7 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass
 
 import pytest
 
@@ -50,11 +50,27 @@ def train(service: ServiceClient, base_model: str, after: Callable[[int], None])
     return [*losses, run.forward(batch(0), "cross_entropy").result().metrics["loss:sum"]]
 
 
-def test_a_training_loop_outlives_every_process_of_its_server(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = str(build_tiny_qwen3(tmp_path / "tiny"))
+@dataclass(frozen=True)
+class Outlived:
+    """Results of clients whose server was killed and started again."""
+
+    disturbed: list[float]
+    undisturbed: list[float]
+    failure: RequestFailed
+    """Error of a large pass that the kill interrupted."""
+    norms: list[float]
+    """Norm of the gradient of the run of that pass, and of its twin."""
+
+
+@pytest.fixture(scope="module")
+def outlived(tmp_path_factory: pytest.TempPathFactory) -> Outlived:
+    """Kill all processes of a server while a loop trains and a large pass runs, and start it again."""
+    folder = tmp_path_factory.mktemp("outlived")
+    model = str(build_tiny_qwen3(folder / "tiny"))
     options = [f"--port={free_port()}"]
+    large = [each for step in range(500) for each in batch(step)]
+    inputs = {"target_tokens": [1, 2], "weights": [3e38, 3e38]}  # a loss beyond float32
+    large[1300] = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
     is_under_way, is_killed = threading.Event(), threading.Event()
 
     def note(step: int) -> None:
@@ -64,40 +80,43 @@ def test_a_training_loop_outlives_every_process_of_its_server(
             assert is_killed.wait(PATIENCE_S)  # never over before
 
     with ThreadPoolExecutor(1) as pool:
-        with Serving(tmp_path / "data", [model], KEYS, options) as serving:
+        with Serving(folder / "data", [model], KEYS, options) as serving:
             service = ServiceClient(serving.address, KEYS[0])
             undisturbed = train(service, model, after=lambda _: None)
+            runs = [service.create_lora_training_client(model, rank=4, seed=3) for _ in range(2)]
+            for run in runs:
+                run.forward_backward(batch(0), "cross_entropy").result()
             disturbed = pool.submit(train, service, model, note)
             assert is_under_way.wait(PATIENCE_S)
+            failing = runs[0].forward_backward(large, "cross_entropy")
+            asyncio.run(failing.accepted_async())
             serving.kill()
             is_killed.set()
         assert not disturbed.done()
-        with Serving(tmp_path / "data", [model], KEYS, options), service:
-            assert disturbed.result(PATIENCE_S) == undisturbed
-    assert len(undisturbed) == STEPS + 1
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+        with Serving(folder / "data", [model], KEYS, options), service:
+            with pytest.raises(RequestFailed) as failed:
+                failing.result(PATIENCE_S)
+            stepped = [run.optim_step().result(PATIENCE_S).metrics or {} for run in runs]
+            return Outlived(
+                disturbed.result(PATIENCE_S),
+                undisturbed,
+                failed.value,
+                [metrics["grad_norm"] for metrics in stepped],
+            )
+
+
+def test_a_training_loop_outlives_every_process_of_its_server(
+    caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    found: Outlived = request.getfixturevalue("outlived")
+    assert found.disturbed == found.undisturbed
+    assert len(found.undisturbed) == STEPS + 1
+    logged = [*caplog.get_records("setup"), *caplog.records]
+    assert not [record for record in logged if record.levelname == "ERROR"]
 
 
 def test_a_large_pass_that_fails_over_a_dead_server_leaves_the_gradient_before_it(
-    tmp_path: Path,
+    outlived: Outlived,
 ) -> None:
-    model = str(build_tiny_qwen3(tmp_path / "tiny"))
-    options = [f"--port={free_port()}"]
-    large = [each for step in range(500) for each in batch(step)]
-    inputs = {"target_tokens": [1, 2], "weights": [3e38, 3e38]}  # a loss beyond float32
-    large[1300] = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
-    with Serving(tmp_path / "data", [model], KEYS, options) as serving:
-        service = ServiceClient(serving.address, KEYS[0])
-        runs = [service.create_lora_training_client(model, rank=4, seed=3) for _ in range(2)]
-        for run in runs:
-            run.forward_backward(batch(0), "cross_entropy").result()
-        failing = runs[0].forward_backward(large, "cross_entropy")
-        asyncio.run(failing.accepted_async())
-        serving.kill()
-    with Serving(tmp_path / "data", [model], KEYS, options), service:
-        with pytest.raises(RequestFailed, match="Loss is not finite"):
-            failing.result(PATIENCE_S)
-        left, undisturbed = (run.optim_step().result(PATIENCE_S).metrics for run in runs)
-        assert left is not None
-        assert undisturbed is not None
-        assert left["grad_norm"] == undisturbed["grad_norm"] > 0
+    assert "Loss is not finite" in str(outlived.failure)
+    assert outlived.norms[0] == outlived.norms[1] > 0

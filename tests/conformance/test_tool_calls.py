@@ -1,6 +1,7 @@
-"""A tool's call and result through the official packages, with a real model and a Hermes template.
+"""A tool's call and result through the `openai` package, with a real model and a Hermes template.
 
-A random model writes no call by itself, so `tool_choice` holds the answer to one.
+A random model writes no call by itself, so `tool_choice` holds the answer to one. Scripted answers
+of the other APIs are in tests/integration/test_chat_tools.py.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 import transformers
@@ -98,53 +98,3 @@ def test_a_call_and_its_result_pass_through_openai(served: Served, mine: openai.
     assert "".join(part.choices[0].delta.content or "" for part in parts)
     assert last.usage is not None
     assert last.usage.prompt_tokens == served.prompt_tokens(served.history(arguments))
-
-
-def test_a_call_and_its_result_pass_through_anthropic(served: Served) -> None:
-    tool: Any = {
-        "name": FUNCTION["name"],
-        "description": FUNCTION["description"],
-        "input_schema": SCHEMA,
-    }
-    asked: Any = {"model": served.model, "tools": [tool], "max_tokens": 200}
-    base_url = f"{served.address}/anthropic/api"
-    with anthropic.Anthropic(base_url=base_url, api_key=KEYS[0], max_retries=0) as client:
-        with client.messages.stream(**asked, messages=HI, tool_choice={"type": "any"}) as stream:
-            called = stream.get_final_message()
-        (call,) = called.content
-        assert call.type == "tool_use"
-        assert (call.name, called.stop_reason) == ("weather", "tool_use")
-        assert _prompt_tokens(called) == served.prompt_tokens(HI)
-        result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
-        history: Any = [
-            *HI,
-            {"role": "assistant", "content": called.content},
-            {"role": "user", "content": [result]},
-        ]
-        with client.messages.stream(**{**asked, "max_tokens": 9}, messages=history) as stream:
-            answer = stream.get_final_message()
-    assert answer.content[0].type == "text"
-    assert answer.content[0].text
-    assert _prompt_tokens(answer) == served.prompt_tokens(served.history(call.input))
-
-
-def test_a_call_and_its_result_pass_through_the_responses_api(
-    served: Served, mine: openai.OpenAI
-) -> None:
-    tool: Any = {"type": "function", "strict": True, **FUNCTION}
-    asked: Any = {"model": served.model, "tools": [tool]}
-    with mine.responses.stream(**asked, input=HI, tool_choice="required") as stream:
-        called = stream.get_final_response()
-    (call,) = called.output
-    assert call.type == "function_call"
-    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}
-    answer = mine.responses.create(**asked, input=[*HI, call, result], max_output_tokens=9)
-    assert answer.output_text
-    assert answer.usage is not None
-    history = served.history(json.loads(call.arguments))
-    assert answer.usage.input_tokens == served.prompt_tokens(history)
-
-
-def _prompt_tokens(message: Any) -> int:
-    """Return the length of a message's prompt; cached tokens are counted apart."""
-    return int(message.usage.input_tokens + message.usage.cache_read_input_tokens)

@@ -1,4 +1,8 @@
-"""Every process dies at random moments, Redis too: nothing changes. Longer: `make soak`."""
+"""Every process dies at random moments, Redis too: nothing changes.
+
+`make test` kills each kind of process at chosen moments (`test_directed.py`), and Redis in
+`tests/integration/test_serve.py`. Longer: `make soak`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ from tests.faults.orders import Nursery
 from tests.faults.test_directed import PROGRAMS
 from tests.faults.trial import random_kills, trial
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("seed", [1, 2])
 async def test_deaths_at_random_moments_change_nothing(
     seed: int, nursery: Nursery, folder: Path, calm: Calm
 ) -> None:

@@ -63,6 +63,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def base_model(tiny_model: Path) -> str:
+    """The tiny model as an option of `cotrain serve`."""
+    return f"tiny={tiny_model}"
+
+
+@pytest.fixture(scope="session")
 def engine(tiny_model: Path) -> Engine:
     """One engine for the whole session, on one thread; workers start and stop around it."""
     import torch

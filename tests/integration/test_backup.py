@@ -11,13 +11,10 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pytest
-
 from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput, OptimStepResponse
 from tests.support.ports import free_port
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
 
 PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 
@@ -30,11 +27,6 @@ ADAM = AdamParams(learning_rate=1e-2)
 
 #: Loss and gradient norm of one step.
 Numbers = tuple[float, float]
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
 
 
 def datums(index: int) -> list[Datum]:
@@ -67,44 +59,34 @@ def copied(source: Path, target: Path) -> Path:
     return target
 
 
-def test_a_stopped_server_goes_on_from_a_copy_where_it_was(tmp_path: Path, base_model: str) -> None:
+def test_a_copy_of_a_paused_and_of_a_stopped_server_goes_on_with_the_same_numbers(
+    tmp_path: Path, base_model: str
+) -> None:
     port = [f"--port={free_port()}"]
-    with Serving(tmp_path / "first", [base_model], [KEY], port) as serving:
+    first, of_paused, of_stopped = (tmp_path / name for name in ("first", "paused", "stopped"))
+    with Serving(first, [base_model], [KEY], port) as serving:
         service = ServiceClient(serving.address, KEY)
         run = service.create_lora_training_client("tiny", rank=4, seed=3)
         seen = train(run, range(3))
         path = run.save_state("kept").result(PATIENCE_S).path
-        seen += train(run, range(3, 5))
-        assert serving.stop() == 0
-    copied(tmp_path / "first", tmp_path / "second")
-    shutil.rmtree(tmp_path / "first")
-    with Serving(tmp_path / "second", [base_model], [KEY], port), service:
-        undisturbed = train(service.create_lora_training_client("tiny", rank=4, seed=3), range(7))
-        again = service.create_training_client_from_state_with_optimizer(path)
-        assert train(again, range(3, 5)) == undisturbed[3:5]
-        assert seen + train(run, range(5, 7)) == undisturbed  # the same program, and its next steps
-
-
-def test_a_server_that_is_paused_can_be_copied_while_it_trains(
-    tmp_path: Path, base_model: str
-) -> None:
-    with (
-        Serving(tmp_path / "first", [base_model], [KEY]) as serving,
-        ServiceClient(serving.address, KEY) as service,
-    ):
-        run = service.create_lora_training_client("tiny", rank=4, seed=3)
-        path = run.save_state("kept").result(PATIENCE_S).path
-        sent = [send(run, index) for index in range(6)]
-        first = wait(sent[0])
+        sent = [send(run, index) for index in range(3, 8)]
+        seen.append(wait(sent[0]))
         with paused(serving):
-            copied(tmp_path / "first", tmp_path / "second")
-        original = [first, *(wait(each) for each in sent[1:])]
+            copied(first, of_paused)
+        seen += [wait(each) for each in sent[1:]]
+        assert serving.stop() == 0
+    copied(first, of_stopped)
+    shutil.rmtree(first)
+    with Serving(of_stopped, [base_model], [KEY], port), service:
+        # The same program, and its next steps.
+        undisturbed = train(service.create_lora_training_client("tiny", rank=4, seed=3), range(10))
+        assert seen + train(run, range(8, 10)) == undisturbed
     with (
-        Serving(tmp_path / "second", [base_model], [KEY]) as serving,
-        ServiceClient(serving.address, KEY) as service,
+        Serving(of_paused, [base_model], [KEY]) as serving,
+        ServiceClient(serving.address, KEY) as other,
     ):
-        again = service.create_training_client_from_state_with_optimizer(path)
-        assert train(again, range(6)) == original
+        again = other.create_training_client_from_state_with_optimizer(path)
+        assert train(again, range(3, 8)) == undisturbed[3:8]
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.waiting import wait_until
 from tests.warm.popen import run
 
 KEY = "tml-a-lab_of-one-tenant"
@@ -28,11 +26,6 @@ FAULTS = (
     "group.before_pass~member-0=kill@12,"
     "group.before_pass~member-1=stop@19"
 )
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
 
 
 def train(serving: Serving, *only: str) -> Any:
@@ -61,13 +54,6 @@ def workers_of(serving: Serving) -> list[dict[str, Any]]:
 def members_of(serving: Serving) -> list[int]:
     """Count the runs that each process of the only worker holds, fewest first."""
     return sorted(member["runs"] for member in workers_of(serving)[0]["members"])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def test_a_group_with_killed_or_hung_processes_keeps_its_numbers(

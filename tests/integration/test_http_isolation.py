@@ -143,21 +143,6 @@ def strings(ids: Any) -> set[str]:
     return {value for value in ids.values() if isinstance(value, str)}
 
 
-async def test_a_foreign_request_changes_nothing_for_its_owner(empty_redis: EmbeddedRedis) -> None:
-    async with alice_and_bob(empty_redis.url) as pair:
-        api, alice = pair.api, pair.alice
-        for question in questions_of(openapi()):
-            await pair.bob_asks(question, alice)
-        assert (await api.post("forward_backward", pass_body(alice["run_id"], 2))).is_success
-        beat = await api.post("session_heartbeat", {"session_id": alice["session_id"]})
-        assert beat.status_code == 200
-        future = {"request_id": alice["request_id"]}
-        assert (await api.post("retrieve_future", future)).status_code == 408
-        info = await api.post("weights_info", {"tinker_path": alice["tinker_path"]})
-        assert info.status_code == 200
-        assert (await api.get("checkpoints")).json()["checkpoints"][0]["public"] is False
-
-
 @pytest.mark.parametrize(
     "key", ["", "tml-alice_secret-of-bob", *map(variant, ("tml-nobody_x", "sk-x", "Bearer"))]
 )

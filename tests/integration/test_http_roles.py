@@ -283,6 +283,8 @@ async def test_callers_without_permission_change_and_read_nothing(
                 answer = await caller.ask(api, operation, forged)
                 told = answer.text + str(answer.headers)
                 assert not any(text in told for text in things.texts), (name, operation.name)
+                if name == "foreign" and operation.is_of_operator and not operation.is_page:
+                    assert (answer.status_code, answer.json()["detail"]) == (404, "Not Found")
                 if name != "foreign" and operation.name not in PUBLIC:
                     closed = (303,) if operation.is_page else (401, 403, 404)
                     closed = (*closed, 401, 403, 404)

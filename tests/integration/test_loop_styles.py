@@ -1,8 +1,8 @@
 """Loop styles that run a pass and its step in one cycle: docs/guide/cycles-and-pipelining.md.
 
 The server is in metronome mode, as the hosted services. Each loop is written as in the
-documentation of its service. Requests sent together may straddle a tick and then take two cycles:
-hence `any`.
+documentation of its service. All loops run at once, because they wait most of the time. Requests
+sent together may straddle a tick and then take two cycles: hence `any`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
 
 Pairs = list[tuple[Any, Any]]
+Loop = Callable[[TrainingClient], Any]
+Shared = dict[Loop, list[bool]]
 
 KEY = "tml-loops_key-of-sixteen-letters"
 STEPS = 3
@@ -131,19 +133,20 @@ TOGETHER = (
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
-    folder = tmp_path_factory.mktemp("loops")
-    model = f"tiny={build_tiny_qwen3(folder / 'tiny')}"
+def shared(base_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
+    """For each loop and each of its steps, True if the step ran in the cycle of its pass."""
     beat = ["--clock-mode=metronome", f"--clock-period-s={PERIOD_S}"]
+    loops = (*WAITING, *TOGETHER)
     with (
-        Serving(folder / "data", [model], [KEY], beat) as serving,
+        Serving(tmp_path_factory.mktemp("loops"), [base_model], [KEY], beat) as serving,
         ServiceClient(serving.address, KEY) as client,
+        ThreadPoolExecutor(len(loops)) as threads,
     ):
-        yield client
+        found = threads.map(lambda loop: in_one_cycle(client, loop), loops)
+        yield dict(zip(loops, found, strict=True))
 
 
-def paired(service: ServiceClient, loop: Callable[[TrainingClient], Any]) -> list[bool]:
-    """Return for each step whether it ran in the cycle of its pass."""
+def in_one_cycle(service: ServiceClient, loop: Loop) -> list[bool]:
     run = service.create_lora_training_client("tiny", rank=2, seed=0)
     pairs = asyncio.run(loop(run)) if inspect.iscoroutinefunction(loop) else loop(run)
     cycles = [
@@ -155,14 +158,12 @@ def paired(service: ServiceClient, loop: Callable[[TrainingClient], Any]) -> lis
 
 
 @pytest.mark.parametrize("loop", WAITING, ids=lambda loop: loop.__name__)
-def test_a_loop_that_waits_for_the_pass_never_shares_its_cycle(
-    service: ServiceClient, loop: Callable[[TrainingClient], Any]
-) -> None:
-    assert not any(paired(service, loop))
+def test_a_loop_that_waits_for_the_pass_never_shares_its_cycle(shared: Shared, loop: Loop) -> None:
+    assert not any(shared[loop])
 
 
 @pytest.mark.parametrize("loop", TOGETHER, ids=lambda loop: loop.__name__)
 def test_a_loop_that_sends_the_step_after_the_pass_shares_its_cycle(
-    service: ServiceClient, loop: Callable[[TrainingClient], Any]
+    shared: Shared, loop: Loop
 ) -> None:
-    assert any(paired(service, loop))
+    assert any(shared[loop])

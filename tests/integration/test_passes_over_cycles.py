@@ -12,14 +12,15 @@ import pytest
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.op_codec import decode_op_pass
+from cotrain_workers.op_codec import decode_op_pass, decoding_shared_pass
 from cotrain_workers.results import CYCLE_METRIC, result_of
+from cotrain_workers.worker import step_runner
 from tests.support.bodies import pass_body, sequences
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
@@ -249,6 +250,48 @@ async def test_the_body_of_a_pass_is_read_once(
         loop._runner._execution.bodies = noted  # type: ignore[method-assign]
         assert cycle_of(await server.result(run, request)) >= SLICES
     assert len([op for op in read if op.seq == 1]) <= 1
+
+
+async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
+    empty_redis: EmbeddedRedis,
+    tmp_path: Path,
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    whole: tuple[list[Any], str],
+) -> None:
+    """Plans count tokens, and decoding takes time by datums. So it has a share of each step, here none."""
+    monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
+    monkeypatch.setattr("cotrain_workers.worker.loop.DECODE_SHARE", -1.0)
+    monkeypatch.setattr("cotrain_workers.worker.prefetch.LOOK_S", 60.0)
+    monkeypatch.setattr("cotrain_scheduler.planner.GROWTH", 0)
+    monkeypatch.setattr("cotrain_scheduler.planner.FIRST_TOKENS", TOKENS)
+    divided: list[int] = []  # passes with an allowance, by step
+    decoded: list[int] = []
+    decoding = decoding_shared_pass
+
+    def noted(*args: Any) -> Any:
+        decoded[-1] += 1
+        return decoding(*args)
+
+    monkeypatch.setattr(step_runner, "decoding_shared_pass", noted)
+    async with stack(empty_redis.url, tmp_path, period_s=10.0) as server:
+        runs = [await server.create(name, name, LORA) for name in "abc"]
+        requests = [await server.forward_backward(run, 1, DATA) for run in runs]
+        with worker(empty_redis.url, tmp_path, engine) as loop:
+            begin = loop._execution.begin
+
+            def begun(step: Step) -> None:
+                divided.append(len(step.allowances))
+                decoded.append(0)
+                begin(step)
+
+            loop._execution.begin = begun  # type: ignore[method-assign]
+            results = [
+                await server.result(run, each) for run, each in zip(runs, requests, strict=True)
+            ]
+    assert max(divided) == len(runs)
+    assert all(count <= 1 for count, passes in zip(decoded, divided, strict=True) if passes > 1)
+    assert [without_cycle(result) for result in results] == whole[0][:1] * len(runs)
 
 
 async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(

@@ -117,7 +117,7 @@ async def test_a_read_does_not_wait_for_the_writes_of_others(
     connection = open_batching_connection(replicas.url("?replicas=1"))
     await connection.hset("numbers", "1", "1")
     replicas.kill_replicas()
-    writing = asyncio.create_task(connection.hset("numbers", "2", "1"))
+    writing = asyncio.ensure_future(connection.hset("numbers", "2", "1"))
     while await connection.hget("numbers", "2") is None:  # by reads, while the write waits
         assert not writing.done()
     assert not writing.done()

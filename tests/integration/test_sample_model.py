@@ -184,7 +184,8 @@ class SampleMachine(RuleBasedStateMachine):
         expected = self.model.claim(most)
         claimed = self.sampling.claim(most)
         assert [one.request for one in claimed] == expected
-        assert [one.body for one in claimed] == [self.model.accepted[one] for one in expected]
+        bodies = [one.body and replace(one.body, policy_step=None) for one in claimed]
+        assert bodies == [self.model.accepted[one] for one in expected]
 
     @precondition(lambda self: self.model.accepted)
     @rule(data=st.data(), twice=st.booleans())

@@ -11,32 +11,28 @@ import os
 import re
 import signal
 import subprocess
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import redis
+import typer
+from typer.testing import CliRunner
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain_server.commands import keys
+from cotrain_server.commands import serve as serve_command
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.disk.append_only_file import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.waiting import wait_until
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
 PATIENCE_S = 300
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text() != ""
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(build_tiny_qwen3(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 def pids(serving: Serving) -> dict[str, int]:
@@ -49,13 +45,6 @@ def is_alive(pid: int) -> bool:
         status = Path(f"/proc/{pid}/stat").read_text()
         return status.rpartition(")")[2].split()[0] != "Z"
     return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def train(run: TrainingClient) -> float:
@@ -77,7 +66,7 @@ def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
         with ServiceClient(base_url=serving.address, api_key=key) as service:
-            run = service.create_lora_training_client(base_model, rank=4)
+            run = service.create_lora_training_client("tiny", rank=4)
             losses = [train(run)]
             for name in ("worker-w0", "scheduler", "api", "redis"):
                 os.kill(pids(serving)[name], signal.SIGKILL)
@@ -114,7 +103,7 @@ def test_a_supervisor_shows_no_key_and_when_it_is_killed_takes_everything_with_i
             readiness = json.load(urllib.request.urlopen(f"{address}/readyz"))
             assert readiness == {"ready": True, "reasons": []}
         with ServiceClient(base_url=serving.address, api_key=key) as service:
-            train(service.create_lora_training_client(base_model, rank=4))
+            train(service.create_lora_training_client("tiny", rank=4))
 
 
 def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
@@ -323,12 +312,16 @@ def test_a_redis_that_has_no_such_address_is_refused_in_a_sentence_without_its_p
 
 
 def test_every_option_names_its_variable() -> None:
-    text = serve("--help", COLUMNS="200", TERM="dumb").stdout
+    command_line = typer.Typer(add_completion=False)
+    command_line.command()(serve_command.serve)
+    wide = {"COLUMNS": "200", "TERM": "dumb"}
+    text = CliRunner().invoke(command_line, ["--help"], env=wide).stdout
     options = set(re.findall(r"--([a-z][a-z-]+)", text)) - {"help"}
     variables = set(re.findall(r"COTRAIN_[A-Z_]+", text))
     for option in options:
         stem = option.removeprefix("no-").replace("-", "_").upper()
         assert {f"COTRAIN_{stem}", f"COTRAIN_{stem}S"} & variables, option
+    assert {"base-model", "data-dir", "port"} <= options
 
 
 def serve(*options: str, **settings: str) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,8 @@ import os
 import re
 import signal
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from tests.support.draws import variant
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
-from tests.support.tiny_models import build_tiny_qwen3
+from tests.support.waiting import wait_until
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
 
@@ -38,11 +36,6 @@ WORKER = [
 ]  # fmt: skip
 
 Numbers = list[list[tuple[float, float]]]
-
-
-@pytest.fixture(scope="module")
-def base_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"tiny={build_tiny_qwen3(tmp_path_factory.mktemp('models') / 'tiny')}"
 
 
 class Tenants:
@@ -90,13 +83,6 @@ def told(loss, step) -> tuple[float, float]:  # type: ignore[no-untyped-def]  # 
 
 def saved_in(folder: Path) -> set[str]:
     return {path.name for path in (folder / "weights").rglob("*") if path.is_dir()}
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def asked(serving: Serving, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -1,12 +1,14 @@
-"""Traces of a real server in a collector: requests, plans, cycles and ops as one tree, without
-tenants' content."""
+"""Traces and logs of a real server: requests, plans, cycles and ops as one tree, without tenants'
+content, and log lines in JSON that the id of a request finds."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from cotrain import (
     ServiceClient,
     TrainingClient,
 )
+from cotrain.exceptions import APIStatusError
 from tests.integration.test_serve import PATIENCE_S, pids, train
 from tests.support.otlp_receiver import Received, Receiver
 from tests.support.serving import Serving
@@ -29,11 +32,25 @@ CANARY_TOKEN, WRONG_TOKEN = 433, 987654321
 #: After two runs and four requests of the first step.
 KILLED_AT = 8
 OP_KINDS = {"create", "forward_backward", "optim_step"}
+PROCESSES = {"api", "redis", "scheduler", "worker-w0"}
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Traces and logs of a stopped server."""
+
+    spans: list[Received]
+    printed: str
+    """Output of the supervisor."""
+    logs: dict[str, list[str]]
+    """Lines by process."""
+    failed: RequestFailed
+    failed_run: str
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[list[Received]]:
-    """Spans of a step of two tenants, sent together, and of some more requests.
+def watched(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Watched:
+    """A step of two tenants, sent together, and some more requests.
 
     The worker is killed in the middle of some cycle and starts again.
     """
@@ -45,7 +62,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
         }
         # FastAPI would send its own spans under another name.
         settings = {**receiver.settings, **faults, "FASTAPI_OTEL_AUTO_CONFIGURE": "true"}
-        with Serving(folder / "data", [str(tiny_model)], KEYS, settings=settings) as serving:
+        data, options = folder / "data", ["--log-level=debug"]
+        with Serving(data, [str(tiny_model)], KEYS, options, settings) as serving:
             services = [ServiceClient(base_url=serving.address, api_key=key) for key in KEYS]
             runs = [each.create_lora_training_client(str(tiny_model), rank=4) for each in services]
             step_of_both(runs, serving, receiver)
@@ -58,14 +76,45 @@ def traced(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
             while commits(folder / "moments") < KILLED_AT:
                 for run in runs:
                     train(run)
-            with pytest.raises(RequestFailed):
+            with pytest.raises(RequestFailed) as failed:
                 runs[0].forward_backward([datum(WRONG_TOKEN)], "cross_entropy").result(PATIENCE_S)
+            with pytest.raises(APIStatusError, match="not served here"):
+                services[0].create_lora_training_client("no/such-model", rank=4)
             train(runs[0])
             receiver.wait_for(lambda spans: any(s.is_error for s in spans))
             for each in services:
                 each.close()
-            serving.stop()
-        yield list(receiver.spans)
+            assert serving.stop() == 0
+        logs = {path.stem: path.read_text().splitlines() for path in (data / "logs").glob("*.log")}
+        return Watched(list(receiver.spans), serving.log, logs, failed.value, runs[0].model_id)
+
+
+@pytest.fixture(scope="module")
+def traced(watched: Watched) -> list[Received]:
+    return watched.spans
+
+
+def test_failures_and_cycles_are_found_by_id_in_json_logs(watched: Watched) -> None:
+    assert "worker-w0: loading its weights" in watched.printed
+    assert watched.logs.keys() >= PROCESSES
+    request, found = watched.failed.request_id, set()
+    assert request
+    for name, written in watched.logs.items():
+        for line in written:
+            entry = json.loads(line)
+            assert next(iter(entry)) == "ts", (name, line)
+            assert entry["process"] == name
+            assert "%|" not in line  # of a progress bar
+            if request in line:
+                found.add(entry["event"])
+    assert found >= {
+        "request_accepted", "cycle_planned", "cycle_committed", "request_failed", "failure_answered",
+    }  # fmt: skip
+    [failed] = [json.loads(line) for line in watched.logs["worker-w0"] if "request_failed" in line]
+    assert failed["run"] == watched.failed_run
+    assert failed["tenant_name"]
+    assert failed["category"] == "user"
+    assert any('"code": 400' in line for line in watched.logs["api"])
 
 
 def commits(moments: Path) -> int:

@@ -26,7 +26,7 @@ IDS = {
     "training_run_id", "upload_id",
 }  # fmt: skip
 API = "/api/v1/"
-#: With a tenant's key these routes do not exist, whatever the id (`test_http_admin`).
+#: With a tenant's key these routes do not exist, whatever the id (`test_http_roles`).
 OF_THE_OPERATOR = f"{API}admin/"
 #: Fields with such a name that identify nothing: the name of a new checkpoint, and those that SDKs leave unset.
 NO_IDS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,6 +17,14 @@ async def until(happened: Callable[[], object], look_every_s: float = 0.01) -> N
     async with asyncio.timeout(PATIENCE_S):
         while not happened():  # noqa: ASYNC110  # only polling is possible, for all of these
             await asyncio.sleep(look_every_s)
+
+
+def wait_until(happened: Callable[[], object], look_every_s: float = 0.05) -> None:
+    """Poll as `until`, in a test without an event loop."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(look_every_s)
 
 
 async def until_true(look: Callable[[], Awaitable[bool]], look_every_s: float = 0.02) -> None:

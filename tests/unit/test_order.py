@@ -7,7 +7,7 @@ from tests.conftest import turns_of
 FILES = (
     "tests/conformance/test_cli.py",
     "tests/faults/test_random.py",
-    "tests/integration/test_cycle.py",
+    "tests/integration/test_ages.py",
     "tests/unit/test_docs.py",
     "tests/unit/test_rooms.py",
     "tests/unit/test_warm.py",
@@ -22,7 +22,7 @@ def test_computing_and_waiting_files_are_interleaved_in_their_order() -> None:
         "tests/faults/test_random.py",
         "tests/unit/test_docs.py",
         "tests/unit/test_rooms.py",
-        "tests/integration/test_cycle.py",
+        "tests/integration/test_ages.py",
         "tests/unit/test_warm.py",
         "tests/unit/test_words.py",
     ]

@@ -12,7 +12,7 @@ from cotrain.wire.constants import CUSTOM
 from cotrain.wire.custom_loss import LOSS_ID, decode_loss, loss_and_metrics
 from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.import_body import decode_import
-from cotrain_store.bodies.pass_body import decode_pass, parse_pass
+from cotrain_store.bodies.pass_body import decoding, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef, decode
@@ -21,6 +21,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
+from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import (
     Create,
     Datum,
@@ -95,8 +96,12 @@ def engine_op(
 
 def decode_op_pass(op: QueuedOp, body: bytes) -> Pass | Failure:
     """Decode a forward or a forward-backward; the same body always gives the same."""
+    return run_to_end(_decoding_op_pass(op, body))
+
+
+def _decoding_op_pass(op: QueuedOp, body: bytes) -> Yielding[Pass | Failure]:
     try:
-        request = decode_pass(parse_pass(body))
+        request = yield from decoding(parse_pass(body))
         loss_id = request.loss_config.get(LOSS_ID)
         graph = loss_graph(str(loss_id)) if request.loss_fn == CUSTOM else None
     except (MalformedBody, UnsupportedInput) as malformed:
@@ -128,7 +133,12 @@ def loss_graph(loss_id: str) -> LossGraph:
 
 def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Failure:
     """Decode a pass, or return the one of this body for this run; add it to `decoded`."""
-    known = decoded.get(op.ref) or decode_op_pass(op, body)
+    return run_to_end(decoding_shared_pass(op, body, decoded))
+
+
+def decoding_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Yielding[Pass | Failure]:
+    """Return the work of `decode_shared_pass`, with yield points."""
+    known = decoded.get(op.ref) or (yield from _decoding_op_pass(op, body))
     if op.ref != "inline":
         decoded[op.ref] = known
     if isinstance(known, Failure) or (known.run, known.seq) == (op.run, op.seq):

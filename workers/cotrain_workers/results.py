@@ -75,6 +75,7 @@ class StepRun:
     """History entries of the finished passes and optimizer steps."""
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
     """Compute time in s of earlier steps, for passes that this step continued."""
+    decode_s: float = 0.0  # time in which requests were decoded
 
 
 @dataclass(frozen=True)

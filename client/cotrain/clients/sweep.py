@@ -97,6 +97,13 @@ class SweepOutput(Generic[Result]):
     failures: dict[int, CotrainError]
     """Errors of the trials without a result. The other trials are not affected."""
 
+    @override
+    def __repr__(self) -> str:
+        losses = self.losses
+        best = min(losses, key=losses.__getitem__, default=None)
+        lowest = "" if best is None else f", lowest loss {losses[best]:.4g} of trial {best}"
+        return f"<SweepOutput of {len(self.outputs)} trials{lowest}, {len(self.failures)} failed>"
+
     def __getitem__(self, number: int) -> Result:
         """Return the result of a trial. Raises its error if it failed."""
         if number in self.failures:

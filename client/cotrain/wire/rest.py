@@ -3,10 +3,12 @@
 Times are UTC. On the wire, metadata values are texts; other values that a client stored are shown as JSON.
 """
 
+from collections.abc import Iterator
 from datetime import datetime  # pydantic reads it at run time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AwareDatetime, Field
+from typing_extensions import override
 
 from cotrain.wire.model import Name, SequencedRequest, WireModel
 
@@ -206,6 +208,12 @@ class TrainingRunHistory(WireModel):
     """Points in the order of the run's log."""
     metrics: dict[str, list[MetricPoint]] = Field(default={})
     """Metrics of `run.log` and `run.evaluate` by name, each in the order of the run's log."""
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        yield "training_run_id", self.training_run_id
+        yield "points", len(self.points)
+        yield "metrics", sorted(self.metrics)
 
 
 MAX_METRICS = 64

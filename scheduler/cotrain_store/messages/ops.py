@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 
 from cotrain_store.messages.fleet import Move, WorkerSlot
 from cotrain_store.messages.ids import (
@@ -154,15 +155,23 @@ def session_record(row: dict[bytes, bytes]) -> SessionRecord:
 
 def run_record(row: dict[bytes, bytes]) -> RunRecord:
     """Return the run of a hash."""
-    raw = json.loads(row[b"record"])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    raw["state"] = RunState(row.get(b"state", b"live").decode())
     last = row.get(b"last_request_at")
-    raw["last_request_at"] = float(last) if last else None
-    raw["weights_epoch"] = int(row.get(b"weights_epoch", b"0"))
-    raw["rolled_back_to"] = row.get(b"rolled_back_to", b"").decode()
-    raw["note"] = row.get(b"note", b"").decode()
-    raw["tags"] = tags_of(row.get(b"tags"))
+    later = {
+        "state": RunState(row.get(b"state", b"live").decode()),
+        "last_request_at": float(last) if last else None,
+        "weights_epoch": int(row.get(b"weights_epoch", b"0")),
+        "rolled_back_to": row.get(b"rolled_back_to", b"").decode(),
+        "note": row.get(b"note", b"").decode(),
+        "tags": tags_of(row.get(b"tags")),
+    }
+    return RunRecord(**vars(_made_run(row[b"record"])) | later)
+
+
+@lru_cache(maxsize=1024)  # by the stored bytes, so that none is outdated
+def _made_run(record: bytes) -> RunRecord:
+    """Return a run with the immutable part of its record."""
+    raw = json.loads(record)
+    raw["lora"] = decode(LoraSpec, raw["lora"])
     return decode(RunRecord, raw)
 
 
@@ -171,6 +180,7 @@ def tags_of(field: bytes | None) -> tuple[str, ...]:
     return tuple(json.loads(field)) if field else ()
 
 
+@lru_cache(maxsize=64)
 def pool_record(row: bytes) -> PoolRecord:
     """Return the pool that its worker wrote."""
     raw = json.loads(row)

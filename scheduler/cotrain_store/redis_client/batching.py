@@ -28,17 +28,25 @@ class BatchingRedis(redis.asyncio.Redis):
     _sending: asyncio.Task[None] | None = None
 
     @override
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch and return its answer; raises the error that Redis returns."""
-        # Encode here, so that a command that cannot be encoded fails alone.
-        encode = self.get_encoder().encode  # type: ignore[no-untyped-call]  # redis-py gives it no types
-        args = (args[0], *map(encode, args[1:]))
+    def execute_command(  # type: ignore[override]  # awaited in the same way
+        self, *args: Any, **options: Any
+    ) -> asyncio.Future[Any]:
+        """Send a command with the next batch, and return the future of its answer, or of the error of Redis.
+
+        Commands of one caller share a batch if it awaits none before it has sent all.
+        """
         answer = asyncio.get_running_loop().create_future()
+        encode = self.get_encoder().encode  # type: ignore[no-untyped-call]  # redis-py gives it no types
+        try:  # here, so that a command that cannot be encoded fails alone
+            args = (args[0], *map(encode, args[1:]))
+        except (RedisError, ValueError) as error:
+            answer.set_exception(error)
+            return answer
         if self._sending is None:
             self._asked = []
             self._sending = asyncio.create_task(self._send())
         self._asked.append(((args, options), answer))
-        return await answer
+        return answer
 
     async def _send(self) -> None:
         batch: list[_Asked] = []

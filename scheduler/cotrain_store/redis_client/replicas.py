@@ -5,6 +5,7 @@ depends on, these connections wait for replicas to fsync it. If too few do, the 
 gets a transient refusal, as with a full disk, and repeats the write, which is idempotent.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,11 +90,13 @@ class ReplicatedBatchingRedis(BatchingRedis):
         self._writes.replicas = replicas
 
     @override
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        """Send a command with the next batch of its kind; raises the error of Redis, or RedisRefuses."""
+    def execute_command(  # type: ignore[override]  # as in BatchingRedis
+        self, *args: Any, **options: Any
+    ) -> asyncio.Future[Any]:
+        """Send a command with the next batch of its kind. The future may raise RedisRefuses."""
         if args[0] in AWAITED:
-            return await self._writes.execute_command(*args, **options)
-        return await super().execute_command(*args, **options)
+            return self._writes.execute_command(*args, **options)
+        return super().execute_command(*args, **options)
 
 
 WAITING = (ReplicatedRedis, ReplicatedSyncRedis, ReplicatedBatchingRedis)

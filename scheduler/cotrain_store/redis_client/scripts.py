@@ -86,8 +86,7 @@ def encode_args(args: Args) -> bytes:
     A mapping must contain no None, which would become `cjson.null`, a true value in Lua. Half a surrogate pair in a
     tenant's text is replaced: it is not valid Unicode, and Redis could not read it.
     """
-    text = json.dumps(args, default=_fields, separators=(",", ":"), ensure_ascii=False)
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(args).encode("utf-8", "replace")
 
 
 @cache
@@ -109,3 +108,6 @@ def _collect(path: Path, parts: dict[Path, str]) -> None:
 
 def _fields(record: DataclassInstance) -> dict[str, Any]:
     return {name: value for name, value in vars(record).items() if value is not None}
+
+
+_ENCODER = json.JSONEncoder(default=_fields, separators=(",", ":"), ensure_ascii=False)

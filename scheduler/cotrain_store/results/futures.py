@@ -142,8 +142,19 @@ class Futures(ChannelSubscriber):
         name = parse_sample(request)
         if name:
             return await self._sample_outcome(tenant, request, name, timeout_s, key_id)
-        pool = await self._pool_of_own(tenant, request)
-        value = await self._awaited(request, timeout_s)
+        waiter = self._register(request)
+        try:
+            run, value = await self._records.run_with(
+                tenant, run_of(request), self._redis.get(result_keys.result(request))
+            )
+            pool = run.pool
+            del run  # thousands wait here
+            if value is None:
+                value = await self._until(waiter, timeout_s)
+        except RunNotFound as foreign:
+            raise RequestNotFound from foreign
+        finally:
+            self._deregister(request, waiter)
         if value is None and self._released:
             # No look-up: thousands leave at once, and the next process checks anyway.
             return Pending()
@@ -196,23 +207,34 @@ class Futures(ChannelSubscriber):
         except RunNotFound as foreign:
             raise RequestNotFound from foreign
 
-    async def _awaited(self, request: RequestId, timeout_s: float) -> bytes | None:
+    def _register(self, request: RequestId) -> asyncio.Future[bytes | None]:
+        """Return a future of the result. The caller reads the result next, as it may be stored already."""
         waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiters[request].add(waiter)
+        return waiter
+
+    def _deregister(self, request: RequestId, waiter: asyncio.Future[bytes | None]) -> None:
+        self._waiters[request].discard(waiter)
+        if not self._waiters[request]:
+            del self._waiters[request]
+
+    async def _awaited(self, request: RequestId, timeout_s: float) -> bytes | None:
+        waiter = self._register(request)
         try:
             value: bytes | None = await self._redis.get(result_keys.result(request))
-            if value is not None or self._released:
-                return value
-            # Equivalent to `asyncio.wait_for`, with one future and one frame less for each of thousands.
-            timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
-            try:
-                return await waiter
-            finally:
-                timer.cancel()
+            return await self._until(waiter, timeout_s) if value is None else value
         finally:
-            self._waiters[request].discard(waiter)
-            if not self._waiters[request]:
-                del self._waiters[request]
+            self._deregister(request, waiter)
+
+    async def _until(self, waiter: asyncio.Future[bytes | None], timeout_s: float) -> bytes | None:
+        if self._released:
+            return None
+        # Equivalent to `asyncio.wait_for`, with one future and one frame less for each of thousands.
+        timer = asyncio.get_running_loop().call_later(timeout_s, _give_up, waiter)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
 
     async def _pending_sample(
         self, tenant: TenantId, request: RequestId, name: SampleName

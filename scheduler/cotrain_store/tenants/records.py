@@ -3,13 +3,14 @@
 An id of another tenant and an unknown id give the same error, so that clients cannot probe for ids.
 """
 
+import asyncio
 import json
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from cotrain_store.errors import (
     BaseModelNotServed,
@@ -58,6 +59,9 @@ _PATH = re.compile(
     r"tinker://(?P<run>[A-Za-z0-9_-]{1,64}:train:[0-9]{1,20})"
     r"/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,127})"
 )
+
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -184,13 +188,25 @@ class Records:
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Return a run. Raises RunNotFound."""
-        row = await self._row(run_keys.run(RunId(run_id)), run_id)
-        if not row:
+        return _own_run(await self._row(run_keys.run(RunId(run_id)), run_id), tenant)
+
+    async def run_with(
+        self, tenant: TenantId, run_id: str, sent: Awaitable[_Answer]
+    ) -> tuple[RunRecord, _Answer]:
+        """Return a run, and the answer to a command that the caller has just sent, in one round trip. Raises RunNotFound."""
+        if not _ID.fullmatch(run_id):
+            await sent
             raise RunNotFound
-        run = run_record(row)
-        if run.tenant != tenant:
-            raise RunNotFound
-        return run
+        row, answer = await asyncio.gather(self._redis.hgetall(run_keys.run(RunId(run_id))), sent)
+        return _own_run(row, tenant), answer
+
+    async def run_and_pool(self, tenant: TenantId, run_id: str) -> tuple[RunRecord, PoolRecord]:
+        """Return a run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
+        sent = self._redis.hgetall(fleet_keys.pools())
+        run, rows = await self.run_with(tenant, run_id, sent)
+        if run.pool.encode() not in rows:
+            raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
+        return run, pool_record(rows[run.pool.encode()])
 
     async def pools(self) -> tuple[PoolRecord, ...]:
         """Return the pools of all base models that are or were served, sorted by name."""
@@ -317,6 +333,13 @@ class Records:
                 tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
             )
             await pipeline.execute()
+
+
+def _own_run(row: dict[bytes, bytes], tenant: TenantId) -> RunRecord:
+    run = run_record(row) if row else None
+    if run is None or run.tenant != tenant:
+        raise RunNotFound
+    return run
 
 
 async def _default_limits(_: TenantId) -> RecordLimits:

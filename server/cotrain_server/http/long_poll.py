@@ -1,4 +1,4 @@
-"""Long polls as a separate ASGI app in front of the framework: authenticate, read, wait, send.
+"""Long polls in front of the framework (`direct_routes.py`): authenticate, read, wait, send.
 
 Thousands are open at once. Under the layers of a route (body, dependencies, routing) each took 36
 KB, and twice that during the Redis lookup of its key. After a restart all of them arrive at once.
@@ -8,7 +8,7 @@ is answered as "not yet".
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import TryAgainResponse
@@ -84,24 +84,11 @@ class Poll:
     and it is cancelled when the client disconnects.
     """
 
-
-class LongPolls:
-    """ASGI middleware that answers polls, and passes all other requests on."""
-
-    def __init__(self, app: ASGIApp, polls: Sequence[Poll]) -> None:
-        self.app = app
-        self._poll_by_path = {poll.path: poll for poll in polls}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        poll = self._poll_by_path.get(scope["path"]) if scope["type"] == "http" else None
-        if poll is None or scope["method"] != "POST":
-            await self.app(scope, receive, send)
-            return
-        scope["route"] = poll
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer, at the latest after the hold time."""
         request_id = scope["state"]["request_id"]
         # The request body is freed before waiting.
-        ready = await answered(_prepare(poll, Request(scope, receive)), request_id)
+        ready = await answered(_prepare(self, Request(scope, receive)), request_id)
         if not isinstance(ready, Response):
             answer = await while_connected(receive, answered(ready(), request_id))
             ready = answer or Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -7,6 +7,7 @@ The request id appears in the answer, in the log and in traces. It is the client
 generated one.
 """
 
+import itertools
 import re
 import secrets
 import time
@@ -27,6 +28,8 @@ from cotrain_store.monitoring.logs import looks_like_key
 HEADER = b"x-request-id"
 #: Characters that are safe in a log line, a header and a shell.
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
+#: Generated ids: the start is of this process, and the rest counts, without a call of the kernel for each request.
+_PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
 
 
 def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
@@ -36,7 +39,7 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
     given = [value.decode("latin-1") for name, value in headers if name == HEADER]
     if len(given) == 1 and _SAFE.fullmatch(given[0]) and not looks_like_key(given[0]):
         return given[0]
-    return secrets.token_hex(8)
+    return f"{_PROCESS}{next(_NUMBERS):08x}"
 
 
 log = structlog.get_logger()

@@ -7,25 +7,32 @@ Some routes parse their bodies without FastAPI. `body_of` documents such a body 
 """
 
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response, Security
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader
 from pydantic import BaseModel
+from starlette.types import Receive, Send
+from starlette.types import Scope as RequestScope
 from typing_extensions import override
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.http.auth import authenticate, check_operator
+from cotrain_server.http.error_responses import refusal
 from cotrain_server.http.request_body import FEW, MANY, BodyReader, JsonLimits, is_json
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
-from cotrain_store.errors import Refused
+from cotrain_store.errors import Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import Tenant
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+Answer = TypeVar("Answer")
+#: Function of a request whose body was checked, the services, and the tenant.
+Endpoint = Callable[[Request, Services, Tenant], Coroutine[Any, Any, Answer]]
 
 #: Size limit of a body with settings, of one with tokens as JSON, and of one from the operator.
 SMALL_BODY_BYTES = 1024**2
@@ -64,22 +71,39 @@ class TenantRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
-            services: Services = request.app.state.services
-            tenant = await authenticate(request, services)
-            limit_bytes = self.body_limit(request, services.settings)
-            with (
-                services.tenant_requests.of(tenant.id, 1),  # counts towards its limit
-                services.body_memory.of(tenant.id) as take,  # released when the route has answered
-            ):
-                reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
-                try:
-                    body = await reader.read(request)
-                    return await handle(CheckedRequest(request, body))
-                except Refused as refused:
-                    services.refusals.note(tenant.id, refused)
-                    raise
+            return await self._guarded(request, lambda checked, _, __: handle(checked))
 
         return guarded
+
+    async def serve(self, scope: RequestScope, receive: Receive, send: Send) -> None:
+        """Send the answer of an endpoint that queues its request, without FastAPI (`direct_routes.py`)."""
+        request = Request(scope, receive)
+        try:
+            queued: BaseModel = await self._guarded(request, self.endpoint)
+            answer = Response(
+                queued.model_dump_json(exclude_none=True), media_type="application/json"
+            )
+        except CONNECTION_LOST:
+            answer = refusal(StoreUnavailable(), request.state.request_id)
+        except StoreError as error:
+            answer = refusal(error, request.state.request_id)
+        await answer(scope, receive, send)
+
+    async def _guarded(self, request: Request, endpoint: Endpoint[Answer]) -> Answer:
+        services: Services = request.app.state.services
+        tenant = await authenticate(request, services)
+        limit_bytes = self.body_limit(request, services.settings)
+        with (
+            services.tenant_requests.of(tenant.id, 1),  # counts towards its limit
+            services.body_memory.of(tenant.id) as take,  # released when the route has answered
+        ):
+            reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
+            try:
+                body = await reader.read(request)
+                return await endpoint(CheckedRequest(request, body), services, tenant)
+            except Refused as refused:
+                services.refusals.note(tenant.id, refused)
+                raise
 
     def body_limit(self, request: Request, settings: ServerSettings) -> int:
         """Return the maximum size of a body in bytes."""

@@ -25,6 +25,10 @@ from cotrain_store.messages.runs import PoolRecord
 #: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
 #: 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
+#: A small sparse tensor takes ten times as long to decode as a dense one.
+MAX_SPARSE_TENSORS = 1 << 15
+#: Inputs of one datum, twice those of the largest custom loss. Decoding can pause only between two datums.
+MAX_INPUTS = 32
 #: A loss uses one or two axes. The product of millions of axes would take minutes.
 MAX_AXES = 8
 
@@ -140,8 +144,13 @@ def _read_all(request: ParsedPass) -> ParsedPass:
 
 
 def _refuse_vast_shapes(message: PassMessage) -> None:
-    claimed = 0
+    claimed = sparse = 0
     for number, datum in enumerate(message.data):
+        if len(datum.loss_fn_inputs) > MAX_INPUTS:
+            raise Invalid(
+                f"data[{number}].loss_fn_inputs has {len(datum.loss_fn_inputs)} tensors. The limit is "
+                f"{MAX_INPUTS}. Send only those that the loss reads."
+            )
         for name, tensor in datum.loss_fn_inputs.items():
             if len(tensor.shape) > MAX_AXES:
                 raise Invalid(
@@ -150,10 +159,16 @@ def _refuse_vast_shapes(message: PassMessage) -> None:
                 )
             if tensor.HasField("sparse_csr"):
                 claimed += abs(prod(tensor.shape))
+                sparse += 1
             if claimed > MAX_SPARSE_ELEMENTS:
                 raise Invalid(
                     f"data[{number}].loss_fn_inputs.{name}: the sparse tensors of one request may "
                     f"span at most {MAX_SPARSE_ELEMENTS} elements."
+                )
+            if sparse > MAX_SPARSE_TENSORS:
+                raise Invalid(
+                    f"data[{number}].loss_fn_inputs.{name}: one request may have at most "
+                    f"{MAX_SPARSE_TENSORS} sparse tensors. Send it in several calls, or as dense tensors."
                 )
 
 

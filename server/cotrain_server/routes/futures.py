@@ -1,6 +1,6 @@
 """Endpoints retrieve_future, retrieve_futures and cancel_future: long polls for results, and cancellation.
 
-They are declared as routes for the OpenAPI page. `LongPolls` answers their POSTs in front of the router.
+They are declared as routes for the OpenAPI page. `DirectRoutes` answers their POSTs in front of the router.
 """
 
 import time

@@ -137,18 +137,16 @@ async def _queue_pass(
     request: Request, services: Services, tenant: Tenant, *, forward_only: bool
 ) -> UntypedAPIFuture:
     body, weight = await request.body(), body_weight(request)
-    if is_protobuf(request):
+    is_binary = is_protobuf(request)
+    if is_binary:
         addressed = await _read_pass(services, tenant, body, weight, forward_only=forward_only)
     elif is_json(request):
         read = partial(passes.read_json_pass, body, forward_only=forward_only)
         addressed = await services.parser.parse_json(tenant.id, weight, read)
     else:
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send application/json or {PROTOBUF}.")
-    run = await services.records.run(tenant.id, addressed.model_id)
-    pool = await services.records.pool(run.pool)
-    if pool is None:
-        raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
-    op = await _pass_op(services, tenant, weight, addressed, pool, is_json=not is_protobuf(request))
+    run, pool = await services.records.run_and_pool(tenant.id, addressed.model_id)
+    op = await _pass_op(services, tenant, weight, addressed, pool, is_json=not is_binary)
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
 
 

@@ -15,6 +15,7 @@ from cotrain.types import (
     SampledSequence,
     SampleResponse,
     TensorData,
+    TrainingRunHistory,
 )
 from tests.support.fake_api import FakeApi
 from tests.support.fake_sampling import FakeSampling
@@ -97,6 +98,10 @@ PASSED = ForwardBackwardOutput(
             "TensorData(data=<2048 elements>, dtype='float32', shape=[2, 1024])",
         ),
         (TensorData([1], "int64"), "TensorData(data=[1], dtype='int64')"),
+        (
+            TrainingRunHistory(training_run_id="r", points=[], metrics={"b": [], "a": []}),
+            "TrainingRunHistory(training_run_id='r', points=0, metrics=['a', 'b'])",
+        ),
         (
             OptimStepResponse(metrics={"grad_norm": 0.5}),
             "OptimStepResponse(metrics={'grad_norm': 0.5})",

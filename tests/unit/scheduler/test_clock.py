@@ -86,6 +86,25 @@ async def test_a_process_is_notified_that_its_worker_is_free(
         await until(lambda: len(store.steps) == 2, 0.0)
 
 
+async def test_many_notifications_cause_few_ticks(
+    store: InMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clock_module, "LEAST_S", 0.05)
+    ticks = list[float]()
+
+    async def view(*read: Any) -> PoolView:
+        ticks.append(asyncio.get_running_loop().time())
+        return await InMemory.view(store, *read)
+
+    monkeypatch.setattr(store, "view", view)
+    async with running(process_on(store)):
+        await until(lambda: ticks != [], 0.0)
+        for _ in range(100):
+            store.wake.put_nowait(wake(is_free=True))
+            await asyncio.sleep(0.001)
+        assert len(ticks) <= 2 * (1 + (ticks[-1] - ticks[0]) / 0.05)
+
+
 async def test_a_new_subscription_reads_the_whole_queue(
     store: InMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

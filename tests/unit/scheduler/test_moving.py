@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_scheduler.rebalancing import (
@@ -20,6 +20,7 @@ from cotrain_scheduler.rebalancing import (
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.oplog.moves import QUIET_S
+from tests.support.draws import examples
 
 W0, W1, W2 = WorkerId("w0"), WorkerId("w1"), WorkerId("w2")
 RUNS = [RunId(f"run{number}") for number in range(8)]
@@ -136,6 +137,7 @@ def test_some_of_eight_runs_move_to_a_second_worker_within_a_minute() -> None:
 
 
 @given(st.lists(st.floats(0, 60), min_size=1, max_size=16), st.integers(2, 4))
+@settings(max_examples=examples(35))
 def test_no_run_moves_twice_in_ten_minutes_and_moves_end(demands: list[float], count: int) -> None:
     demand = {RunId(f"run{number}"): each for number, each in enumerate(demands)}
     workers = [WorkerId(f"w{number}") for number in range(count)]

@@ -18,6 +18,19 @@ def run_to_end(work: Yielding[T]) -> T:
     return drive(work, lambda: None)[0]
 
 
+def timed(work: Yielding[T]) -> Yielding[tuple[T, float]]:
+    """Return the same work; its result is also the time that it took in s, without that at yield points."""
+    own_s = 0.0
+    while True:
+        began = time.perf_counter()
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value, own_s + time.perf_counter() - began
+        own_s += time.perf_counter() - began
+        yield
+
+
 def drive(work: Yielding[T], at_yield: Callable[[], None]) -> tuple[T, float]:
     """Run the computation to its end and call `at_yield` at each yield point; also return the time of those calls
     in s.

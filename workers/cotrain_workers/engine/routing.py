@@ -17,6 +17,8 @@ from cotrain_workers.engine.spec import Layout, Pair
 # Larger steps for larger rows keep the number of shapes low, because a GPU library may choose
 # other kernels for each shape.
 FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
+#: Calls of attention that cost less than bringing the sequences of one length together.
+FEW_CALLS = 32
 
 
 def bucket(tokens: int) -> int:
@@ -37,9 +39,9 @@ class Prompt(NamedTuple):
 
 
 class EqualLengths(NamedTuple):
-    """Neighbouring sequences of equal length; attention processes them in one call."""
+    """Sequences of equal length; attention processes them in one call."""
 
-    start: int
+    start: int  # first row of the first one in the packed row
     sequences: int
     length: int
     prompt: Prompt | None = None  # of all of them
@@ -77,6 +79,9 @@ class SequenceTable:
     prompts: Mapping[int, Prompt] = field(default_factory=dict)
     """Shared prompts, by the index of the sequence that continues them."""
     equal_lengths: tuple[EqualLengths, ...] = field(init=False)
+    """Neighbours of equal length; with `rows_by_length`, all sequences of a length."""
+    rows_by_length: tuple[np.ndarray, np.ndarray] | None = field(init=False, default=None)
+    """Rows in the order of `equal_lengths`, int64 `[T]`, and the way back; None if they are in that order."""
     longest: int = field(init=False)
     rows: dict[int, StatefulRows] = field(init=False, default_factory=dict)
     """Layout for layers with a state, by the length of their convolution."""
@@ -96,9 +101,40 @@ class SequenceTable:
             return self.lengths[at], self.prompts.get(at), own
 
         groups = [list(same) for _, same in groupby(range(len(self.lengths)), kind)]
+        if len(groups) >= FEW_CALLS:
+            groups = self._by_length(groups, kind, starts)
         self.equal_lengths = tuple(
             EqualLengths(starts[same[0]], len(same), *kind(same[0])[:2]) for same in groups
         )
+
+    def _by_length(
+        self,
+        groups: list[list[int]],
+        kind: Callable[[int], tuple[int, Prompt | None, int]],
+        starts: Sequence[int],
+    ) -> list[list[int]]:
+        """Return all sequences of a length as one group, if that at least halves the number of groups.
+
+        Very short sequences of two lengths in turn would otherwise need a call each. Groups that share prompts stay
+        as they are, after the others: a gradient of a prompt is summed group by group.
+        """
+        by_length: dict[int, list[int]] = {}
+        sharing = []
+        for same in groups:
+            length, prompt, own = kind(same[0])
+            if prompt is None and own < 0:
+                by_length.setdefault(length, []).extend(same)
+            else:
+                sharing.append(same)
+        fewer = [*by_length.values(), *sharing]
+        if 2 * len(fewer) > len(groups):
+            return groups
+        sequences = [at for same in fewer for at in same]
+        lengths = np.array(self.lengths)[sequences]
+        offset_by_sequence = np.array(starts)[sequences] - (np.cumsum(lengths) - lengths)
+        rows = np.arange(lengths.sum()) + np.repeat(offset_by_sequence, lengths)
+        self.rows_by_length = rows, np.argsort(rows)
+        return fewer
 
     def offsets(self) -> torch.Tensor:
         """Return the start of each sequence, and the end: int32 `[sequences + 1]`."""

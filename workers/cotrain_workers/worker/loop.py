@@ -59,6 +59,8 @@ SOON_S = 0.02
 #: Maintenance interval in s while the decoder is busy.
 MAINTAIN_S = 0.5
 _RETRY_S = 0.2
+#: Share of a step's time in which passes that may wait are decoded. Plans count tokens, and a datum takes time, too.
+DECODE_SHARE = 0.25
 #: Part in s of the termination grace period that a drain leaves unused.
 MARGIN_S = 10.0
 #: Transient errors: Redis is unavailable or the disk is full. The worker waits and retries.
@@ -240,8 +242,13 @@ class WorkerLoop:
             # Do not prefetch while re-running a step that crashed a worker, so that bisection
             # stays unambiguous.
             with nullcontext() if has_crashed else self._prefetcher.during(step):
+                late_at = time.monotonic() + DECODE_SHARE * step.limit_s
                 work = self._runner.run(
-                    step, bodies, runs, partial(self._deadline_passed, began + step.limit_s)
+                    step,
+                    bodies,
+                    runs,
+                    partial(self._deadline_passed, began + step.limit_s),
+                    partial(self._deadline_passed, late_at),
                 )
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
@@ -259,8 +266,8 @@ class WorkerLoop:
             raise
         self._recorder.finish(step, ran.outputs)
         if ran.cost:
-            # Include sampling time, because it counts towards the duration of the cycle.
-            seconds = ran.cost.wave_s + ran.cost.optim_s + sampling_s
+            # Include sampling and decoding, because they count towards the duration of the cycle.
+            seconds = ran.decode_s + ran.cost.wave_s + ran.cost.optim_s + sampling_s
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
         self._runner.committed(commit.device_s)

@@ -16,11 +16,11 @@ from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.cycle import Yielding, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.op_codec import Decoded, engine_op
+from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.bisection import (
     MAX_CRASHES,
     POISON,
@@ -33,7 +33,7 @@ from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.results import StepRun, history_by
-from cotrain_workers.worker.prefetch import Prefetcher
+from cotrain_workers.worker.prefetch import PASSES, Prefetcher
 
 log = structlog.get_logger()
 
@@ -130,11 +130,13 @@ class StepRunner:
         bodies: Mapping[tuple[str, int], bytes],
         runs: StepRuns,
         is_over: Callable[[], bool],
+        is_late: Callable[[], bool] = lambda: False,
     ) -> Yielding[StepRun]:
-        """Execute a step's ops. Yields where the engine does, while the step runs as a whole.
+        """Execute a step's ops. Yields while it decodes passes, and where the engine does, while the step runs as a whole.
 
         If a process ended during a large pass of the step, only some ops run. The others have no output. Passes
-        with an allowance may stay open. They pause when the step's time `is_over`.
+        with an allowance may stay open. They pause when the step's time `is_over`. Once `is_late`, only one
+        of them is decoded at most: a pass of many short datums takes seconds. The others wait for the next step.
 
         In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise crash in a
         different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a
@@ -146,21 +148,8 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
-        decoded: Decoded = {}
-        for op in step.ops:
-            body = bodies[op.run, op.seq]
-            kept = self._open_ops.get((op.run, op.seq))
-            rewound = runs.rewinds.get((op.run, op.seq))
-            request = (
-                runs.stopped.get(op.run)
-                or rewound
-                or (
-                    kept.request
-                    if kept
-                    else self._prefetcher.take(op, body)
-                    or engine_op(op, body, self._weights, decoded)
-                )
-            )
+        requests, decode_s = yield from timed(self._requests(step, bodies, runs, is_late))
+        for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request
             else:
@@ -178,7 +167,40 @@ class StepRunner:
         ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in ran.outputs])
         # An op that does not run waits for an unfinished pass before it, like the others.
-        return replace(ran, outputs=finished_outputs(step.ops, ran.outputs))
+        outputs = finished_outputs(step.ops, ran.outputs)
+        return replace(ran, outputs=outputs, decode_s=decode_s)
+
+    def _requests(
+        self,
+        step: Step,
+        bodies: Mapping[tuple[str, int], bytes],
+        runs: StepRuns,
+        is_late: Callable[[], bool],
+    ) -> Yielding[list[tuple[QueuedOp, Op | NoteOutput | Failure]]]:
+        """Return the request of each op of a step, except of those that wait for the next step."""
+        found: list[tuple[QueuedOp, Op | NoteOutput | Failure]] = []
+        decoded: Decoded = {}
+        may_wait = step.allowances if self._may_divide(step, runs) else {}
+        waiting: set[RunId] = set()
+        has_one = False
+        for op in step.ops:
+            body, kept = bodies[op.run, op.seq], self._open_ops.get((op.run, op.seq))
+            request = (
+                runs.stopped.get(op.run)
+                or runs.rewinds.get((op.run, op.seq))
+                or (kept.request if kept else self._prefetcher.take(op, body))
+            )
+            if request is None and op.request_id in may_wait:
+                if has_one and is_late():
+                    waiting.add(op.run)
+                has_one = True
+            if op.run in waiting:
+                continue
+            if request is None and op.kind in PASSES:
+                request = yield from decoding_shared_pass(op, body, decoded)
+                yield
+            found.append((op, request or engine_op(op, body, self._weights, decoded)))
+        return found
 
     def _with_steps(self, ops: Sequence[Op]) -> list[Op]:
         """Return ops with the optimizer step of their run, where a pass has to report its distance from it."""
@@ -208,9 +230,8 @@ class StepRunner:
             found = history_by(runnable, answers.outputs)
             return StepRun(outputs | answers.outputs, None, is_exact, found)
         failpoint("worker.before_run", (op.request_id for op in step.ops))
-        may_divide = runs.is_exact and not self.is_risky(step)
         try:
-            allowances = allowances_of(step) if may_divide else {}
+            allowances = allowances_of(step) if self._may_divide(step, runs) else {}
             cost = yield from self._engine.cycle(runnable, allowances, is_over)
         except Exception:  # the request that caused it is isolated below and fails alone
             log.exception("cycle_failed", cycle=step.cycle)
@@ -229,6 +250,9 @@ class StepRunner:
             answers.add(self._alone(runnable, step, None, run))
         found = history_by(runnable, answers.outputs)
         return StepRun(answers.outputs, None, answers.is_exact, found)
+
+    def _may_divide(self, step: Step, runs: StepRuns) -> bool:
+        return runs.is_exact and not self.is_risky(step)
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
         """Update the computing time of each open pass after a step."""

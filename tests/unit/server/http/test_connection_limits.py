@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 from uvicorn.server import ServerState
 
 from cotrain_server.http.connection_limits import (
     ACCEPTED_AT_ONCE,
     MAX_HEAD_BYTES,
     RESERVED_DESCRIPTORS,
+    JoinedWrites,
     LimitedProtocol,
     allow_many_connections,
     limited_protocol,
@@ -160,3 +162,34 @@ async def test_connections_above_the_limit_are_closed() -> None:
 def refused() -> float:
     name = "cotrain_connections_refused_total"
     return REGISTRIES[Source.API].get_sample_value(name, {"reason": "process"}) or 0.0
+
+
+class Recorded(asyncio.Transport):
+    """Transport that records its writes, and None for its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[bytes | None] = []
+
+    @override
+    def write(self, data: object) -> None:
+        assert isinstance(data, bytes)
+        self.writes.append(data)
+
+    @override
+    def close(self) -> None:
+        self.writes.append(None)
+
+
+async def test_head_and_body_of_an_answer_are_one_write() -> None:
+    transport = Recorded()
+    joined = JoinedWrites(transport, asyncio.get_running_loop())
+    joined.write(b"head ")
+    joined.write(b"body ")
+    joined.write(b"more")
+    assert transport.writes == [b"head body "]
+    await asyncio.sleep(0)
+    assert transport.writes == [b"head body ", b"more"]
+    joined.write(b"end")
+    joined.close()
+    assert transport.writes[2:] == [b"end", None]

@@ -183,7 +183,9 @@ def values_in(value: object) -> int:
 @given(value=anything, piece=st.integers(1, 9))
 def test_the_count_is_an_upper_bound_of_the_values(value: object, piece: int) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
+    assert values_in(value) - 1 <= count_json(body, NO_LIMIT)
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(request_body, "_FLAT_BYTES", 0)
         patched.setattr(request_body, "_BLOCK_BYTES", piece)
         counted = count_json(body, NO_LIMIT)
     # An empty list counts as if it held a value.
@@ -218,6 +220,7 @@ def test_json_nested_too_deep_is_unreadable(body: bytes) -> None:
 
 
 def test_depth_is_counted_across_blocks_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_body, "_FLAT_BYTES", 0)
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", 7)
     count_json(b"[1,{" * 16 + b"}]" * 16, NO_LIMIT)
     with pytest.raises(Unreadable):
@@ -235,6 +238,7 @@ def test_brackets_in_strings_and_in_sequence_are_not_depth(body: bytes) -> None:
 def test_a_string_continues_across_blocks_of_a_body(
     monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
+    monkeypatch.setattr(request_body, "_FLAT_BYTES", 0)
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", chunk)
     count_json(b'["' + b"[" * 40 + rb"\"[\\\"[" + b'"]', NO_LIMIT)
     with pytest.raises(Unreadable):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_server.errors import Unreadable
+from cotrain_server.requests import pass_ops
 from cotrain_server.requests.pass_ops import Op, digest_of, pass_op
 from cotrain_server.requests.passes import (
     read_binary_pass,
@@ -176,6 +177,23 @@ def test_the_dense_size_of_sparse_tensors_is_limited() -> None:
     del target.shape[:]
     target.shape.extend([3, 1 << 25])
     assert "may span at most" in why(binary_op(request))
+
+
+def test_the_inputs_of_a_datum_and_the_sparse_tensors_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The time to decode a pass grows with its tensors, which plans do not count."""
+    request = message()
+    for at in range(pass_ops.MAX_INPUTS):
+        request.data[0].loss_fn_inputs[f"extra{at}"].shape.append(0)
+    found = len(request.data[0].loss_fn_inputs)
+    assert why(binary_op(request)) == (
+        f"data[0].loss_fn_inputs has {found} tensors. The limit is 32. Send only those that the loss reads."
+    )
+    request = message()
+    request.data[0].loss_fn_inputs["target_tokens"].sparse_csr.crow_indices = bytes(8 * 4)
+    monkeypatch.setattr(pass_ops, "MAX_SPARSE_TENSORS", 0)
+    assert "target_tokens: one request may have at most 0 sparse tensors" in why(binary_op(request))
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"3", b'{"model_id": 1}', b"{", b"\xff", b"null"])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
@@ -21,6 +21,7 @@ from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
 from cotrain_server.text_apis.tokenizer_cache import PARTIAL, TextGrowth, Tokenizer, language_of
+from tests.support.draws import examples
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
 from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
@@ -110,6 +111,7 @@ def texts_of(tokens: Sequence[int], size: int, language: Tokenizer = tokenizer) 
 
 
 @every_vocabulary
+@settings(max_examples=examples(60))
 @given(data=st.data(), size=st.integers(1, 9))
 def test_chunks_add_up_to_the_whole_text(name: str, data: st.DataObject, size: int) -> None:
     language, tokens = VOCABULARIES[name], data.draw(sampled_tokens(name))
@@ -119,6 +121,7 @@ def test_chunks_add_up_to_the_whole_text(name: str, data: st.DataObject, size: i
 
 
 @every_vocabulary
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_a_text_equals_that_of_the_tokenizers_library(name: str, data: st.DataObject) -> None:
     language, tokens = VOCABULARIES[name], data.draw(sampled_tokens(name))
@@ -130,6 +133,7 @@ def test_a_text_equals_that_of_the_tokenizers_library(name: str, data: st.DataOb
 
 
 @every_vocabulary
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_texts_and_bytes_of_single_tokens_add_up_to_the_text(
     name: str, data: st.DataObject

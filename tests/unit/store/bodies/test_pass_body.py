@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from cotrain.wire.pass_codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies import pass_body
 from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass
 from cotrain_store.errors import MalformedBody
 
@@ -95,6 +97,31 @@ def test_small_integers_are_read_as_int64() -> None:
     dense = np.array([-1, 2], "<i4").tobytes()
     read = decode_pass(request_with(dense=dense, dtype=wire_pb2.DTYPE_INT32)).datums[1].inputs["x"]
     np.testing.assert_array_equal(read, np.array([-1, 2]), strict=True)
+
+
+def test_decoding_yields_after_each_block_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of very many tiny datums takes most of a second, and sampling runs at the yield points."""
+    request = wire_pb2.ForwardBackwardRequest()
+    for at in range(10):
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([at], "<i4").tobytes()
+        for name, value in (("x", at / 2), ("y", -at)):
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dtype, tensor.dense = wire_pb2.DTYPE_FLOAT32, np.float32(value).tobytes()
+            tensor.shape.append(1)
+    monkeypatch.setattr(pass_body, "BLOCK_TENSORS", 7)
+    yields, body = 0, None
+
+    def work() -> Iterator[None]:
+        nonlocal body
+        body = yield from pass_body.decoding(request)
+
+    for _ in work():
+        yields += 1
+    assert yields == 3  # each after three datums
+    assert body is not None
+    found = [(*datum.tokens, *datum.inputs["x"], *datum.inputs["y"]) for datum in body.datums]
+    assert found == [(at, at / 2, -at) for at in range(10)]
 
 
 def test_loss_settings_are_read_from_both_maps_with_the_newer_first() -> None:

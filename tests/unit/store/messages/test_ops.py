@@ -3,11 +3,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from tests.support.draws import examples
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
 refs = st.one_of(
@@ -40,6 +41,7 @@ def test_an_op_is_read_back_from_its_envelope(op: QueuedOp) -> None:
 
 
 @given(steps)
+@settings(max_examples=examples(30))
 def test_a_step_of_any_version_is_read_back(step: Step) -> None:
     """Unknown fields are ignored. A step without allowances runs every pass to its end."""
     assert Step.parse(encode(step)) == step

@@ -80,7 +80,7 @@ def succeeded(done: CycleOutput) -> CycleOutput:
 def test_a_cycle_equals_that_of_a_cpu_in_direction_and_waits_twice(
     cuda: Rehearsal, model_folder: ModelFolder, family: str, settings: dict[str, Any]
 ) -> None:
-    folder = model_folder(family)
+    folder = model_folder(family, layers=1)
     engine = load(folder, **settings)
     plain = Engine.load(str(folder), dtype=torch.bfloat16)
     succeeded(engine.run(SOME[0].ops(0)))
@@ -152,7 +152,7 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
 ) -> None:
     for module in (probe, batch_runner):
         monkeypatch.setattr(module, "CHUNK_ROWS", 32)
-    engine = load(model_folder("qwen3"))
+    engine = load(model_folder("qwen3", layers=1))
     base, lora = engine._base, engine._forward_backward._lora
     passes = partial(ForwardBackward, base, lora, head_chunk_rows=32)
     bank = AdapterBank(base.targets, DEVICE, torch.bfloat16)

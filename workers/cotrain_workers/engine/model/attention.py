@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
+from cotrain_workers.engine.model.delta_rule import Moved, move_of
 from cotrain_workers.engine.model.kernel_check import agrees, difference
 from cotrain_workers.engine.routing import (
     AttentionRule,
@@ -139,6 +140,10 @@ def _attention(
     table = router.route.sequences
     if varlen_takes(q, k, rule):
         return varlen_attention(q, k, v, table, rule)[None]
+    there, back = None, None
+    if table.rows_by_length is not None:
+        there, back = (move_of(rows, q.device) for rows in table.rows_by_length)
+        q, k, v = (Moved.apply(x, there, back) for x in (q, k, v))  # type: ignore[no-untyped-call]  # torch gives it no types
     sizes = [group.sequences * group.length for group in table.equal_lengths]
     rows = zip(*(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs: list[torch.Tensor] = []
@@ -155,7 +160,8 @@ def _attention(
             first = before[group.prompt.start]
             prompts[group.prompt] = [x[: group.prompt.length] for x in first]
         outs.append(attend(group, own_q, own_k, own_v, table, rule, prompts[group.prompt]))
-    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    return (Moved.apply(out, back, there) if there else out)[None]  # type: ignore[no-untyped-call]  # see above
 
 
 def refuse_unsupported(dropout: float, kwargs: dict[str, Any]) -> None:

@@ -51,11 +51,12 @@ def token_row(
     if rows < padded_tokens:
         sequences.append(np.zeros(padded_tokens - rows, np.int64))
     lengths = [len(tokens) for tokens in sequences]
-    begins = [prompts[at].length if at in prompts else 0 for at in range(len(lengths))]
-    positions = [
-        np.arange(begin, begin + length) for begin, length in zip(begins, lengths, strict=True)
-    ]
-    return TokenRow(np.concatenate(sequences), np.concatenate(positions), lengths, prompts)
+    starts = np.cumsum([0, *lengths[:-1]])
+    for at, shared_rows in prompts.items():
+        starts[at] -= shared_rows.length
+    ids = np.concatenate(sequences)
+    positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+    return TokenRow(ids, positions, lengths, prompts)
 
 
 def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:

@@ -322,8 +322,16 @@ def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
     unknown = sorted(set(op.loss_config) - set(loss.defaults))
     if unknown:
         return f"Loss {op.loss_fn!r} has no setting {unknown[0]!r}."
-    for at, datum in enumerate(op.datums):
-        reason = refuse_shapes(op.loss_fn, inputs_of(op, loss), datum, context_length)
+    if not op.datums:
+        return None
+    inputs = inputs_of(op, loss)
+    if not any(refuse_shapes(op.loss_fn, inputs, datum, context_length) for datum in op.datums):
+        ids = (datum.tokens for datum in op.datums), (datum.inputs[TARGETS] for datum in op.datums)
+        everything = np.concatenate([each.ravel() for of_kind in ids for each in of_kind])
+        if not refuse_outside("Token", everything, vocab_size):
+            return None
+    for at, datum in enumerate(op.datums):  # only an invalid pass pays for locating the fault
+        reason = refuse_shapes(op.loss_fn, inputs, datum, context_length)
         reason = reason or refuse_tokens(datum, vocab_size)
         if reason:
             return f"{reason} (datum {at})."

@@ -31,7 +31,8 @@ def shared_prompts(datums: Sequence[Datum]) -> list[int]:
     first, prompt = 0, 0
     for at in range(1, len(datums)):
         members = at - first
-        common = common_prompt(datums[first], datums[at])
+        may_share = min(len(datums[first].tokens), len(datums[at].tokens)) > LEAST_SHARED
+        common = common_prompt(datums[first], datums[at]) if may_share else 0
         common = min(common, prompt) if members > 1 else common
         if common >= LEAST_SHARED and members * common > (members - 1) * prompt:
             prompt = common

@@ -53,16 +53,16 @@ def cycle(runs: list[str], seed: int) -> list[Op]:
     return [*passes, *(replace(STEP, run=run) for run in runs)]
 
 
-def test_a_thousand_idle_runs_use_the_device_memory_of_eight(new_engine: NewEngine) -> None:
+def test_hundreds_of_idle_runs_use_the_device_memory_of_eight(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
     engine, roomy = new_engine(adapter_bytes=8 * size), new_engine()
     seen = max_on_device(engine)
-    for at in range(1000):
+    for at in range(300):
         engine.adapters.restore(f"run-{at}", fresh_state(engine, at))
-    assert engine.adapters.offloaded == 992
+    assert engine.adapters.offloaded == 292
 
     for number in range(6):
-        runs = [f"run-{at}" for at in range(number * 83, 1000, 211)]
+        runs = [f"run-{at}" for at in range(number * 23, 300, 61)]
         for run in runs:
             if run not in roomy.adapters:
                 roomy.adapters.restore(run, fresh_state(roomy, int(run.removeprefix("run-"))))
@@ -70,9 +70,9 @@ def test_a_thousand_idle_runs_use_the_device_memory_of_eight(new_engine: NewEngi
             answers = each.run(cycle(runs, number)).outputs.values()
             assert not [answer for answer in answers if isinstance(answer, Failure)]
 
-    assert engine.adapters.offloaded == 992
+    assert engine.adapters.offloaded == 292
     assert 3 * size < seen() <= 8 * size
-    trained = [f"run-{at}" for at in range(1000) if f"run-{at}" in roomy.adapters]
+    trained = [f"run-{at}" for at in range(300) if f"run-{at}" in roomy.adapters]
     assert len(trained) > 20
     for run in trained:
         assert engine.adapters.state(run).digest() == roomy.adapters.state(run).digest()

@@ -37,7 +37,7 @@ from tests.support.training import MIX, ModelFolder, NewEngine, PeftOracle, same
 MINE_TOKENS = 14
 
 
-@pytest.mark.parametrize("family", ["qwen3-window", "gemma2"])
+@pytest.mark.parametrize("family", [variant("qwen3-window"), "gemma2"])
 def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     decoder = decoder_of(engine, trained_weights(engine))

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine import routing
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import forward
 from cotrain_workers.engine.model.forward import TokenRow
 from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
-from cotrain_workers.engine.routing import AttentionRule, SequenceTable
+from cotrain_workers.engine.routing import AttentionRule, EqualLengths, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import batch_runner
 from tests.support.shared_base import load_plain
@@ -200,6 +201,42 @@ def test_every_signature_of_the_ragged_kernel_gives_the_same_results(
     rows = zip(table.equal_lengths, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
     outs = [attn.attend(group, q, k, v, table, rule) for group, q, k, v in rows]
     torch.testing.assert_close(ragged, torch.cat(outs), rtol=1e-5, atol=1e-6)
+
+
+def test_very_short_sequences_in_turn_are_grouped_by_length_with_the_same_bits(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each needs a call of its own in each layer, which takes as long as a hundred tokens."""
+    rng = np.random.default_rng(3)
+    # One long sequence comes twice: a shared prompt between the short ones.
+    long = random_datum(rng, "cross_entropy", 80)
+    data = [random_datum(rng, "cross_entropy", 1 + at % 3) for at in range(60)]
+    data[20:20] = [long, replace(long, inputs=random_datum(rng, "cross_entropy", 80).inputs)]
+    calls: list[int] = []
+
+    def trained() -> list[torch.Tensor]:
+        engine = new_engine()
+        passed = Pass("run", 1, data, "cross_entropy", {}, needs_grad=True)
+        output = engine.run([Create("run", 0, AdapterSpec(4, seed=0)), passed]).outputs["run", 1]
+        assert isinstance(output, PassOutput)
+        assert output.shared_tokens
+        found = torch.from_numpy(np.concatenate(output.logprobs))
+        return [found, engine.adapters["run"].gradient.flat]
+
+    attend = attn.attend
+
+    def counted(group: EqualLengths, *args: Any) -> torch.Tensor:
+        calls.append(group.sequences)
+        return attend(group, *args)
+
+    monkeypatch.setattr(attn, "attend", counted)
+    grouped = trained()
+    in_groups = len(calls)
+    monkeypatch.setattr(routing, "FEW_CALLS", 1_000)
+    apart = trained()
+    assert (len(calls) - in_groups) > 8 * in_groups
+    for ours, expected in zip(grouped, apart, strict=True):
+        assert torch.equal(ours.view(torch.int32), expected.view(torch.int32))
 
 
 def with_fewer_heads(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -68,7 +68,7 @@ def fuse(engine: Engine) -> tuple[str, ...]:
     return fuse_layers(engine._base, in_products=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of_a_kind(FAMILIES))
 def test_every_family_has_kernels_for_its_norms_and_rotations(
     new_engine: NewEngine, ran: Counter[str], family: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,10 +14,9 @@ from tests.support.training import MIX, ModelFolder
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        *((family, "seg") for family in ("gemma3", "phi3", "granite")),
-        *((family, "grouped") for family in ("qwen3", "gemma2")),
-        variant("gemma", "seg"),
-        variant("qwen2", "grouped"),
+        *(("gemma3", "seg"), ("phi3", "seg"), ("qwen3", "grouped")),
+        *(variant(family, "seg") for family in ("gemma", "granite")),
+        *(variant(family, "grouped") for family in ("gemma2", "qwen2")),
     ],
 )
 def test_gradients_on_a_bf16_base_have_the_direction_of_seg_on_fp32(
