@@ -37,9 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, *given = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = scenarios()
     if name in ("-h", "--help"):
-        print(
-            "usage: python -m bench NAME [options]      (python -m bench NAME --help: its options)\n"
-        )
+        print("usage: python -m bench NAME [options]      (python -m bench NAME --help: its options)\n")
         print("\n".join(f"{each:<22} {line}" for each, line in known.items()))
         return 0
     if name not in known:

@@ -70,16 +70,10 @@ def run(args: argparse.Namespace, report: Report) -> None:
             for name, way in {"httpx": plain, "cotrain": ours, "tinker": official}.items()
         }
         for shape, depth in (("alone", 1), ("many", args.depth)):
-            costs = {
-                name: partial(cost_of, way, args.requests, depth) for name, way in ways.items()
-            }
+            costs = {name: partial(cost_of, way, args.requests, depth) for name, way in ways.items()}
             found = alternate(costs, args.rounds)
             rows[shape], rounds[shape] = summary(found), found
-    shown = [
-        {"requests": shape, "client": name, **row}
-        for shape, found in rows.items()
-        for name, row in found.items()
-    ]
+    shown = [{"requests": shape, "client": name, **row} for shape, found in rows.items() for name, row in found.items()]
     print(table(shown, TABLE))
 
 
@@ -129,9 +123,7 @@ def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
             headers = {"Content-Type": PROTOBUF}
             accepted = await http.post("forward_backward", content=body, headers=headers)
             asked = {"request_id": accepted.json()["request_id"]}
-            while (
-                await http.post("retrieve_future", json=asked, headers=accept)
-            ).status_code == 408:
+            while (await http.post("retrieve_future", json=asked, headers=accept)).status_code == 408:
                 pass
 
     async def ask_all(count: int, depth: int) -> None:
@@ -150,9 +142,7 @@ def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
         run = service.create_lora_training_client(POOL.base_model, rank=4)
         inputs: Any = {"target_tokens": [0] * tokens, "weights": [0.0] * tokens}
         data = [Datum(model_input=ModelInput.from_ints([0] * tokens), loss_fn_inputs=inputs)]
-        yield lambda count, depth: keep_flying(
-            count, depth, lambda: run.forward_backward(data, "cross_entropy")
-        )
+        yield lambda count, depth: keep_flying(count, depth, lambda: run.forward_backward(data, "cross_entropy"))
 
 
 @contextmanager
@@ -163,9 +153,7 @@ def official(url: str, key: str, tokens: int) -> Iterator[Way]:
     service = tinker.ServiceClient(base_url=url, api_key=key)
     run = service.create_lora_training_client(base_model=POOL.base_model, rank=4).result()
     data = [datum([0] * (tokens + 1), tinker)]
-    yield lambda count, depth: keep_flying(
-        count, depth, lambda: run.forward_backward(data, "cross_entropy")
-    )
+    yield lambda count, depth: keep_flying(count, depth, lambda: run.forward_backward(data, "cross_entropy"))
     service.close("success")
 
 

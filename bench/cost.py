@@ -131,9 +131,7 @@ def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Co
         own = {name: [each for each in log.launches if each.name == name] for name in names}
         both.append({name: cost_of_launches(launches) for name, launches in own.items()})
     none = Cost(0, 0, 0, 0)
-    layer = {
-        name: found.with_layers(both[0].get(name, none), -1) for name, found in both[1].items()
-    }
+    layer = {name: found.with_layers(both[0].get(name, none), -1) for name, found in both[1].items()}
     outside = {name: both[0][name].with_layers(layer[name], -LAYERS[0]) for name in both[0]}
     return dearest_first(layer), dearest_first(outside)
 
@@ -158,9 +156,7 @@ def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[Fake
         with fake.log:
             found = engine.run([Pass(run, 1, [datum], "cross_entropy", {}, True) for run in runs])
         with steps.log:
-            stepped = engine.run(
-                [OptimStep(run, 2, 1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0) for run in runs]
-            )
+            stepped = engine.run([OptimStep(run, 2, 1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0) for run in runs])
         for output in (*found.outputs.values(), *stepped.outputs.values()):
             assert not isinstance(output, Failure), output
 

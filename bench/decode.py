@@ -70,9 +70,7 @@ class Bench:
 
     def requests(self, batch: int, adapters: int) -> list[SampleRequest]:
         """Return requests over `adapters` adapters (0: the base alone), sorted by adapter."""
-        names = [
-            f"t{at * min(adapters, batch) // batch}" if adapters else None for at in range(batch)
-        ]
+        names = [f"t{at * min(adapters, batch) // batch}" if adapters else None for at in range(batch)]
         options = {"temperature": 0.0, "max_tokens": NEW_TOKENS[self.device]}
         return [request(str(at), self.prompt(), name, **options) for at, name in enumerate(names)]
 
@@ -120,9 +118,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report["rank"] = RANK
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.models or Path(scratch)
-        report["throughput"] = [
-            row for size in args.sizes for row in throughput(folder, size, args)
-        ]
+        report["throughput"] = [row for size in args.sizes for row in throughput(folder, size, args)]
         if args.ceiling_size:
             report["ceiling"] = ceiling(folder, args)
 

@@ -178,9 +178,7 @@ def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
     parts["tenants"] = [beside_ceiling(row, size, rates) for row in parts.get("tenants", [])]
     report["load_at_end"] = os.getloadavg()
     rows = [*parts["tenants"], *parts.get("by_hand", [])]
-    parts["verdicts"] = [
-        each for target in bench.preset.targets() for each in target.verdicts(rows)
-    ]
+    parts["verdicts"] = [each for target in bench.preset.targets() for each in target.verdicts(rows)]
     report.write()
     print_size(size, parts)
 
@@ -218,9 +216,7 @@ def measure_tenants(
 
 def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:
     """Return a row with the ceiling of the machine and the reached share of it."""
-    possible = ceiling(
-        SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"]
-    )
+    possible = ceiling(SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"])
     return row | {"ceiling_tokens_per_s": possible, "of_ceiling": row["tokens_per_s"] / possible}
 
 

@@ -21,11 +21,7 @@ from bench.support.options import DEVICE, Options, Some
 from bench.support.report import Report, show
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
-from tests.support.engine_checks import (
-    bf16_gradient_cosine,
-    mixed_against_alone,
-    parity_with_peft,
-)
+from tests.support.engine_checks import bf16_gradient_cosine, mixed_against_alone, parity_with_peft
 from tests.support.tiny_models import FAMILIES, build_tiny
 
 OPTIONS: Options = {**DEVICE, "families": Some(tuple(FAMILIES))}
@@ -67,6 +63,4 @@ def sampling_checks(family: str, model: Path, device: str) -> Iterator[dict[str,
         yield show({**row, "family": family, "kept": kept, **asdict(gap)})
         if is_wide:
             same = is_same_alone(engine)
-            yield show(
-                {"check": "sample mixed = alone", "family": family, "kept": same, "same": same}
-            )
+            yield show({"check": "sample mixed = alone", "family": family, "kept": same, "same": same})

@@ -118,9 +118,7 @@ def rates_of(group: Group) -> dict[str, float]:
         "cublas": seconds(lambda: [functional.linear(x, weight) for weight in weights]),
         "expand": seconds(lambda: products.outputs(x, weights, (), low, residual, gate)),
         "cublas_back": seconds(lambda: [gy @ w for gy, w in zip(gys, weights, strict=True)]),
-        "expand_back": seconds(
-            lambda: products.back(gys, weights, low_grad, gated, SILU if gated else 0)
-        ),
+        "expand_back": seconds(lambda: products.back(gys, weights, low_grad, gated, SILU if gated else 0)),
     }
     rates = {name: group.flops / time / 1e12 for name, time in took.items()}
     rates["shrink_gb_s"] = wide / seconds(lambda: products.low([x], A)) / 1e9
@@ -136,10 +134,7 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
     Sorting and the narrow products are given in us.
     """
     width, inner_width, experts = shape.hidden, shape.mlp, shape.experts
-    targets = [
-        Target(f"0.mlp.experts.{name}", "mlp", width, inner_width, experts, 1, experts)
-        for name in NAMES[-3:-1]
-    ]
+    targets = [Target(f"0.mlp.experts.{name}", "mlp", width, inner_width, experts, 1, experts) for name in NAMES[-3:-1]]
     down = f"0.mlp.experts.{NAMES[-1]}"
     targets.append(Target(down, "mlp", inner_width, width, experts, experts, 1))
     groups = plan_groups(targets)
@@ -159,9 +154,7 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
     of_rows = x.index_select(0, sorted_rows.tokens)
     shares = torch.rand(len(of_rows), device=CUDA)
     low, ops = first.outer_low(x, of_rows), torch.ops.cotrain
-    gate, up, inner = ops.expert_expand(
-        of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows
-    )
+    gate, up, inner = ops.expert_expand(of_rows, base.gate_and_up, SILU, low, shares, *first.of_rows)
     inner_low = last.inner_low([inner])
     ends = sorted_rows.bounds[1:, 0].contiguous()
     flops = 2.0 * len(of_rows) * width * inner_width  # of one product
@@ -195,9 +188,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for rows in args.rows:
         for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
             for modules, rates in rates_of_layer(args.size, rows, segments):
-                found.append(
-                    show({"rows": rows, "adapters": segments, "modules": modules, **rates})
-                )
+                found.append(show({"rows": rows, "adapters": segments, "modules": modules, **rates}))
                 report.write()
 
 

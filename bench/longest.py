@@ -40,9 +40,7 @@ OPTIONS: Options = {
 
 def peak(shape: Shape, layers: int, length: int, settings: argparse.Namespace, save: int) -> int:
     """Return the peak bytes of a pass above an idle engine, for a datum that saves memory above `save` tokens."""
-    own = argparse.Namespace(
-        tenants=1, length=MICRO_BATCH, recompute=True, plain=False, backend=settings.backend
-    )
+    own = argparse.Namespace(tenants=1, length=MICRO_BATCH, recompute=True, plain=False, backend=settings.backend)
     fake = FakeEngine(shape, layers, own)
     ids = np.zeros(length, np.int64)
     datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
@@ -62,9 +60,7 @@ def peak(shape: Shape, layers: int, length: int, settings: argparse.Namespace, s
 
 def line(shape: Shape, settings: argparse.Namespace, save: int) -> tuple[float, float]:
     """Return the fixed bytes of a datum, and its bytes per token, with all layers of the model."""
-    few, many = (
-        [peak(shape, layers, length, settings, save) for length in LENGTHS] for layers in LAYERS
-    )
+    few, many = ([peak(shape, layers, length, settings, save) for length in LENGTHS] for layers in LAYERS)
     slopes = [(each[1] - each[0]) / (LENGTHS[1] - LENGTHS[0]) for each in (few, many)]
     fixed = [each[0] - slope * LENGTHS[0] for each, slope in zip((few, many), slopes, strict=True)]
     more = shape.layers - LAYERS[0]

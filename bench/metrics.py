@@ -106,9 +106,7 @@ async def compare(work: Work, blocks: int) -> dict[str, Any]:
         for kind in ("wall_s", "cpu_s")
     )
     low, middle, high = statistics.quantiles(cpu_ratios, n=4)
-    with_ms, without_ms = (
-        1000 * statistics.median(each.wall_s for each in took[counted]) for counted in (True, False)
-    )
+    with_ms, without_ms = (1000 * statistics.median(each.wall_s for each in took[counted]) for counted in (True, False))
     return {
         "cpu_ratio": middle, "cpu_ratio_low": low, "cpu_ratio_high": high,
         "wall_ratio": statistics.median(wall_ratios), "wall_ms_with": with_ms, "wall_ms_without": without_ms,

@@ -71,9 +71,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch:
         model = add_tokenizer(build(Path(scratch) / "model"))
         rows = report["rows"] = [
-            row
-            for name in args.neighbours
-            for row in beside(name, args, model, Path(scratch) / name)
+            row for name in args.neighbours for row in beside(name, args, model, Path(scratch) / name)
         ]
     print(f"{sum(row['kept'] for row in rows)} of {len(rows)} promises kept")
 

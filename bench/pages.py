@@ -59,10 +59,7 @@ def fill(connection: SyncConnection, now: float) -> None:
             pipeline.hset(run_keys.log(POOL.id, run), mapping=log)
             for key in (tenant_keys.training_runs(tenant), tenant_keys.all_training_runs()):
                 pipeline.zadd(key, {run: at})
-            points = [
-                POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1, *[0.0] * 9)
-                for n in (1, 2)
-            ]
+            points = [POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1, *[0.0] * 9) for n in (1, 2)]
             pipeline.rpush(run_keys.steps(run), *points)
             field = usage_field("device_s", POOL.base_model, run)
             pipeline.hset(tenant_keys.usage(tenant, usage_hour(now)), field, 1.5)

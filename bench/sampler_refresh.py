@@ -65,9 +65,7 @@ def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dic
         took = {"save": measure(partial(save, engine, runs, weights), args.device)}
         if way == "from the host":
             took["arrive"] = measure(partial(arrive, weights), args.device)
-            weights |= {
-                run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()
-            }
+            weights |= {run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()}
         took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
         drop_all(decoder.slots, runs)
         for name, each in took.items():

@@ -99,9 +99,7 @@ def share_of_time(server: Server) -> float:
     return float(trained_ms / 1000 / (max(busy) - min(busy)))
 
 
-async def sample(
-    args: argparse.Namespace, samplers: list[SamplingClient], count: int
-) -> list[float]:
+async def sample(args: argparse.Namespace, samplers: list[SamplingClient], count: int) -> list[float]:
     """Request `count` sequences at once, adapters in turn; return the latency of each in s."""
     rng = np.random.default_rng(count)
     prompts = rng.integers(0, VOCAB, (count, args.prompt)).tolist()

@@ -63,10 +63,7 @@ class Spent(NamedTuple):
 def run(args: argparse.Namespace, report: Report) -> None:
     """Measure all three."""
     network = Counted()
-    with (
-        small_server(args, 1) as server,
-        cotrain.ServiceClient(server.url, server.keys[0], network=network) as service,
-    ):
+    with small_server(args, 1) as server, cotrain.ServiceClient(server.url, server.keys[0], network=network) as service:
         report |= show(steps(args, service, network))
         report |= show(halving(args, service, network))
 
@@ -81,9 +78,7 @@ def spent(network: Counted, work: Callable[[], object]) -> Spent:
     return Spent(wall_s, cpu_s, network.sent - sent, network.polled - polled)
 
 
-def steps(
-    args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
-) -> dict[str, Any]:
+def steps(args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
     """Measure steps of the sweep, and of one run with the same tokens."""
     data = random_data(args.batch, args.length, 0)
     sweep = service.create_sweep("bench", settings(args))
@@ -107,9 +102,7 @@ def steps(
     }
 
 
-def halving(
-    args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted
-) -> dict[str, Any]:
+def halving(args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
     """Measure successive halving against all runs over all batches, at once and with requests of their own."""
     batches = [random_data(args.batch, args.length, number) for number in range(args.batches)]
     sweep = service.create_sweep("bench", settings(args))

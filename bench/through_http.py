@@ -49,9 +49,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     with small_server(args, max(args.tenants) + 1) as server:
         report["rows"] = [measure(server, tenants) for tenants in args.tenants]
         overhead = report["overhead"] = measure_overhead(server)
-    print(
-        f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}"
-    )
+    print(f"overhead p50 {overhead['p50_ms']:.1f} ms above engine time, p90 {overhead['p90_ms']:.1f}")
 
 
 def measure(server: Server, tenants: int) -> dict[str, Any]:
@@ -60,10 +58,7 @@ def measure(server: Server, tenants: int) -> dict[str, Any]:
     sdk = import_module(args.client or "cotrain")
     solo = [server.tenant(-1, tenants * args.batch, 999, sdk)]
     many = [server.tenant(number, args.batch, sdk=sdk) for number in range(tenants)]
-    ways: dict[str, Any] = {
-        "solo": partial(driven, solo, args.steps),
-        "many": partial(driven, many, args.steps),
-    }
+    ways: dict[str, Any] = {"solo": partial(driven, solo, args.steps), "many": partial(driven, many, args.steps)}
     if not args.without_peft:
         ways["peft"] = partial(peft, server, tenants)
     found = alternate(ways, args.repeats)
@@ -103,9 +98,7 @@ def driven(loads: list[Load], steps: int) -> Driven:
 
 def median_cpu_s(rounds: list[Driven]) -> dict[str, float]:
     """Return the median CPU time of each process over the rounds, in s per step."""
-    return {
-        role: statistics.median(each.cpu_s[role] for each in rounds) for role in rounds[0].cpu_s
-    }
+    return {role: statistics.median(each.cpu_s[role] for each in rounds) for role in rounds[0].cpu_s}
 
 
 def measure_overhead(server: Server) -> dict[str, float]:
@@ -131,7 +124,5 @@ def peft(server: Server, tenants: int) -> float:
     command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(server.model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
         command += [f"--{name}", str(getattr(server.args, name))]
-    done = subprocess.run(
-        [*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_s"])

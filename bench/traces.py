@@ -82,9 +82,7 @@ def step_of(loads: list[Load], pids: list[int], steps: int) -> dict[str, float]:
     return {"wall_s": wall_s, "cpu_s": (sum(map(cpu_s, pids)) - before_s) / steps}
 
 
-def summary(
-    steps: list[dict[str, float]], off: list[dict[str, float]], kind: str
-) -> dict[str, float]:
+def summary(steps: list[dict[str, float]], off: list[dict[str, float]], kind: str) -> dict[str, float]:
     """Return the median of a time, and the median, minimum and maximum of the ratios within a round."""
     own, others = ([took[kind] for took in each] for each in (steps, off))
     over = ratios(own, others)

@@ -50,9 +50,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("client", "scheduler", "server", "workers")
 STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
-KERNELS = re.compile(
-    r"engine/(model|lora|routing|sequence_table|device)|keys/|messages/(ids|encoding)|failpoints"
-)
+KERNELS = re.compile(r"engine/(model|lora|routing|sequence_table|device)|keys/|messages/(ids|encoding)|failpoints")
 
 
 #: Functions of periodic tasks that serve no single request.
@@ -80,9 +78,7 @@ class Recorder:
         if is_resumed(frame):
             return
         path = frame.f_code.co_filename
-        if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(
-            PACKAGES
-        ):
+        if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(PACKAGES):
             return
         if any(caller.f_code.co_qualname in BESIDE for caller in callers(frame)):
             return
@@ -141,9 +137,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
 
     engine = Engine.load(str(build_tiny_qwen3(folder / "model")))
     port = free_port()
-    settings = ServerSettings.model_validate(
-        {"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]}
-    )
+    settings = ServerSettings.model_validate({"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]})
     api = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_config=None))
     loop, opened = make_worker(url, folder, engine)
     working = threading.Thread(target=loop.run, name="worker")
@@ -172,10 +166,7 @@ def two_passes(url: str, recorder: Recorder) -> None:
 
 def show(recorder: Recorder, *, lists: bool, moves: bool) -> None:
     """Print the recorded files and moves, thread by thread."""
-    files = Counter(
-        path.split("/")[0]
-        for path in {path for calls in recorder.calls.values() for path, _ in calls}
-    )
+    files = Counter(path.split("/")[0] for path in {path for calls in recorder.calls.values() for path, _ in calls})
     print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
     for thread, calls in sorted(recorder.calls.items()):
         walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]

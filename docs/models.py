@@ -21,10 +21,7 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- end of families -->\n"
 MEASURED = ("training", "sampling", "export", "merged", "reverse_kl")
 ROW = re.compile(r"^(\| [^|]+ \| `\w+` \| [^|]+ \|) ([\d.]+) \|$", re.MULTILINE)
-HEADER = (
-    "| Family | `model_type` | Modules that carry LoRA | Largest difference, 1e-6 |\n"
-    "|---|---|---|--:|\n"
-)
+HEADER = "| Family | `model_type` | Modules that carry LoRA | Largest difference, 1e-6 |\n|---|---|---|--:|\n"
 
 
 def model_type_of(family: str) -> str:

@@ -101,9 +101,7 @@ def _edges(graph: grimp.ImportGraph, package: str, rooms: list[str]) -> set[Edge
     return {
         (a, b)
         for a, b in permutations(rooms, 2)
-        if graph.direct_import_exists(
-            importer=f"{package}.{a}", imported=f"{package}.{b}", as_packages=True
-        )
+        if graph.direct_import_exists(importer=f"{package}.{a}", imported=f"{package}.{b}", as_packages=True)
     }
 
 

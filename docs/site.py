@@ -118,10 +118,7 @@ def _operation(document: Json, name: str, operation: Json) -> Iterator[str]:
     yield ""
     yield operation.get("description", operation["summary"])
     yield ""
-    rows = [
-        (p["name"], p["in"], p["schema"], p.get("required", False))
-        for p in operation.get("parameters", ())
-    ]
+    rows = [(p["name"], p["in"], p["schema"], p.get("required", False)) for p in operation.get("parameters", ())]
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         schema = _resolved(document, content.get("schema", {}))
         required = schema.get("required", ())
@@ -133,12 +130,7 @@ def _operation(document: Json, name: str, operation: Json) -> Iterator[str]:
         for field, where, schema, is_required in rows:
             about = " ".join(schema.get("description", "").split()).replace("|", "\\|")
             note = "required" if is_required else _default(schema)
-            cells = (
-                f"`{field}`",
-                where,
-                _type(document, schema),
-                ". ".join(filter(None, (note, about))),
-            )
+            cells = (f"`{field}`", where, _type(document, schema), ". ".join(filter(None, (note, about))))
             yield f"| {' | '.join(cells)} |"
         yield ""
     for code, answer in operation["responses"].items():

@@ -33,14 +33,9 @@ eager mode a pass should take longer than the preparation of the next batch.
 
 def main() -> None:
     """Run the loops, show the cost of a step in each, and draw the times of requests and cycles."""
-    options = options_of(
-        __doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture=""
-    )
+    options = options_of(__doc__, STEPS, mode="metronome", period_s=PERIOD_S, prepare_s=PREPARE_S, picture="")
     period_s = options.period_s if options.mode == "metronome" else None
-    clock = [
-        f"--clock-mode={options.mode}",
-        *([f"--clock-period-s={period_s}"] if period_s else []),
-    ]
+    clock = [f"--clock-mode={options.mode}", *([f"--clock-period-s={period_s}"] if period_s else [])]
     rows, requests = [], {}
     with opened(options, *clock) as (service, base_model):
         run = service.create_lora_training_client(base_model, rank=8, seed=1)

@@ -19,20 +19,14 @@ NARROWEST = 0.004
 
 
 def draw(
-    requests: Mapping[str, Sequence[Request]],
-    cycles: Sequence[Cycle],
-    title: str,
-    path: Path,
-    period_s: float | None,
+    requests: Mapping[str, Sequence[Request]], cycles: Sequence[Cycle], title: str, path: Path, period_s: float | None
 ) -> None:
     """Write a PNG: a grey band with its number for each cycle, a bar with that of its step for each request.
 
     A bar ends where the loop reads the result, which may have been there before.
     `period_s` is the metronome's period, whose ticks are dotted; None where there is none.
     """
-    figure, rows = pyplot.subplots(
-        len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained"
-    )
+    figure, rows = pyplot.subplots(len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained")
     longest_s = max(each[-1].answered_at - each[0].sent_at for each in requests.values())
     for axes, (name, sent) in zip(rows, requests.items(), strict=True):
         _draw_cycles(axes, cycles, sent, NARROWEST * longest_s)
@@ -44,9 +38,7 @@ def draw(
     rows[-1].set_xlabel("seconds")
     figure.suptitle(title)
     bands = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS.values(), CYCLE)]
-    figure.legend(
-        bands, [*COLORS, "clock cycle"], loc="outside lower center", ncols=3, frameon=False
-    )
+    figure.legend(bands, [*COLORS, "clock cycle"], loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
@@ -65,9 +57,7 @@ def _draw_requests(axes: Any, sent: Sequence[Request]) -> None:
         )  # fmt: skip
 
 
-def _draw_cycles(
-    axes: Any, cycles: Sequence[Cycle], sent: Sequence[Request], narrowest_s: float
-) -> None:
+def _draw_cycles(axes: Any, cycles: Sequence[Cycle], sent: Sequence[Request], narrowest_s: float) -> None:
     for cycle in cycles:
         if sent[0].sent_at <= cycle.ended_at and cycle.started_at <= sent[-1].answered_at:
             start = cycle.started_at - sent[0].sent_at
@@ -80,6 +70,4 @@ def _draw_ticks(axes: Any, period_s: float, first_s: float, longest_s: float) ->
     """Dot every tick, used or not: they are multiples of the period."""
     offset_s = period_s - first_s % period_s
     for tick in range(int((longest_s - offset_s) / period_s) + 1):
-        axes.axvline(
-            offset_s + tick * period_s, color="0.4", linestyle=":", linewidth=1, zorder=0.5
-        )
+        axes.axvline(offset_s + tick * period_s, color="0.4", linestyle=":", linewidth=1, zorder=0.5)

@@ -70,11 +70,7 @@ def cycles_of(service: ServiceClient, run: TrainingClient) -> list[Cycle]:
     session = run.model_id.partition(":")[0]
     url = service.create_rest_client().export_session_trace(session).result()
     return [
-        Cycle(
-            int(event["name"].removeprefix("cycle ")),
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-        )
+        Cycle(int(event["name"].removeprefix("cycle ")), event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
         for event in httpx.get(url).raise_for_status().json()["traceEvents"]
         if event["name"].startswith("cycle ")
     ]

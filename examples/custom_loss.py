@@ -56,9 +56,7 @@ def focal(gamma: float) -> Loss:
     """Return a loss function: it maps datums and their log-probs to a scalar to minimize and to
     metrics."""
 
-    def loss_of(
-        data: list[Datum], logprobs: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss_of(data: list[Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         total = torch.zeros(())
         for datum, logprob in zip(data, logprobs, strict=True):  # logprob: [tokens]
             weight = torch.tensor(datum.loss_fn_inputs["weights"].data)
@@ -70,10 +68,7 @@ def focal(gamma: float) -> Loss:
 
 def train_step(run: TrainingClient, data: list[Datum], loss: str | Loss) -> None:
     """Run one training step with a built-in loss or a custom one."""
-    if isinstance(loss, str):
-        passed = run.forward_backward(data, loss)
-    else:
-        passed = run.forward_backward_custom(data, loss)
+    passed = run.forward_backward(data, loss) if isinstance(loss, str) else run.forward_backward_custom(data, loss)
     stepped = run.optim_step(ADAM)  # executes after both passes of a custom loss
     passed.result()
     stepped.result()
@@ -85,9 +80,7 @@ def losses_of(run: TrainingClient, data: list[Datum]) -> tuple[float, float]:
     losses = sorted(
         -logprob
         for datum, output in zip(data, outputs, strict=True)
-        for weight, logprob in zip(
-            datum.loss_fn_inputs["weights"].data, output["logprobs"].data, strict=True
-        )
+        for weight, logprob in zip(datum.loss_fn_inputs["weights"].data, output["logprobs"].data, strict=True)
         if weight
     )
     hard = losses[-max(1, int(HARD_SHARE * len(losses))) :]

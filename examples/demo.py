@@ -57,11 +57,7 @@ def main() -> None:
         progress = train_everybody(address, model, corpus)
         learning = train_policy(address, model)
     costs = measure_clock(model, corpus)
-    broken = [
-        *broken_claims_of_matrix(progress),
-        *broken_claims_of_policy(learning),
-        *broken_claims_of_loops(costs),
-    ]
+    broken = [*broken_claims_of_matrix(progress), *broken_claims_of_policy(learning), *broken_claims_of_loops(costs)]
     for claim in broken:
         console.print(f"[bold red]Not met:[/] {claim}")
     console.print(f"{time.monotonic() - started_at:.0f} s in all.")
@@ -77,9 +73,7 @@ def make_model() -> tuple[Path, Corpus]:
         os.environ.setdefault(*GIVE_WAY)
         from demo_model import cached_model, tokenizer_of, write_on
     with reported("Training it", console) as report:
-        model = cached_model(
-            FOLDER, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token")
-        )
+        model = cached_model(FOLDER, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token"))
     for prompt in PROMPTS:
         say(repr(write_on(model, prompt, 40)))
     return model, Corpus(tokenizer_of(model))
@@ -119,9 +113,7 @@ def train_policy(address: str, model: Path) -> Learning:
             address,
             str(model),
             learning,
-            lambda: show(
-                len(learning.rewards), demo_rl.STEPS, f"reward {learning.rewards[-1]:.2f}"
-            ),
+            lambda: show(len(learning.rewards), demo_rl.STEPS, f"reward {learning.rewards[-1]:.2f}"),
         )
     plot(learning, PLOT)
     console.print(

@@ -70,11 +70,7 @@ def pipelined(run: TrainingClient, data: list[Datum], steps: int) -> list[float]
     return [*cycles, _cycle(_wait(sent))]
 
 
-LOOPS: Mapping[str, TrainLoop] = {
-    "naive": naive,
-    "submit both": submit_both,
-    "pipelined": pipelined,
-}
+LOOPS: Mapping[str, TrainLoop] = {"naive": naive, "submit both": submit_both, "pipelined": pipelined}
 
 
 def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:

@@ -80,9 +80,7 @@ def write_on(folder: Path, prompt: str, num_tokens: int) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokens = tokenizer(prompt, return_tensors="pt").input_ids
     torch.manual_seed(0)
-    written = model.generate(
-        tokens, max_new_tokens=num_tokens, do_sample=True, temperature=0.7, pad_token_id=0
-    )
+    written = model.generate(tokens, max_new_tokens=num_tokens, do_sample=True, temperature=0.7, pad_token_id=0)
     return str(tokenizer.decode(written[0]))
 
 
@@ -114,21 +112,14 @@ def _train_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _train_model(
-    tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, int, float], None]
-) -> PreTrainedModel:
+def _train_model(tokenizer: PreTrainedTokenizerFast, on_step: Callable[[int, int, float], None]) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB, bos_token_id=None, eos_token_id=2, pad_token_id=0, **SHAPE
-    )
+    config = Qwen3Config(vocab_size=VOCAB, bos_token_id=None, eos_token_id=2, pad_token_id=0, **SHAPE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
     # Muon needs about half as much text as AdamW alone, so the training takes half the time.
-    optimizers = [
-        Muon(matrices, MUON_LEARNING_RATE),
-        torch.optim.AdamW(others, LEARNING_RATE, betas=(0.9, 0.95)),
-    ]
+    optimizers = [Muon(matrices, MUON_LEARNING_RATE), torch.optim.AdamW(others, LEARNING_RATE, betas=(0.9, 0.95))]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, _share_of_rate) for o in optimizers]
     for step, rows in enumerate(_batches(tokenizer), start=1):
         loss = model(input_ids=rows, labels=rows).loss

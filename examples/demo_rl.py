@@ -62,9 +62,7 @@ class Learning:
         return fmean(self.rewards[-EDGE:])
 
 
-def reinforce(
-    address: str, base_model: str, learning: Learning, on_step: Callable[[], None], seed: int = 1
-) -> None:
+def reinforce(address: str, base_model: str, learning: Learning, on_step: Callable[[], None], seed: int = 1) -> None:
     """Train a policy on its own samples. Fills `learning` and calls `on_step` after each step."""
     started_at, digits = time.monotonic(), random.Random(seed)
     with ServiceClient(address, KEY) as service:
@@ -94,18 +92,12 @@ def plot(learning: Learning, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _rewarded_answers(
-    sampler: SamplingClient, tokenizer: Any, asked: list[str], learning: Learning
-) -> list[Datum]:
+def _rewarded_answers(sampler: SamplingClient, tokenizer: Any, asked: list[str], learning: Learning) -> list[Datum]:
     """Sample answers to every question, and make datums of the informative ones."""
     prompts = [tokenizer.encode(_question(digit), add_special_tokens=False) for digit in asked]
     first_seed = len(learning.rewards) * QUESTIONS  # makes the samples reproducible
     futures = [
-        sampler.sample(
-            ModelInput.from_ints(prompt),
-            ANSWERS,
-            SamplingParams(max_tokens=4, stop="\n", seed=seed),
-        )
+        sampler.sample(ModelInput.from_ints(prompt), ANSWERS, SamplingParams(max_tokens=4, stop="\n", seed=seed))
         for seed, prompt in enumerate(prompts, start=first_seed)
     ]
     data, all_rewards = [], []

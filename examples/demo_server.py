@@ -23,9 +23,7 @@ workers: waiting threads soon release their cores."""
 
 
 @contextmanager
-def serving(
-    base_model: Path, api_keys: Sequence[str], *options: str, say: Callable[[str], None]
-) -> Iterator[str]:
+def serving(base_model: Path, api_keys: Sequence[str], *options: str, say: Callable[[str], None]) -> Iterator[str]:
     """Run a server and yield its address. Its storage is deleted afterwards.
 
     `say` is called with each line that the server prints until it is ready.

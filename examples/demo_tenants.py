@@ -33,9 +33,7 @@ class Tenant:
     @property
     def trains(self) -> str:
         """Return the parts of the model that its adapter trains."""
-        return " ".join(
-            part for part in ("attn", "mlp", "unembed") if self.targets[f"train_{part}"]
-        )
+        return " ".join(part for part in ("attn", "mlp", "unembed") if self.targets[f"train_{part}"])
 
 
 def targets(*parts: str) -> dict[str, bool]:
@@ -44,28 +42,10 @@ def targets(*parts: str) -> dict[str, bool]:
 
 
 TENANTS = (
-    Tenant(
-        "Ada", "algebra code", "tml-ada_key-of-the-demo", 8, "cross_entropy", targets("attn", "mlp")
-    ),
-    Tenant(
-        "Ben",
-        "package READMEs",
-        "tml-ben_key-of-the-demo",
-        32,
-        "importance_sampling",
-        targets("mlp"),
-    ),
-    Tenant(
-        "Cleo",
-        "operator headers",
-        "tml-cleo_key-of-the-demo",
-        16,
-        "ppo",
-        targets("attn", "mlp", "unembed"),
-    ),
-    Tenant(
-        "Dan", "character tables", "tml-dan_key-of-the-demo", 4, "cispo", targets("attn", "unembed")
-    ),
+    Tenant("Ada", "algebra code", "tml-ada_key-of-the-demo", 8, "cross_entropy", targets("attn", "mlp")),
+    Tenant("Ben", "package READMEs", "tml-ben_key-of-the-demo", 32, "importance_sampling", targets("mlp")),
+    Tenant("Cleo", "operator headers", "tml-cleo_key-of-the-demo", 16, "ppo", targets("attn", "mlp", "unembed")),
+    Tenant("Dan", "character tables", "tml-dan_key-of-the-demo", 4, "cispo", targets("attn", "unembed")),
 )
 
 
@@ -117,12 +97,7 @@ class Corpus:
 
 
 def train(
-    tenant: Tenant,
-    address: str,
-    base_model: str,
-    corpus: Corpus,
-    progress: Progress,
-    leaving: threading.Event,
+    tenant: Tenant, address: str, base_model: str, corpus: Corpus, progress: Progress, leaving: threading.Event
 ) -> None:
     """Evaluate all held-out texts, train, evaluate again. `leaving` stops the training early."""
     with ServiceClient(address, tenant.key) as service:
@@ -139,9 +114,7 @@ def train(
         progress.after = _holdout_losses(run, corpus)
 
 
-def _train_step(
-    run: TrainingClient, tenant: Tenant, rows: list[list[int]], step: int, progress: Progress
-) -> None:
+def _train_step(run: TrainingClient, tenant: Tenant, rows: list[list[int]], step: int, progress: Progress) -> None:
     if tenant.loss == "cross_entropy":
         data = [datum(row, weights=[1.0] * LENGTH) for row in rows]
     else:
@@ -168,9 +141,7 @@ def _as_good_samples(run: TrainingClient, rows: list[list[int]]) -> list[Datum]:
 
 def _holdout_losses(run: TrainingClient, corpus: Corpus) -> dict[str, float]:
     futures = {
-        kind: run.forward(
-            [datum(row, weights=[1.0] * LENGTH) for row in corpus.holdout(kind)], "cross_entropy"
-        )
+        kind: run.forward([datum(row, weights=[1.0] * LENGTH) for row in corpus.holdout(kind)], "cross_entropy")
         for kind in TENANT_KINDS
     }
     return {kind: _mean_loss(future.result().loss_fn_outputs) for kind, future in futures.items()}
@@ -178,10 +149,7 @@ def _holdout_losses(run: TrainingClient, corpus: Corpus) -> dict[str, float]:
 
 def datum(row: list[int], **inputs: list[float]) -> Datum:
     """Make a datum of a row: every token but the last predicts the next one."""
-    return Datum(
-        model_input=ModelInput.from_ints(row[:-1]),
-        loss_fn_inputs={"target_tokens": row[1:], **inputs},
-    )
+    return Datum(model_input=ModelInput.from_ints(row[:-1]), loss_fn_inputs={"target_tokens": row[1:], **inputs})
 
 
 def _mean_loss(outputs: list[dict[str, TensorData]]) -> float:

@@ -43,9 +43,7 @@ def matrix_table(progress: Sequence[Progress]) -> Table:
     table.add_column("adapter")
     for kind in TENANT_KINDS:
         table.add_column(kind, justify="right")
-    table.add_row(
-        "none: the base model", *(f"{progress[0].before[kind]:.3f}" for kind in TENANT_KINDS)
-    )
+    table.add_row("none: the base model", *(f"{progress[0].before[kind]:.3f}" for kind in TENANT_KINDS))
     table.add_section()
     for tenant, its in zip(TENANTS, progress, strict=True):
         cells = (_cell(its, kind, progress) for kind in TENANT_KINDS)
@@ -66,9 +64,7 @@ def loops_table(costs: Mapping[str, Cost], period_s: float) -> Table:
 
 def learning_table(learning: Learning) -> Table:
     """Show the policy's reward as a bar per step, and an answer of the last step."""
-    table = Table(
-        title="One policy, trained on nothing but how good its answers were", min_width=72
-    )
+    table = Table(title="One policy, trained on nothing but how good its answers were", min_width=72)
     for column in ("step", "mean reward", "by step", "an answer"):
         table.add_column(column)
     latest = learning.rewards[-1] if learning.rewards else 0.0

@@ -16,14 +16,7 @@ import sft
 from opening import counted, opened, options_of, show
 from unicode_names import batch, tokens_of
 
-from cotrain import (
-    AdamParams,
-    ModelInput,
-    SampledSequence,
-    SamplingClient,
-    SamplingParams,
-    TrainingClient,
-)
+from cotrain import AdamParams, ModelInput, SampledSequence, SamplingClient, SamplingParams, TrainingClient
 
 STEPS = 20
 TEACHER_STEPS, TEACHER_RANK, STUDENT_RANK = 40, 16, 8
@@ -58,8 +51,7 @@ def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: 
     student = run.save_weights_and_get_sampling_client()
     written = write(student, tokenizer, step)
     scored = [  # all at once, then the results, so that the teacher scores them in one batch
-        teacher.compute_logprobs(ModelInput.from_ints(prompt + answer.tokens))
-        for prompt, answer in written
+        teacher.compute_logprobs(ModelInput.from_ints(prompt + answer.tokens)) for prompt, answer in written
     ]
     data, gaps = [], []
     for (prompt, answer), score in zip(written, scored, strict=True):
@@ -73,9 +65,7 @@ def distill(run: TrainingClient, teacher: SamplingClient, tokenizer: Any, step: 
     return -fmean(gaps)
 
 
-def write(
-    student: SamplingClient, tokenizer: Any, step: int
-) -> list[tuple[list[int], SampledSequence]]:
+def write(student: SamplingClient, tokenizer: Any, step: int) -> list[tuple[list[int], SampledSequence]]:
     """Sample answers of the student. Return each with the tokens of its question."""
     prompts = [tokens_of(tokenizer, pair.question) for pair in batch(step, QUESTIONS)]
     futures = [

@@ -55,11 +55,7 @@ def main() -> None:
 
 def preferences(tokenizer: Any, pairs: Sequence[Pair]) -> list[Datum]:
     """Make two datums of each pair: the preferred answer, then the other."""
-    both = [
-        Pair(pair.question, answer)
-        for pair in pairs
-        for answer in (pair.answer.lower(), pair.answer)
-    ]
+    both = [Pair(pair.question, answer) for pair in pairs for answer in (pair.answer.lower(), pair.answer)]
     return datums(tokenizer, both)
 
 
@@ -83,15 +79,10 @@ def train(
 def dpo_loss(reference: Reference) -> Any:
     """Return the loss function: it maps datums and their log-probs to a scalar and metrics."""
 
-    def loss_of(
-        data: list[Datum], policy: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, float]]:
+    def loss_of(data: list[Datum], policy: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         weights = [torch.tensor(datum.loss_fn_inputs["weights"].data) for datum in data]
         gains = torch.stack(  # [datums]: gain in log-prob of each answer
-            [
-                (weight * (now - then)).sum()
-                for weight, now, then in zip(weights, policy, reference, strict=True)
-            ]
+            [(weight * (now - then)).sum() for weight, now, then in zip(weights, policy, reference, strict=True)]
         )
         margins = gains[0::2] - gains[1::2]
         loss = -torch.nn.functional.logsigmoid(BETA * margins).mean()
@@ -101,9 +92,7 @@ def dpo_loss(reference: Reference) -> Any:
     return loss_of
 
 
-def judged(
-    run: TrainingClient, data: list[Datum], reference: Reference
-) -> tuple[float, float, float]:
+def judged(run: TrainingClient, data: list[Datum], reference: Reference) -> tuple[float, float, float]:
     """Compute loss, margin and share right of held-out pairs."""
     return shown(dpo_loss(reference)(data, logprobs(run, data))[1])
 

@@ -18,14 +18,7 @@ import sft
 from opening import counted, opened, options_of, show
 from unicode_names import Pair, holdout, tokens_of
 
-from cotrain import (
-    ModelInput,
-    SampleResponse,
-    SamplingClient,
-    SamplingParams,
-    ServiceClient,
-    Submitted,
-)
+from cotrain import ModelInput, SampleResponse, SamplingClient, SamplingParams, ServiceClient, Submitted
 
 STEPS = 60
 ANSWERS = 8
@@ -40,9 +33,7 @@ def main() -> None:
     show("How much of a character's name is right", columns, rows, options)
 
 
-async def compare(
-    service: ServiceClient, base_model: str, steps: int
-) -> list[tuple[str, float, float, float, int]]:
+async def compare(service: ServiceClient, base_model: str, steps: int) -> list[tuple[str, float, float, float, int]]:
     """Evaluate the base model and a briefly trained adapter concurrently."""
     run = await service.create_lora_training_client_async(base_model, sft.RANK, seed=1)
     tokenizer = await asyncio.to_thread(run.get_tokenizer)
@@ -53,15 +44,12 @@ async def compare(
     trained = await run.save_weights_and_get_sampling_client_async()
     return list(
         await asyncio.gather(
-            evaluate("the base model", base, tokenizer),
-            evaluate(f"{steps} steps later", trained, tokenizer),
+            evaluate("the base model", base, tokenizer), evaluate(f"{steps} steps later", trained, tokenizer)
         )
     )
 
 
-async def evaluate(
-    name: str, sampler: SamplingClient, tokenizer: Any
-) -> tuple[str, float, float, float, int]:
+async def evaluate(name: str, sampler: SamplingClient, tokenizer: Any) -> tuple[str, float, float, float, int]:
     """Ask all questions at once. Return a row of the table."""
     started_at = time.monotonic()
     answered = await asyncio.gather(
@@ -76,9 +64,7 @@ async def evaluate(
     return name, mean, fmean(max(group) for group in scores), took_s, ANSWERS * len(scores)
 
 
-def ask(
-    sampler: SamplingClient, tokenizer: Any, pair: Pair, seed: int
-) -> Submitted[SampleResponse]:
+def ask(sampler: SamplingClient, tokenizer: Any, pair: Pair, seed: int) -> Submitted[SampleResponse]:
     """Send one question. Awaiting the result yields a future; awaiting that yields the answers."""
     return sampler.sample_async(
         ModelInput.from_ints(tokens_of(tokenizer, pair.question)),

@@ -38,9 +38,7 @@ Cell = str | float
 
 def options_of(about: str | None, steps: int, **own: Cell) -> Namespace:
     """Read the command line; `own` are the options of this example only, with their defaults."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help=f"how far to train ({steps})")
     parser.add_argument("--base-model", help="which of the server's base models (its first)")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
@@ -88,9 +86,7 @@ def demo_model(folder: Path = FOLDER) -> Path:
                 f"Serving here needs {error.name}: pip install -c constraints.txt '.[all]'. Or name a "
                 "server that runs in COTRAIN_BASE_URL and COTRAIN_API_KEY."
             )
-        return cached_model(
-            folder, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token")
-        )
+        return cached_model(folder, lambda step, steps, loss: report(step, steps, f"{loss:.2f} nats/token"))
 
 
 def needed(package: str) -> Any:
@@ -109,9 +105,7 @@ def counted(doing: str, items: Iterable[Item], steps: int) -> Iterator[Item]:
             report(step, steps, "")
 
 
-def show(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], options: Namespace
-) -> None:
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]], options: Namespace) -> None:
     """Print a table; with `--json`, a list of objects with every digit."""
     if options.json:
         print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows]))

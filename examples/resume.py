@@ -28,14 +28,9 @@ RANK, ROWS = 16, 16
 ADAM = AdamParams(learning_rate=3e-3, eps=1e-8)
 
 
-def train(
-    service: ServiceClient, base_model: str, name: str, steps: int
-) -> Iterator[tuple[int, float]]:
+def train(service: ServiceClient, base_model: str, name: str, steps: int) -> Iterator[tuple[int, float]]:
     """Train from the newest checkpoint of this name, or from the start; yields steps and losses."""
-    run, done = newest(service, name) or (
-        service.create_lora_training_client(base_model, RANK, seed=1),
-        0,
-    )
+    run, done = newest(service, name) or (service.create_lora_training_client(base_model, RANK, seed=1), 0)
     tokenizer = run.get_tokenizer()
     for step in range(done + 1, steps + 1):
         data = datums(tokenizer, batch(step, ROWS))
@@ -76,19 +71,14 @@ def main() -> None:
         first = losses_of(program, settings, killed_after=KILLED_AFTER)
         log.print("Training on from the checkpoint …")
         second = losses_of(program, settings)
-    rows = [
-        (f"step {step}", loss, first.get(step, ""), second.get(step, ""))
-        for step, loss in calm.items()
-    ]
+    rows = [(f"step {step}", loss, first.get(step, ""), second.get(step, "")) for step, loss in calm.items()]
     show("Nats per token", ("when", "undisturbed", "killed", "resumed"), rows, options)
     if not options.json:
         same = all(calm[step] == loss for step, loss in (first | second).items())
         print("The same to the last bit." if same else "Not the same!")
 
 
-def losses_of(
-    program: list[str], settings: Mapping[str, str], killed_after: int | None = None
-) -> dict[int, float]:
+def losses_of(program: list[str], settings: Mapping[str, str], killed_after: int | None = None) -> dict[int, float]:
     """Run the training program and read its losses by step; SIGKILL it after `killed_after`, if given."""
     losses = {}
     with subprocess.Popen(program, env=settings, stdout=subprocess.PIPE, text=True) as process:

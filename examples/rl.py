@@ -61,9 +61,7 @@ def answers(
     prompts = [tokens_of(tokenizer, f"int('{digit}') == ") for digit in range(10)]
     futures = [  # all requests before the first result, so that the server batches them
         sampler.sample(
-            ModelInput.from_ints(prompt),
-            ANSWERS,
-            SamplingParams(max_tokens=4, stop="\n", seed=10 * step + digit),
+            ModelInput.from_ints(prompt), ANSWERS, SamplingParams(max_tokens=4, stop="\n", seed=10 * step + digit)
         )
         for digit, prompt in enumerate(prompts)
     ]

@@ -40,16 +40,8 @@ def main() -> None:
         _, alone_s = asyncio.run(sweep(service, base_model, RATES[:1], options.steps))
         outcomes, together_s = asyncio.run(sweep(service, base_model, RATES, options.steps))
     best = min(outcomes, key=lambda outcome: outcome.holdout)
-    rows = [
-        (f"{each.rate:g}", each.first, each.holdout, "best" if each is best else "")
-        for each in outcomes
-    ]
-    show(
-        "Nats per token by learning rate",
-        ("rate", "first step", "held out, after", ""),
-        rows,
-        options,
-    )
+    rows = [(f"{each.rate:g}", each.first, each.holdout, "best" if each is best else "") for each in outcomes]
+    show("Nats per token by learning rate", ("rate", "first step", "held out, after", ""), rows, options)
     if not options.json:
         print(f"{len(RATES)} runs at once took {together_s:.1f} s. One alone took {alone_s:.1f} s,")
         print(f"so one after the other they would take {len(RATES) * alone_s:.1f} s.")
@@ -76,9 +68,7 @@ async def sweep(
             await future
             report(done, len(sent), "")
         await tested
-    outcomes = [
-        Outcome(trial.adam.learning_rate, trial.losses[0], trial.score) for trial in made.trials
-    ]
+    outcomes = [Outcome(trial.adam.learning_rate, trial.losses[0], trial.score) for trial in made.trials]
     return outcomes, time.monotonic() - started_at
 
 

@@ -61,8 +61,5 @@ def _datum(tokenizer: Any, pair: Pair) -> Datum:
     tokens = question + answer
     return Datum(
         model_input=ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "weights": [0.0] * (len(question) - 1) + [1.0] * len(answer),
-        },
+        loss_fn_inputs={"target_tokens": tokens[1:], "weights": [0.0] * (len(question) - 1) + [1.0] * len(answer)},
     )

@@ -69,9 +69,7 @@ MIXED = (("tests/faults/", "tests/integration/"), ("tests/unit/",))
 #: loses nothing (tests/faults/power_*); a disk could not.
 MEMORY_DISK = Path("/dev/shm")
 ENOUGH_BYTES = 8 << 30
-if "TMPDIR" not in os.environ and (
-    MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free >= ENOUGH_BYTES
-):
+if "TMPDIR" not in os.environ and (MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free >= ENOUGH_BYTES):
     os.environ["TMPDIR"] = str(MEMORY_DISK)
 
 # No timed assertions. Every run draws the same examples, so that its result depends only on the

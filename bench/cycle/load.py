@@ -50,12 +50,9 @@ def passes(load: Load, tenants: int, vocab: int) -> list[Op]:
     share, odd = divmod(load.sequences, tenants)
     assert not odd, f"{load.sequences} sequences cannot be shared by {tenants}"
     weights = np.ones(load.length, np.float32)
-    datums = [
-        Datum(row[:-1], {"target_tokens": row[1:], "weights": weights}) for row in load.rows(vocab)
-    ]
+    datums = [Datum(row[:-1], {"target_tokens": row[1:], "weights": weights}) for row in load.rows(vocab)]
     return [
-        Pass(f"run-{at}", 1, datums[at * share : (at + 1) * share], "cross_entropy", {}, True)
-        for at in range(tenants)
+        Pass(f"run-{at}", 1, datums[at * share : (at + 1) * share], "cross_entropy", {}, True) for at in range(tenants)
     ]
 
 

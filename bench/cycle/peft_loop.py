@@ -28,9 +28,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 class ByHand:
     """PEFT model with an adapter and an optimizer per tenant."""
 
-    def __init__(
-        self, folder: str, tenants: int, rank: int, *, dtype: torch.dtype, device: str
-    ) -> None:
+    def __init__(self, folder: str, tenants: int, rank: int, *, dtype: torch.dtype, device: str) -> None:
         base: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
         # Adapters in the base's dtype: PEFT's default, fp32, casts every input and is slower in bf16.
@@ -42,10 +40,7 @@ class ByHand:
         for tenant in range(1, tenants):
             self.model.add_adapter(f"t{tenant}", config, autocast_adapter_dtype=False)
         self._parameters = [self._parameters_of(tenant) for tenant in range(tenants)]
-        self._optimizers = [
-            torch.optim.AdamW(each, lr=1e-4, weight_decay=0.0, fused=True)
-            for each in self._parameters
-        ]
+        self._optimizers = [torch.optim.AdamW(each, lr=1e-4, weight_decay=0.0, fused=True) for each in self._parameters]
 
     def loop(self, batches: Batches) -> None:
         """Train every tenant in turn: forward, backward, step."""
@@ -85,9 +80,7 @@ class ByHand:
 
     def _backward(self, batch: torch.Tensor, **extra: Any) -> None:
         logits = self.model(input_ids=batch[:, :-1], use_cache=False, **extra).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum"
-        )
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
         loss.backward()
 
     def _step(self, tenant: int) -> None:

@@ -24,9 +24,7 @@ class Target:
         """Return a sentence for each row with this figure, or one that says that it was not measured."""
         where = f"{self.figure} at {self.tenants} tenants, {self.length} tokens a sequence"
         found = [
-            row
-            for row in rows
-            if (row["tenants"], row["length"]) == (self.tenants, self.length) and self.figure in row
+            row for row in rows if (row["tenants"], row["length"]) == (self.tenants, self.length) and self.figure in row
         ]
         if not found:
             return [f"not measured: {where} (promised {self.bound:g})"]

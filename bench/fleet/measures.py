@@ -27,12 +27,7 @@ class Turns:
     _unseen: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Number of rounds that each waiting run has waited, and of its fair turn."""
 
-    def note(
-        self,
-        heads: Mapping[str, Mapping[str, int]],
-        tokens: Mapping[str, int],
-        runs: Collection[str],
-    ) -> None:
+    def note(self, heads: Mapping[str, Mapping[str, int]], tokens: Mapping[str, int], runs: Collection[str]) -> None:
         """Add a cycle.
 
         `heads` contains, by tenant, the cost of the first op of its runs that waited for this worker. `tokens`

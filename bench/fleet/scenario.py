@@ -66,8 +66,7 @@ def run(args: argparse.Namespace, report: Report) -> bool:
             rows.append(show({"way": way, **play(shape), "load_before": load}))
     report["verdicts"] = judge(rows)
     shown = [
-        {**row, **row["waits_s"], "idle": " ".join(f"{x:.2f}" for x in row["idle_share"].values())}
-        for row in rows
+        {**row, **row["waits_s"], "idle": " ".join(f"{x:.2f}" for x in row["idle_share"].values())} for row in rows
     ]
     print(f"\n{table(shown, TABLE)}\n")
     for verdict in report["verdicts"]:
@@ -102,9 +101,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         sizes = f"{of_way[0]['runs']:,} to {of_way[-1]['runs']:,} runs"
         costs = [(cost_of_all(row), float(row["planning_ms_per_op"])) for row in of_way]
         # Also without idle ticks, four per second, which would hide growth.
-        for what, first, last in zip(
-            ("all costs", "cost of ticks that plan"), costs[0], costs[-1], strict=True
-        ):
+        for what, first, last in zip(("all costs", "cost of ticks that plan"), costs[0], costs[-1], strict=True):
             growth = last / first
             add(f"{way}: {what} per op, from {sizes}, times", growth, growth <= MAX_GROWTH)
         for row in of_way:

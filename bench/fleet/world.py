@@ -36,11 +36,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
-from cotrain_store.redis_client.connection import (
-    open_batching_connection,
-    open_connection,
-    open_sync_connection,
-)
+from cotrain_store.redis_client.connection import open_batching_connection, open_connection, open_sync_connection
 from cotrain_store.settings.scheduler import SchedulerSettings
 from tests.support.limits import always
 
@@ -188,9 +184,7 @@ class World:
         shape, began = self._shape, time.monotonic()
         self._add_worker("w0")
         await self._make_runs()
-        if (
-            shape.idle_worker
-        ):  # each run has its worker now, so that this one only gets runs that are moved
+        if shape.idle_worker:  # each run has its worker now, so that this one only gets runs that are moved
             self._add_worker("w1")
         self._costs, first, tick_at = Costs(), self.now, self.now
         goal = shape.turns * len(self._runs) / RUNS_OF_A_TENANT * QUANTUM_TOKENS
@@ -354,9 +348,7 @@ class World:
     def _new_scheduler(self, name: str) -> None:
         self._scheduler = open_connection(self._url)
         self._dispatch = Dispatch(self._scheduler, name)
-        settings = SchedulerSettings(
-            redis_url=self._url, data_dir=Path("/nowhere"), clock_period_s=PERIOD_S
-        )
+        settings = SchedulerSettings(redis_url=self._url, data_dir=Path("/nowhere"), clock_period_s=PERIOD_S)
         self._clock = PoolClock(self._dispatch, settings, POOL.id)
         self._led_at = 0.0
 

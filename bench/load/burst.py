@@ -77,12 +77,7 @@ async def _new_sampler(client: Client, seen: Counter[str]) -> str:
 
 
 async def _accepted(
-    address: tuple[str, int],
-    key: str,
-    path: str,
-    body: Any,
-    seen: Counter[str],
-    tail: bytes = b"",
+    address: tuple[str, int], key: str, path: str, body: Any, seen: Counter[str], tail: bytes = b""
 ) -> float:
     began, client = time.perf_counter(), Client(address, key)
     await persist(client, path, body, seen, tail)
@@ -92,9 +87,7 @@ async def _accepted(
 
 def head(run: str, seq: int) -> bytes:
     """Return the start of a pass, before its datums."""
-    return wire_pb2.ForwardBackwardRequest(
-        model_id=run, seq_id=seq, loss_fn="cross_entropy"
-    ).SerializeToString()
+    return wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn="cross_entropy").SerializeToString()
 
 
 def shared_datums() -> bytes:

@@ -35,9 +35,7 @@ class Client:
         self, path: str, body: dict[str, Any] | bytes, tail: bytes = b""
     ) -> tuple[int, dict[str, Any] | bytes]:
         """POST JSON, or protobuf whose end may be in `tail`; return status and answer. Raises Dropped."""
-        payload, kind = (
-            (body, "x-protobuf") if isinstance(body, bytes) else (json.dumps(body).encode(), "json")
-        )
+        payload, kind = (body, "x-protobuf") if isinstance(body, bytes) else (json.dumps(body).encode(), "json")
         size = len(payload) + len(tail)
         head = (
             f"POST /api/v1/{path} HTTP/1.1\r\nhost: bench\r\nx-api-key: {self._key}\r\n"
@@ -76,11 +74,7 @@ class Client:
 
 
 async def persist(
-    client: Client,
-    path: str,
-    body: dict[str, Any] | bytes,
-    seen: Counter[str],
-    tail: bytes = b"",
+    client: Client, path: str, body: dict[str, Any] | bytes, seen: Counter[str], tail: bytes = b""
 ) -> Any:
     """Ask as SDKs do: again after what they repeat silently. Anything else but 200 is a failure."""
     while True:
@@ -108,9 +102,7 @@ async def new_run(client: Client, seen: Counter[str]) -> str:
     return run
 
 
-async def answered(
-    address: tuple[str, int], key: str, request: str, seen: Counter[str]
-) -> tuple[str, float]:
+async def answered(address: tuple[str, int], key: str, request: str, seen: Counter[str]) -> tuple[str, float]:
     """Wait for a result on a connection of its own; return the request and the time of arrival."""
     client = Client(address, key)
     await persist(client, "retrieve_future", {"request_id": request}, seen)

@@ -86,9 +86,7 @@ class LocalServer:
         with (self.folder / "redis.log").open("ab") as log:
             self.running["redis"] = Running(start_redis(self.folder, log))
 
-    def start(
-        self, keys: Sequence[str], *worker: str, long_poll_s: float = 25.0, **settings: str
-    ) -> None:
+    def start(self, keys: Sequence[str], *worker: str, long_poll_s: float = 25.0, **settings: str) -> None:
         """Start an API process, a scheduler, and a null worker with options."""
         self.start_api(keys, long_poll_s=long_poll_s, **settings)
         self.start_scheduler()
@@ -116,9 +114,7 @@ class LocalServer:
         with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
             yield connection
 
-    def _start(
-        self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str
-    ) -> Running:
+    def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> Running:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(SOURCES),
@@ -129,9 +125,7 @@ class LocalServer:
         }
         command = [sys.executable, "-m", *module]
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, pass_fds=fds
-            )
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=fds)
         self.running[name] = Running(process)
         return self.running[name]
 
@@ -146,9 +140,7 @@ def local_server() -> Iterator[LocalServer]:
         server = LocalServer(Path(folder), listener)
         try:
             server.start_redis()
-            with contextlib.closing(
-                Spool(server.folder / "data" / "spool", new_writer("bench"))
-            ) as spool:
+            with contextlib.closing(Spool(server.folder / "data" / "spool", new_writer("bench"))) as spool:
                 publish_pool(server.redis_url, spool)
             yield server
         finally:

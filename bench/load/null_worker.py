@@ -39,19 +39,14 @@ TOKENS_PER_OP = 32
 OPS_PER_SNAPSHOT = 32
 BEAT_S = 1.0
 CLOCK_PERIOD_S = 10.0
-_PASSED = Result(
-    ResultKind.PASS,
-    encode_pass_output([np.zeros(TOKENS_PER_OP, np.float32)], {"loss:sum": 1.0}),
-)
+_PASSED = Result(ResultKind.PASS, encode_pass_output([np.zeros(TOKENS_PER_OP, np.float32)], {"loss:sum": 1.0}))
 _DONE = Result.of_json({"type": "done"})
 
 
 class NullWorker:
     """Worker that commits steps until it is stopped, and waits while Redis is unavailable."""
 
-    def __init__(
-        self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None
-    ) -> None:
+    def __init__(self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None) -> None:
         self._execution = execution
         self._ops_per_s = ops_per_s
         self._ops_per_cycle = ops_per_cycle
@@ -99,9 +94,7 @@ class NullWorker:
         # The planner fills a cycle with the work of one clock period.
         tokens_per_s = self._ops_per_cycle * TOKENS_PER_OP / CLOCK_PERIOD_S
         self._execution.heartbeat(
-            WorkerHeartbeat(
-                WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now
-            )
+            WorkerHeartbeat(WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now)
         )
 
 

@@ -54,10 +54,7 @@ async def _measure(server: LocalServer, keys: Sequence[str], seconds: float) -> 
     ends_at = time.monotonic() + seconds
     watching = asyncio.create_task(_watch(server, seen))
     await asyncio.gather(
-        *(
-            _offer(server, key, run, random.Random(key), ends_at, seen)
-            for key, run in zip(keys, runs, strict=True)
-        )
+        *(_offer(server, key, run, random.Random(key), ends_at, seen) for key, run in zip(keys, runs, strict=True))
     )
     watching.cancel()
     accepted, refused = len(seen.accepted_ms), len(seen.refused_ms)
@@ -86,9 +83,7 @@ async def _measure(server: LocalServer, keys: Sequence[str], seconds: float) -> 
     }  # fmt: skip
 
 
-async def _offer(
-    server: LocalServer, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen
-) -> None:
+async def _offer(server: LocalServer, key: str, run: str, chance: random.Random, ends_at: float, seen: Seen) -> None:
     """Send at random times, independent of the responses; a rejected request is not sent again."""
     client, seq, due = Client(server.address, key), 1, time.monotonic()
     while due < ends_at:

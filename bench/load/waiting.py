@@ -43,9 +43,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         return asyncio.run(_measure(server, keys, args))
 
 
-async def _measure(
-    server: LocalServer, keys: Sequence[str], args: argparse.Namespace
-) -> dict[str, Any]:
+async def _measure(server: LocalServer, keys: Sequence[str], args: argparse.Namespace) -> dict[str, Any]:
     api, times = server.running["api"], server.folder / "times"
     waiting = await accept(server, keys, args.waiting)
     await until_held(server, 0)  # the API is up
@@ -57,9 +55,7 @@ async def _measure(
     await asyncio.sleep(IDLE_S)
     idle_cpu = (api.cpu_s - idle_from) / IDLE_S
     per_cycle = max(1, round(args.wakes_per_s / 10))
-    server.start_worker(
-        f"--ops-per-s={args.wakes_per_s}", f"--ops-per-cycle={per_cycle}", f"--times={times}"
-    )
+    server.start_worker(f"--ops-per-s={args.wakes_per_s}", f"--ops-per-cycle={per_cycle}", f"--times={times}")
     answered_at = dict(await asyncio.gather(*polls))
     committed = dict(line.split() for line in times.read_text().splitlines())
     wakes_ms = [1000 * (at - float(committed[request])) for request, at in answered_at.items()]
@@ -115,9 +111,7 @@ def held(server: LocalServer) -> int:
     """Return the number of polls that an API process holds; -1 if it does not respond."""
     host, port = server.address
     try:
-        request = urllib.request.Request(
-            f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY}
-        )
+        request = urllib.request.Request(f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY})
         with urllib.request.urlopen(request, timeout=20) as answer:
             text = answer.read().decode()
     except OSError:

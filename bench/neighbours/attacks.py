@@ -116,13 +116,9 @@ def posting(
 
     async def attack(address: str, key: str) -> None:
         limits = httpx.Limits(max_keepalive_connections=0)
-        network = httpx.AsyncHTTPTransport(
-            limits=limits, local_address=os.environ.get(ATTACKER_ADDRESS)
-        )
+        network = httpx.AsyncHTTPTransport(limits=limits, local_address=os.environ.get(ATTACKER_ADDRESS))
         own = {"X-API-Key": key, "Connection": "close"}
-        async with httpx.AsyncClient(
-            base_url=address, headers=own, transport=network, timeout=None
-        ) as http:
+        async with httpx.AsyncClient(base_url=address, headers=own, transport=network, timeout=None) as http:
             made = body(http)
             sent = made if isinstance(made, bytes) else await made
 
@@ -155,9 +151,7 @@ def holding(next_bytes: Callable[[int, str], bytes], every_s: float = 5.0) -> At
             while True:
                 with suppress(OSError):
                     async with opening:
-                        reader, writer = await asyncio.open_connection(
-                            url.hostname, url.port or 80, local_addr=local
-                        )
+                        reader, writer = await asyncio.open_connection(url.hostname, url.port or 80, local_addr=local)
                     try:
                         await trickle(reader, writer)
                     finally:

@@ -76,9 +76,7 @@ class Probe:
 
 def ordinary(address: str, keys: Sequence[str], stack: ExitStack) -> list[Probe]:
     """Start the three probes, the tenants under a key each; they run until `stack` is closed."""
-    trainer, sampler = (
-        stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in keys
-    )
+    trainer, sampler = (stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in keys)
     probes = [
         Probe("training", training_step(trainer)),
         Probe("sampling", sample(sampler)),

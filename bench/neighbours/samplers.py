@@ -42,11 +42,7 @@ async def long_prompts(address: str, key: str) -> None:
 async def many_adapters(address: str, key: str) -> None:
     """Keep a request in flight to each of 128 adapters, more than a decoder has room for."""
     made = runs(address, key, count=8, rank=32)
-    samplers = [
-        await asyncio.to_thread(run.save_weights_and_get_sampling_client)
-        for _ in range(16)
-        for run in made
-    ]
+    samplers = [await asyncio.to_thread(run.save_weights_and_get_sampling_client) for _ in range(16) for run in made]
     params = SamplingParams(max_tokens=16, seed=0, stop=[])
     await keep_asking((sampler, PROMPT, 1, params) for sampler in samplers)
 
@@ -107,7 +103,4 @@ async def keep_asking(requests: Iterable[tuple[Any, ...]]) -> None:
     await asyncio.gather(*(one(*request) for request in requests))
 
 
-SAMPLERS = {
-    run.__name__: run
-    for run in (heavy_sampler, stop_strings, long_prompts, many_adapters, hostile_grammars)
-}
+SAMPLERS = {run.__name__: run for run in (heavy_sampler, stop_strings, long_prompts, many_adapters, hostile_grammars)}

@@ -11,15 +11,7 @@ from typing import Any
 import httpx
 
 from bench.support.serving import ADAM, random_data
-from cotrain import (
-    APIError,
-    Datum,
-    Future,
-    ModelInput,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import APIError, Datum, Future, ModelInput, SamplingParams, ServiceClient, TrainingClient
 
 
 async def long_pass(address: str, key: str) -> None:
@@ -43,9 +35,7 @@ async def many_runs(address: str, key: str) -> None:
 async def burst(address: str, key: str) -> None:
     """Send as many small passes as a tenant's queue accepts, from eight runs, without an optimizer step."""
     batch = random_data(1, 64, seed=0)
-    await together(
-        keep_training(run, batch, in_flight=64, steps=False) for run in runs(address, key, count=8)
-    )
+    await together(keep_training(run, batch, in_flight=64, steps=False) for run in runs(address, key, count=8))
 
 
 async def reinforcement(address: str, key: str) -> None:
@@ -142,9 +132,7 @@ async def together(tenants: Iterable[Coroutine[Any, Any, object]]) -> None:
             print(refused, file=sys.stderr, flush=True)
 
 
-async def keep_training(
-    run: TrainingClient, batch: list[Datum], in_flight: int, *, steps: bool = True
-) -> None:
+async def keep_training(run: TrainingClient, batch: list[Datum], in_flight: int, *, steps: bool = True) -> None:
     """Keep `in_flight` passes in flight, each followed by an optimizer step if `steps` is set."""
     flying: list[Future[Any]] = []
     while True:

@@ -82,9 +82,7 @@ def config_of(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
     )
 
 
-def build(
-    folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu"
-) -> Path:
+def build(folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
     """Write the model to a folder, unless it exists there, and return the folder."""
     if (folder / "config.json").exists():
         return folder

@@ -36,9 +36,7 @@ def tethered(command: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 @contextlib.contextmanager
-def running(
-    command: Sequence[str | os.PathLike[str]], **options: Any
-) -> Iterator[subprocess.Popen[str]]:
+def running(command: Sequence[str | os.PathLike[str]], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """Run a command, and stop it at the end of the block."""
     process = subprocess.Popen(tethered(command), text=True, **options)
     try:
@@ -48,9 +46,7 @@ def running(
         process.wait(timeout=PATIENCE_S)
 
 
-def start_redis(
-    folder: Path, log: IO[bytes] | int, *flags: str, maxmemory: str = "2gb"
-) -> subprocess.Popen[bytes]:
+def start_redis(folder: Path, log: IO[bytes] | int, *flags: str, maxmemory: str = "2gb") -> subprocess.Popen[bytes]:
     """Start a Redis on `folder/redis.sock`, and wait until it responds.
 
     Raises:

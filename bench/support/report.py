@@ -94,10 +94,7 @@ def prepare_torch(threads: int) -> None:
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
     """Print a row as `name=value` and return it."""
-    print(
-        "  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
-        flush=True,
-    )
+    print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
     return row
 
 

@@ -24,9 +24,7 @@ class Rates:
 
     def fastest(self, other: Rates) -> Rates:
         """Return the larger of each, because other load only reduces a measurement."""
-        return Rates(
-            max(self.matmul_flops, other.matmul_flops), max(self.copy_bytes, other.copy_bytes)
-        )
+        return Rates(max(self.matmul_flops, other.matmul_flops), max(self.copy_bytes, other.copy_bytes))
 
 
 def measure_rates(device: str, dtype: torch.dtype) -> Rates:
@@ -74,9 +72,7 @@ def flops_per_token(shape: Shape, length: int, rank: int, *, recompute: bool = F
     return 2.0 * visits * linear + head + (visits + 1.5) * attention + lora
 
 
-def ceiling(
-    shape: Shape, length: int, rank: int, rates: Rates, *, adapters: int, tokens: int
-) -> float:
+def ceiling(shape: Shape, length: int, rank: int, rates: Rates, *, adapters: int, tokens: int) -> float:
     """Return the tokens/s of a cycle that only computes at the matmul rate and steps at the copy rate.
 
     Nothing is computed twice, and norms, activations and the traffic of LoRA are free.

@@ -69,9 +69,7 @@ class Server:
         `sdk` is the client package (cotrain or tinker), `seed` by default the number.
         """
         seed = number if seed is None else seed
-        service = self._stack.enter_context(
-            sdk.ServiceClient(base_url=self.url, api_key=self.keys[number])
-        )
+        service = self._stack.enter_context(sdk.ServiceClient(base_url=self.url, api_key=self.keys[number]))
         run = service.create_lora_training_client("bench", rank=self.args.rank, seed=seed)
         data = random_data(count, self.args.length, seed, sdk)
         return Load(run, data, sdk.AdamParams(**ADAM_VALUES))
@@ -111,9 +109,7 @@ def datum(row: list[int], sdk: Any = cotrain) -> Any:
 
 
 async def train(
-    load: Load,
-    goes_on: Callable[[int], bool],
-    done: Callable[[Any, Any], None] = lambda passed, stepped: None,
+    load: Load, goes_on: Callable[[int], bool], done: Callable[[Any, Any], None] = lambda passed, stepped: None
 ) -> int:
     """Train with two steps in flight as long as `goes_on(steps)`; return the number of steps.
 

@@ -52,9 +52,7 @@ def alternate(
     return found
 
 
-def fastest(
-    ways: Mapping[Name, Work], device: str, *, rounds: int, until: float = math.inf
-) -> dict[Name, Took]:
+def fastest(ways: Mapping[Name, Work], device: str, *, rounds: int, until: float = math.inf) -> dict[Name, Took]:
     """Time all ways in alternation; return the minima, which may come from different rounds."""
     timed_ways = {name: partial(measure, work, device) for name, work in ways.items()}
     return {

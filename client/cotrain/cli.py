@@ -44,9 +44,7 @@ def needed(commands: Iterable[EntryPoint], arguments: Sequence[str]) -> Iterable
     """
     own = typer.Typer()
     _add_own(own)
-    names = {
-        each.name or getattr(each.callback, "__name__", "") for each in own.registered_commands
-    }
+    names = {each.name or getattr(each.callback, "__name__", "") for each in own.registered_commands}
     names |= {str(each.name) for each in own.registered_groups}
     return () if arguments and arguments[0] in names else commands
 
@@ -93,10 +91,7 @@ def _version_alone(is_asked: bool) -> None:
 
 def _options(
     version_alone: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version_alone, is_eager=True, help="Print the version and exit."
-        ),
+        bool, typer.Option("--version", callback=_version_alone, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Parse the options before a command."""
@@ -109,9 +104,7 @@ def _add_own(app: typer.Typer) -> None:
     app.add_typer(checkpoints.app, name="checkpoints")
     app.add_typer(data.app, name="data")
     app.add_typer(admin, name="admin")
-    app.command(epilog=examples("cotrain selfcheck", "cotrain selfcheck --worker w0 --json"))(
-        selfcheck
-    )
+    app.command(epilog=examples("cotrain selfcheck", "cotrain selfcheck --worker w0 --json"))(selfcheck)
     app.add_typer(webhooks.app, name="webhooks")
     app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
     app.command(
@@ -121,9 +114,7 @@ def _add_own(app: typer.Typer) -> None:
             f"cotrain export {PATH} --gguf --leave-out-unembed -o adapter-gguf/",
         )
     )(export)
-    app.command(
-        epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine")
-    )(upload)
+    app.command(epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine"))(upload)
     app.command(
         "sample",
         epilog=examples(
@@ -151,10 +142,7 @@ def _add(app: typer.Typer, command: EntryPoint) -> None:
 
 def _explain(command: EntryPoint, error: ModuleNotFoundError) -> Callable[[], None]:
     def explain() -> None:
-        typer.echo(
-            f"{error.name} is not installed: in a checkout, {INSTALL} brings what a server needs",
-            err=True,
-        )
+        typer.echo(f"{error.name} is not installed: in a checkout, {INSTALL} brings what a server needs", err=True)
         raise typer.Exit(1)
 
     explain.__doc__ = f"Needs {escape(INSTALL)}: {error.name} is missing."  # help is markup

@@ -92,12 +92,7 @@ class APIStatusError(APIError):
     """The server rejected the request."""
 
     def __init__(
-        self,
-        message: str,
-        status_code: int,
-        body: Any,
-        retry_after_s: float | None = None,
-        request_id: str = "",
+        self, message: str, status_code: int, body: Any, retry_after_s: float | None = None, request_id: str = ""
     ) -> None:
         super().__init__(f"{status_code}: {message}")
         self.message = message
@@ -175,11 +170,7 @@ _ERROR_BY_STATUS: dict[int, type[APIStatusError]] = {
 
 
 def status_error(
-    status_code: int,
-    message: str,
-    body: Any,
-    retry_after_s: float | None = None,
-    request_id: str = "",
+    status_code: int, message: str, body: Any, retry_after_s: float | None = None, request_id: str = ""
 ) -> APIStatusError:
     """Return the most specific error for an HTTP status."""
     general = InternalServerError if status_code >= 500 else APIStatusError

@@ -36,9 +36,7 @@ HIDDEN_SIZES = {
 }
 
 
-def get_lr(
-    base_model: str, rank: int = 32, *, alpha: float = 32.0, hidden_size: int | None = None
-) -> float:
+def get_lr(base_model: str, rank: int = 32, *, alpha: float = 32.0, hidden_size: int | None = None) -> float:
     """Return a learning rate to begin with, for AdamW on a LoRA adapter.
 
     `base_model` is a name or a folder. The rank does not change the rate, because an adapter is scaled by
@@ -46,9 +44,7 @@ def get_lr(
     Raises UnsupportedInput for a family without a published exponent, or an unknown `hidden_size`.
     """
     if rank < 1 or alpha <= 0:
-        raise UnsupportedInput(
-            f"rank must be at least 1 and alpha above 0, not {rank} and {alpha:g}"
-        )
+        raise UnsupportedInput(f"rank must be at least 1 and alpha above 0, not {rank} and {alpha:g}")
     family, size = _family_and_size(base_model)
     if family not in EXPONENTS:
         raise UnsupportedInput(
@@ -94,9 +90,7 @@ def cosine(step: int, steps: int, *, warmup: int = 0, least: float = 0.0) -> flo
     return _decayed(step, steps, warmup, least, lambda done: 0.5 * (1.0 + cos(pi * done)))
 
 
-def _decayed(
-    step: int, steps: int, warmup: int, least: float, shape: Callable[[float], float]
-) -> float:
+def _decayed(step: int, steps: int, warmup: int, least: float, shape: Callable[[float], float]) -> float:
     if step < warmup:
         return constant(step, steps, warmup=warmup)
     _check(step, steps, warmup)
@@ -106,6 +100,5 @@ def _decayed(
 def _check(step: int, steps: int, warmup: int) -> None:
     if not 0 <= step < steps or not 0 <= warmup <= steps:
         raise UnsupportedInput(
-            f"step must be 0 to steps - 1, and warmup 0 to steps; step is {step}, steps {steps}, "
-            f"warmup {warmup}"
+            f"step must be 0 to steps - 1, and warmup 0 to steps; step is {step}, steps {steps}, warmup {warmup}"
         )

@@ -13,9 +13,7 @@ from cotrain.wire.datums import Datum
 __all__ = ["orpo"]
 
 
-def orpo(
-    weight: float = 0.1,
-) -> Callable[[Sequence[Datum], Sequence[Any]], tuple[Any, dict[str, float]]]:
+def orpo(weight: float = 0.1) -> Callable[[Sequence[Datum], Sequence[Any]], tuple[Any, dict[str, float]]]:
     """Return the odds-ratio preference loss (Hong et al., 2024, equations 6 and 7, arXiv:2403.07691), summed over pairs.
 
     With `m` the mean log-prob of an answer's tokens, the loss of a pair is `-m(chosen) + weight * -log sigmoid(odds(chosen) -
@@ -38,10 +36,7 @@ def orpo(
         odds = mean - torch.log1p(-torch.exp(mean))
         margin = odds[0::2] - odds[1::2]
         ratio = -torch.nn.functional.logsigmoid(margin).sum()
-        metrics = {
-            "margin:mean": float(margin.detach().mean()),
-            "odds_ratio:sum": float(ratio.detach()),
-        }
+        metrics = {"margin:mean": float(margin.detach().mean()), "odds_ratio:sum": float(ratio.detach())}
         return -mean[0::2].sum() + weight * ratio, metrics
 
     return loss

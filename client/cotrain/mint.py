@@ -44,9 +44,7 @@ def forward_backward_reverse_kl_async(
     temperature: float = 1.0,
 ) -> Submitted[ReverseKlResponse]:
     """Send the request. Awaiting it returns the future once the server has accepted it."""
-    return training_client.forward_backward_reverse_kl_async(
-        reference_model_path, data, temperature
-    )
+    return training_client.forward_backward_reverse_kl_async(reference_model_path, data, temperature)
 
 
 def interpolate_checkpoints(

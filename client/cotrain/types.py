@@ -7,18 +7,7 @@ classes, where the names differ.
 from enum import StrEnum
 from typing import Literal
 
-from cotrain.wire import (
-    checkpoints,
-    custom_loss,
-    datums,
-    model,
-    rest,
-    runs,
-    sampling,
-    sessions,
-    tensors,
-    usage,
-)
+from cotrain.wire import checkpoints, custom_loss, datums, model, rest, runs, sampling, sessions, tensors, usage
 from cotrain.wire.checkpoints import *  # noqa: F403  # its `__all__`, as with all below
 from cotrain.wire.custom_loss import *  # noqa: F403
 from cotrain.wire.datums import *  # noqa: F403

@@ -48,9 +48,7 @@ class ReturnTimes:
         self.latest_s = max([FADES * self.latest_s, *in_time])
 
 
-def eager_start(
-    last: LastCycle, now: float, gather_s: float, returns: ReturnTimes, *, are_back: bool
-) -> float:
+def eager_start(last: LastCycle, now: float, gather_s: float, returns: ReturnTimes, *, are_back: bool) -> float:
     """Return the start time of an eager cycle; `are_back` means that all runs of the last cycle wait again.
 
     Then it starts at once, so a single run never waits. Otherwise, the runs just answered get at least a few

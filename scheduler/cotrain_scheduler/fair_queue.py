@@ -116,9 +116,7 @@ class FairQueue:
         self._floor = max(self._floor, self._waits[0][0])
         if len(self._served) > 2 * len(self._parts):
             self._served = {
-                name: served
-                for name, served in self._served.items()
-                if served > self._floor or name in self._parts
+                name: served for name, served in self._served.items() if served > self._floor or name in self._parts
             }
 
     def _enter(self, name: TenantId, part: int) -> None:

@@ -55,10 +55,7 @@ def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
         rates_by_device[worker.device].append(worker.tokens_per_s)
     medians = {device: median(rates) for device, rates in rates_by_device.items()}
     return {
-        worker.id: min(
-            max(worker.tokens_per_s, medians[worker.device] / FACTOR),
-            medians[worker.device] * FACTOR,
-        )
+        worker.id: min(max(worker.tokens_per_s, medians[worker.device] / FACTOR), medians[worker.device] * FACTOR)
         for worker in workers
     }
 
@@ -143,9 +140,7 @@ class RecentTokens:
 
     def _forget_idle(self, now: float) -> None:
         self._of_run = {
-            run: (worker, fading)
-            for run, (worker, fading) in self._of_run.items()
-            if fading.at(now) >= IDLE_TOKENS
+            run: (worker, fading) for run, (worker, fading) in self._of_run.items() if fading.at(now) >= IDLE_TOKENS
         }
         self._kept = max(1024, 2 * len(self._of_run))
 
@@ -174,18 +169,12 @@ def reassignments(
     if not running:
         return []
     successor = min(running, key=_runs).id
-    return [
-        (slot, successor)
-        for slot in slots
-        if now - empty_since.get((slot.worker, slot.epoch), now) >= after_s
-    ]
+    return [(slot, successor) for slot in slots if now - empty_since.get((slot.worker, slot.epoch), now) >= after_s]
 
 
 def drained(slots: Sequence[WorkerSlot]) -> list[tuple[WorkerSlot, WorkerId]]:
     """Pair each completely drained worker with its successor, which receives its pending deletions."""
-    serving = [
-        slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"
-    ]
+    serving = [slot.heartbeat for slot in slots if slot.heartbeat and slot.heartbeat.state == "serving"]
     if not serving:
         return []
     successor = min(serving, key=_runs).id

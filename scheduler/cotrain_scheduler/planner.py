@@ -85,9 +85,7 @@ def first_part(queue: RunQueue | None, quantum: int) -> int:
 class Backlog:
     """Pending work of one tenant. A run with a pass is read when its turn comes."""
 
-    def __init__(
-        self, free: Iterable[RunQueue], passes: Iterable[RunQueue], *, accepts_saves: bool
-    ) -> None:
+    def __init__(self, free: Iterable[RunQueue], passes: Iterable[RunQueue], *, accepts_saves: bool) -> None:
         """Plan the leading free ops of the runs in `free`; these runs come after those in `passes`."""
         self.works: list[_Work] = []
         """Runs that have been read."""
@@ -232,9 +230,7 @@ def select(
     if waiting.is_one_run(accepts_saves=accepts_saves):
         for tenant in waiting.passes:
             backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
-        return _selection(
-            backlogs.values(), take_single_run(backlogs.values(), budget_tokens), FairQueue()
-        )
+        return _selection(backlogs.values(), take_single_run(backlogs.values(), budget_tokens), FairQueue())
     quantum = min(quantum_tokens, max(1, budget_tokens // QUANTA_PER_CYCLE))
     fair_queue = _up_to_date(fair_queue, waiting, quantum, weights)
     for tenant, backlog in backlogs.items():
@@ -266,9 +262,7 @@ def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
     return waiting.passes.get(tenant, {}).values()
 
 
-def _up_to_date(
-    before: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]
-) -> FairQueue:
+def _up_to_date(before: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> FairQueue:
     """Return a copy updated with the pending work, and with the tokens that ran."""
     fair_queue, changed = before.copy(), waiting.changed
     fair_queue.weigh(weights)

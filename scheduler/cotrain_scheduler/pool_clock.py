@@ -213,15 +213,11 @@ class PoolClock:
             self._end_cycle(self._clocks[worker.id], now)
         if free:
             self._queue.assign(workers, now)
-            self._moving = await self._rebalancing.moving_runs(
-                view.moves, workers, self._queue, now
-            )
+            self._moving = await self._rebalancing.moving_runs(view.moves, workers, self._queue, now)
         is_idle = 0 < len(free) == len(workers) and not self._queue
         again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
-            waiting = exclude_paused(
-                self._queue.waiting(worker.id), self.policy.pauses, self._moving
-            )
+            waiting = exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
             if not waiting:
                 continue
             start = self._start(worker, now)
@@ -280,9 +276,7 @@ class PoolClock:
             if await self._dispatch.reassign(self.pool, dead, successor):
                 is_changed = True
                 failpoint("reassign.after", dead.worker)
-                log.warning(
-                    "worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor
-                )
+                log.warning("worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor)
         for slot, successor in fleet.drained(slots):
             if await self._dispatch.deregister(self.pool, slot, successor):
                 is_changed = True
@@ -300,9 +294,7 @@ class PoolClock:
             return now
         clock = self._clocks[worker.id]
         are_back = self._queue.has_all(worker.id, clock.last.runs)
-        return cycle_start.eager_start(
-            clock.last, now, self._gather_s, clock.returns, are_back=are_back
-        )
+        return cycle_start.eager_start(clock.last, now, self._gather_s, clock.returns, are_back=are_back)
 
     def _note_returns(self, worker: WorkerId, clock: _WorkerClock, limit_s: float) -> None:
         """Record return times of runs from the last two cycles.
@@ -322,8 +314,7 @@ class PoolClock:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         limit_s = cycle_start.cycle_limit_s(
-            self._settings.clock_period_s,
-            begins_at_once=self._settings.clock_mode is ClockMode.EAGER,
+            self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
         policy = self.policy  # may change while this plan is written

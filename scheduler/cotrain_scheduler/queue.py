@@ -82,17 +82,14 @@ class Waiting:
         return self.saves if kind is OpKind.SAVE else self.free
 
 
-def exclude_paused(
-    waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()
-) -> Waiting:
+def exclude_paused(waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()) -> Waiting:
     """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
     if not pauses.tenants and not pauses.runs and not moving:
         return waiting
     left = Waiting()
     left.changed = waiting.changed
     left.passes, left.free, left.saves = (
-        _exclude_paused(group, pauses, moving)
-        for group in (waiting.passes, waiting.free, waiting.saves)
+        _exclude_paused(group, pauses, moving) for group in (waiting.passes, waiting.free, waiting.saves)
     )
     return left
 

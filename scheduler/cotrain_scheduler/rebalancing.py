@@ -40,9 +40,7 @@ class Load:
     tokens_of: Mapping[RunId, float]  # recent tokens of its runs
 
 
-def load_of(
-    worker: WorkerHeartbeat, queued_tokens: float, tokens_of: Mapping[RunId, float]
-) -> Load:
+def load_of(worker: WorkerHeartbeat, queued_tokens: float, tokens_of: Mapping[RunId, float]) -> Load:
     """Return the load of a worker: its work of the last minute, and its pending work."""
     busy_s = MEMORY_S * min(worker.busy, 1.0)
     sampling_s = MEMORY_S * worker.duty.get("sample", 0.0)
@@ -101,9 +99,7 @@ def _parts(load: Load, resting: Container[RunId]) -> dict[RunId, float]:
     """Return the training seconds of each run of a worker, without the resting ones."""
     total = sum(load.tokens_of.values())
     return {
-        run: load.training_s * tokens / total
-        for run, tokens in load.tokens_of.items()
-        if total and run not in resting
+        run: load.training_s * tokens / total for run, tokens in load.tokens_of.items() if total and run not in resting
     }
 
 
@@ -119,11 +115,7 @@ class Rebalancing:
         self._looked_at = 0.0
 
     async def moving_runs(
-        self,
-        wanted: Sequence[Move],
-        workers: Sequence[WorkerHeartbeat],
-        queue: PoolQueue,
-        now: float,
+        self, wanted: Sequence[Move], workers: Sequence[WorkerHeartbeat], queue: PoolQueue, now: float
     ) -> frozenset[RunId]:
         """Return the runs that are being moved, including new moves; nothing is planned for them. Raises Fenced: a
         newer scheduler leads.
@@ -138,9 +130,7 @@ class Rebalancing:
             moving |= await self._even_out(workers, queue, now)
         return frozenset(moving)
 
-    async def _is_under_way(
-        self, move: Move, workers: Sequence[WorkerHeartbeat], now: float
-    ) -> bool:
+    async def _is_under_way(self, move: Move, workers: Sequence[WorkerHeartbeat], now: float) -> bool:
         serving = {worker.id for worker in workers}
         if {move.owner, move.to} <= serving and now - self._since[move.run] < PATIENCE_S:
             return True
@@ -148,9 +138,7 @@ class Rebalancing:
         log.warning("move_given_up", pool=self._pool, run=move.run, to=move.to)
         return False
 
-    async def _even_out(
-        self, workers: Sequence[WorkerHeartbeat], queue: PoolQueue, now: float
-    ) -> set[RunId]:
+    async def _even_out(self, workers: Sequence[WorkerHeartbeat], queue: PoolQueue, now: float) -> set[RunId]:
         self._moved = {run: at for run, at in self._moved.items() if 0 <= now - at < QUIET_S}
         loads = [
             load_of(worker, queue.waiting_tokens(worker.id), queue.recent.runs_of(worker.id, now))

@@ -118,11 +118,7 @@ def first_scaling(workers: int, now: float, bounds: Bounds) -> Scaling:
 
 
 def next_scaling(
-    before: Scaling,
-    needed: int,
-    now: float,
-    bounds: Bounds,
-    waiting_tokens: Mapping[WorkerId, int] = NOTHING,
+    before: Scaling, needed: int, now: float, bounds: Bounds, waiting_tokens: Mapping[WorkerId, int] = NOTHING
 ) -> Scaling:
     """Return the next decision, from the current need. It is damped, so that an autoscaler does not oscillate.
 

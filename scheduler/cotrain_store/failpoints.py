@@ -154,11 +154,7 @@ class Faults:
         for reached in self._unread(line):
             for fault in self._reached:
                 self._reached[fault] += fault.counts(reached)
-        return [
-            fault
-            for fault, times in self._reached.items()
-            if fault.counts(line) and fault.nth in (None, times)
-        ]
+        return [fault for fault, times in self._reached.items() if fault.counts(line) and fault.nth in (None, times)]
 
     def _unread(self, line: str) -> list[str]:
         """Return the uncounted failpoints of all processes, up to this one."""

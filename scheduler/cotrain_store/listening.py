@@ -21,9 +21,7 @@ def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
     try:
         family = _family(host, port)
         is_dual = host == ANY_ADDRESS and socket.has_dualstack_ipv6()
-        return socket.create_server(
-            (host, port), family=family, backlog=backlog, dualstack_ipv6=is_dual
-        )
+        return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=is_dual)
     except (OSError, UnicodeError) as error:
         raise CannotListen(f"Cannot listen on {address(host, port)}: {_reason(error)}") from error
 

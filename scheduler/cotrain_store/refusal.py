@@ -43,11 +43,7 @@ def _reason(error: ValidationError) -> str:
     wrong = error.errors()
     field = wrong[0]["loc"][:1]
     name = f"{PREFIX}{field[0]}: ".upper() if field else ""
-    reasons = [
-        each["msg"].removeprefix("Value error, ").rstrip(".")
-        for each in wrong
-        if each["loc"][:1] == field
-    ]
+    reasons = [each["msg"].removeprefix("Value error, ").rstrip(".") for each in wrong if each["loc"][:1] == field]
     return f"{name}{'; or: '.join(reasons)}."
 
 

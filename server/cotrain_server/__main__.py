@@ -121,12 +121,8 @@ def _listener(settings: ServerSettings, descriptor: int | None) -> socket.socket
 def _arguments() -> argparse.Namespace:
     """Return the arguments, which a supervisor, a test or a benchmark sets, but no operator."""
     parser = argparse.ArgumentParser(prog="python -m cotrain_server")
-    parser.add_argument(
-        "--listen-fd", type=int, help="an open listening socket, in place of host and port"
-    )
-    parser.add_argument(
-        "--long-poll-s", type=float, default=LONG_POLL_S, help="how long a poll waits for a result"
-    )
+    parser.add_argument("--listen-fd", type=int, help="an open listening socket, in place of host and port")
+    parser.add_argument("--long-poll-s", type=float, default=LONG_POLL_S, help="how long a poll waits for a result")
     return parser.parse_args()
 
 

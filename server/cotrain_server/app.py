@@ -93,8 +93,7 @@ FREQUENT = tuple(
     route
     for route in (*training.router.routes, *samplers.sampling_router.routes)
     if isinstance(route, TenantRoute)
-    and route.endpoint
-    in (training.forward_backward, training.forward, training.optim_step, samplers.asample)
+    and route.endpoint in (training.forward_backward, training.forward, training.optim_step, samplers.asample)
 )
 #: Built on the first use, once for all applications of a process.
 ROUTES = APIRouter(responses=error_responses.ERROR_RESPONSES)

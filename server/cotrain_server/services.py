@@ -15,13 +15,7 @@ import structlog
 from cotrain_server.admin_key import admin_key
 from cotrain_server.limits.failures import FailureCounter
 from cotrain_server.limits.own_quotas import OwnQuotas
-from cotrain_server.limits.tenant_slots import (
-    MAX_UPLOADS,
-    TenantSlots,
-    TenantUse,
-    body_memory,
-    tenant_requests,
-)
+from cotrain_server.limits.tenant_slots import MAX_UPLOADS, TenantSlots, TenantUse, body_memory, tenant_requests
 from cotrain_server.parsing.parser import Parser
 from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
@@ -90,9 +84,7 @@ class Services:
     parser: Parser = field(default_factory=Parser)
     walks: TenantSlots = field(default_factory=TenantSlots)
     """One slot per tenant for requests that send many sequential commands to Redis."""
-    uploads: TenantUse = field(
-        default_factory=partial(TenantUse, Reason.TOO_MANY_UPLOADS, MAX_UPLOADS)
-    )
+    uploads: TenantUse = field(default_factory=partial(TenantUse, Reason.TOO_MANY_UPLOADS, MAX_UPLOADS))
     unpacking: asyncio.Lock = field(default_factory=asyncio.Lock)
     downloads: TenantSlots = field(default_factory=lambda: TenantSlots(DOWNLOADS_PER_TENANT))
     """Slots for files being sent, because bytes that are read and not yet sent occupy memory."""
@@ -124,9 +116,7 @@ async def _take_keys(tenants: Tenants, settings: ServerSettings) -> None:
 
 
 @asynccontextmanager
-async def open_services(
-    settings: ServerSettings, long_poll_s: float = LONG_POLL_S
-) -> AsyncIterator[Services]:
+async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> AsyncIterator[Services]:
     """Open all services, register the keys of the settings, and close everything at the end.
 
     Raises:
@@ -174,9 +164,7 @@ async def open_services(
                 audit=Audit(connection),
                 run_labels=RunLabels(connection),
                 refusals=Refusals(connection),
-                webhooks=Webhooks(
-                    connection, f"{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"
-                ),
+                webhooks=Webhooks(connection, f"{socket.gethostname()}-{os.getpid()}-{token_hex(4)}"),
             )
             try:
                 yield services

@@ -7,15 +7,7 @@ from ipaddress import ip_network
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
 
 from cotrain_store.messages.runs import HISTORY_POINTS
 from cotrain_store.oplog.submission import TenantLimits
@@ -108,9 +100,7 @@ def read_quotas(given: object) -> object:
         return given
     named = dict(word.partition("=")[::2] for word in split_words(given))
     if unknown := sorted(named.keys() - Quotas.model_fields.keys()):
-        raise ValueError(
-            f"{', '.join(unknown)}: no quota; there are {', '.join(Quotas.model_fields)}"
-        )
+        raise ValueError(f"{', '.join(unknown)}: no quota; there are {', '.join(Quotas.model_fields)}")
     try:
         return Quotas.model_validate(named)
     except ValidationError as error:
@@ -156,14 +146,7 @@ class ServerSettings(StoreSettings):
     quotas: Annotated[Quotas, BeforeValidator(read_quotas)] = Quotas()
     """Quotas of each tenant, `NAME=NUMBER` separated by commas or white space."""
 
-    @field_validator(
-        "base_models",
-        "api_keys",
-        "trusted_proxies",
-        "webhook_networks",
-        "cors_origins",
-        mode="before",
-    )
+    @field_validator("base_models", "api_keys", "trusted_proxies", "webhook_networks", "cors_origins", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return split_words(value) if isinstance(value, str) else value

@@ -142,9 +142,7 @@ def test_the_server_image_has_no_torch(containers: Containers) -> None:
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker"])
-def test_a_process_is_not_root_and_writes_only_to_its_folders(
-    containers: Containers, service: str
-) -> None:
+def test_a_process_is_not_root_and_writes_only_to_its_folders(containers: Containers, service: str) -> None:
     attempt = (
         "import os, pathlib; print(os.getuid(), os.access('/opt/cotrain', os.W_OK), "
         "os.access('/data', os.W_OK)); pathlib.Path('/opt/cotrain/x').write_text('')"
@@ -195,14 +193,7 @@ def test_internal_processes_cannot_reach_the_internet(containers: Containers, se
         "print(socket.create_connection(('api', 8000), 60).close())"
     )
     from_outside = containers.compose(
-        "run",
-        "--rm",
-        "-T",
-        "--no-deps",
-        "model",
-        "python",
-        "-c",
-        attempt.partition(";print(socket")[0],
+        "run", "--rm", "-T", "--no-deps", "model", "python", "-c", attempt.partition(";print(socket")[0]
     )
     assert from_outside.split() == ["0", "None"]
     errno, *reached = containers.run(service, "python", "-c", attempt).split()
@@ -218,9 +209,7 @@ def test_the_threads_of_a_server_are_few(containers: Containers) -> None:
 
 
 @pytest.mark.parametrize("service", ["api", "scheduler", "worker", "redis"])
-def test_a_serving_container_is_not_reported_unhealthy(
-    containers: Containers, service: str
-) -> None:
+def test_a_serving_container_is_not_reported_unhealthy(containers: Containers, service: str) -> None:
     state = containers.inspect(service)["State"]
     assert state["Running"]
     assert state.get("Health", {}).get("Status") != "unhealthy"
@@ -229,7 +218,6 @@ def test_a_serving_container_is_not_reported_unhealthy(
 def test_a_stop_drains_and_every_process_exits_cleanly(containers: Containers) -> None:
     containers.compose("stop")
     ends = {
-        service: containers.inspect(service)["State"]["ExitCode"]
-        for service in ("api", "scheduler", "worker", "redis")
+        service: containers.inspect(service)["State"]["ExitCode"] for service in ("api", "scheduler", "worker", "redis")
     }
     assert ends == dict.fromkeys(ends, 0)

@@ -57,9 +57,7 @@ def server(base_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.fixture
-def run(
-    server: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Run:
+def run(server: Serving, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     return partial(run_at, server.address, monkeypatch, capsys)
 
 
@@ -88,9 +86,7 @@ def client_settings(address: str) -> dict[str, str]:
     return {"COTRAIN_BASE_URL": address, "COTRAIN_API_KEY": KEY}
 
 
-def test_an_activity_is_announced_first_and_shows_its_progress(
-    tmp_path: Path,
-) -> None:
+def test_an_activity_is_announced_first_and_shows_its_progress(tmp_path: Path) -> None:
     # A fortieth of the text: it is read, used for the tokenizer and encoded before the first step.
     # A line is written every second. Nothing else depends on this training, so it is stopped.
     program = (
@@ -107,9 +103,7 @@ def test_an_activity_is_announced_first_and_shows_its_progress(
             assert not (tmp_path / "model").exists()
         finally:
             making.kill()
-    assert re.fullmatch(
-        r"Making a base model: step \d+ of \d+, [\d.]+ nats/token, \d+ s left\n", line
-    )
+    assert re.fullmatch(r"Making a base model: step \d+ of \d+, [\d.]+ nats/token, \d+ s left\n", line)
 
 
 def test_the_demo_prints_its_activity_before_it_loads_torch() -> None:
@@ -149,29 +143,21 @@ def test_preferences_are_learned_for_held_out_pairs(run: Run) -> None:
 
 
 def test_distillation_lowers_the_divergence_from_the_teacher(run: Run) -> None:
-    *_, first, last = (
-        row["KL"] for row in run("distill.py", "--steps=4", TEACHER_STEPS=16, QUESTIONS=8)
-    )
+    *_, first, last = (row["KL"] for row in run("distill.py", "--steps=4", TEACHER_STEPS=16, QUESTIONS=8))
     assert last < 0.9 * first
 
 
-def test_a_sweep_starts_all_rates_alike_and_the_best_is_a_middle_one(
-    run: Run,
-) -> None:
+def test_a_sweep_starts_all_rates_alike_and_the_best_is_a_middle_one(run: Run) -> None:
     rows = run("sweep.py", "--steps=6")
     assert len({row["first step"] for row in rows}) == 1
     (best,) = (place for place, row in enumerate(rows) if row[""] == "best")
     assert 0 < best < len(rows) - 1
 
 
-def test_a_killed_training_resumes_from_its_checkpoint_unchanged(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_training_resumes_from_its_checkpoint_unchanged(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Popen)  # processes that the example starts are forked
     rows = run("resume.py", "--steps=9")
-    calm, killed, resumed = (
-        [row[part] for row in rows] for part in ("undisturbed", "killed", "resumed")
-    )
+    calm, killed, resumed = ([row[part] for row in rows] for part in ("undisturbed", "killed", "resumed"))
     assert killed == [*calm[:7], "", ""]
     assert resumed == ["", "", "", "", "", *calm[5:]]
     assert calm[-1] < calm[0]
@@ -190,10 +176,7 @@ def test_an_evaluation_finds_the_trained_adapter_better(run: Run) -> None:
 
 
 def test_the_clock_shows_that_a_naive_loop_takes_one_more_cycle_per_step(
-    base_model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    base_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     beat = ("--clock-mode=metronome", "--clock-period-s=0.5")
     picture = tmp_path / "clock.png"

@@ -54,13 +54,9 @@ class Site:
         return self.serving.address
 
     @contextmanager
-    def seen_by(
-        self, who: str, width: int = 1280, scheme: Literal["light", "dark"] = "light"
-    ) -> Iterator[Seen]:
+    def seen_by(self, who: str, width: int = 1280, scheme: Literal["light", "dark"] = "light") -> Iterator[Seen]:
         """Log in as the operator or a tenant. Check at the end that the page had no errors."""
-        context = self.chromium.new_context(
-            viewport={"width": width, "height": 900}, color_scheme=scheme
-        )
+        context = self.chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         seen = Seen(context.new_page(), self.address)
         seen.watch()
         seen.log_in(self.admin_key if who == "operator" else self.keys[who])
@@ -108,16 +104,10 @@ class Seen:
     def watch(self) -> None:
         """Record messages of the console and requests to other hosts."""
         own = urlsplit(self.address).netloc
-        self.page.on(
-            "console",
-            lambda said: self.errors.append(said.text) if said.type == "error" else None,
-        )
+        self.page.on("console", lambda said: self.errors.append(said.text) if said.type == "error" else None)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on(
-            "request",
-            lambda asked: (
-                self.foreign.append(asked.url) if urlsplit(asked.url).netloc != own else None
-            ),
+            "request", lambda asked: self.foreign.append(asked.url) if urlsplit(asked.url).netloc != own else None
         )
 
     def log_in(self, key: str) -> None:
@@ -154,10 +144,7 @@ def step(training: Any) -> float:
     tokens = [7, 8, 9, 10] * 4
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={
-            "target_tokens": np.array(tokens[1:]),
-            "weights": np.ones(len(tokens) - 1, dtype=np.float32),
-        },
+        loss_fn_inputs={"target_tokens": np.array(tokens[1:]), "weights": np.ones(len(tokens) - 1, dtype=np.float32)},
     )
     done = training.forward_backward([datum], "cross_entropy")
     stepped = training.optim_step(types.AdamParams(learning_rate=1e-3))

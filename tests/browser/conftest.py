@@ -31,9 +31,7 @@ def chromium() -> Iterator[Browser]:
     found = shutil.which("chromium") or shutil.which("chromium-browser")
     if found is None:
         pytest.skip("no Chromium here: `apt-get install chromium`")
-    api = pytest.importorskip(
-        "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
-    )
+    api = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test-browser` installs it")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
@@ -50,14 +48,9 @@ def site(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     keys = [f"alice={ALICE}", f"bob={BOB}"]
     with Serving(folder / "data", [f"tiny={model}"], keys) as serving:
         operator = (folder / "data" / "admin-key").read_text().strip()
-        runs = {
-            "alice": train(serving.address, ALICE, HOSTILE, 30),
-            "bob": train(serving.address, BOB, "math", 12),
-        }
+        runs = {"alice": train(serving.address, ALICE, HOSTILE, 30), "bob": train(serving.address, BOB, "math", 12)}
         keys_by_name = {"alice": ALICE, "bob": BOB}
-        yield Site(
-            serving, chromium, operator, keys_by_name, runs, folder / "data", f"tiny={model}"
-        )
+        yield Site(serving, chromium, operator, keys_by_name, runs, folder / "data", f"tiny={model}")
 
 
 AXE = (Path(__file__).parent / "axe-core-4.14.1.min.js").read_text()

@@ -44,10 +44,7 @@ def step(training: Any, learning_rate: float = 1e-3, target: int = 9) -> None:
     """Run one training step. A target outside the vocabulary fails."""
     datum = types.Datum(
         model_input=types.ModelInput.from_ints([7, 8, 9, 10] * 8),
-        loss_fn_inputs={
-            "target_tokens": np.full(32, target),
-            "weights": np.ones(32, dtype=np.float32),
-        },
+        loss_fn_inputs={"target_tokens": np.full(32, target), "weights": np.ones(32, dtype=np.float32)},
     )
     done = training.forward_backward([datum], "cross_entropy")
     training.optim_step(types.AdamParams(learning_rate=learning_rate)).result()
@@ -93,9 +90,7 @@ def load(address: str, admin_key: str) -> Iterator[dict[str, str]]:
     tenants = httpx.get(f"{address}/api/v1/admin/tenants", headers={"X-API-Key": admin_key}).json()
     (refused,) = [each["id"] for each in tenants["tenants"] if each["name"] == "refused"]
     httpx.patch(
-        f"{address}/api/v1/admin/tenants/{refused}",
-        headers={"X-API-Key": admin_key},
-        json={"limits": {"runs": 1}},
+        f"{address}/api/v1/admin/tenants/{refused}", headers={"X-API-Key": admin_key}, json={"limits": {"runs": 1}}
     ).raise_for_status()
     threads = [threading.Thread(target=act, args=(name,), daemon=True) for name in TENANTS]
     for thread in threads:
@@ -125,17 +120,13 @@ def busy(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
                     break
                 time.sleep(0.5)
             trained = {name: Trained(run, []) for name, run in runs.items()}
-            yield Site(
-                serving, chromium, admin_key, KEYS, trained, folder / "data", f"tiny={model}"
-            )
+            yield Site(serving, chromium, admin_key, KEYS, trained, folder / "data", f"tiny={model}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize("who", ["operator", "failing"])
-def test_each_page_is_accessible_and_fits_under_load(
-    busy: Site, axe: str, who: str, width: int, scheme: str
-) -> None:
+def test_each_page_is_accessible_and_fits_under_load(busy: Site, axe: str, who: str, width: int, scheme: str) -> None:
     folder = os.environ.get("PICTURES_OF_LOAD")
     with busy.seen_by(who, width, scheme) as seen:  # type: ignore[arg-type]
         for name, path in paths(busy, who).items():
@@ -146,9 +137,7 @@ def test_each_page_is_accessible_and_fits_under_load(
                 page.screenshot(path=shot, full_page=True)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, path
             page.evaluate(axe)
-            found = page.evaluate(
-                "axe.run().then(r => r.violations.map(v => [v.id, v.nodes[0].html]))"
-            )
+            found = page.evaluate("axe.run().then(r => r.violations.map(v => [v.id, v.nodes[0].html]))")
             assert found == [], path
 
 

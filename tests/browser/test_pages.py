@@ -13,9 +13,7 @@ import pytest
 from cotrain_server.ui.navigation import PAGES
 from tests.browser.browsing import Site, new_run, step
 
-expect = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
-).expect
+expect = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test-browser` installs it").expect
 
 pytestmark = pytest.mark.browser
 
@@ -25,9 +23,7 @@ OWN = [page.path for page in PAGES if page.in_navigation and not page.for_operat
 
 @pytest.mark.parametrize("path", OPEN)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_passes_the_accessibility_checks(
-    site: Site, axe: str, path: str, scheme: str
-) -> None:
+def test_every_page_passes_the_accessibility_checks(site: Site, axe: str, path: str, scheme: str) -> None:
     with site.seen_by("operator", scheme=scheme) as seen:  # type: ignore[arg-type]
         page = seen.open(path)
         page.evaluate(axe)
@@ -84,9 +80,7 @@ def test_no_foreign_id_stands_in_a_tenants_pages(site: Site) -> None:
 
 def test_two_tenants_share_a_cycles_bar_in_two_colours(site: Site) -> None:
     clients = [new_run(site, who) for who in site.keys]
-    threads = [
-        threading.Thread(target=lambda own=own: [step(own) for _ in range(12)]) for own in clients
-    ]
+    threads = [threading.Thread(target=lambda own=own: [step(own) for _ in range(12)]) for own in clients]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -94,10 +88,7 @@ def test_two_tenants_share_a_cycles_bar_in_two_colours(site: Site) -> None:
     with site.seen_by("operator") as seen:
         page = seen.open("/ui/cycles")
         bars = page.locator("svg.cycles a")
-        colours = [
-            set(re.findall(r'class="(s\d)"', bars.nth(number).inner_html()))
-            for number in range(bars.count())
-        ]
+        colours = [set(re.findall(r'class="(s\d)"', bars.nth(number).inner_html())) for number in range(bars.count())]
         assert {"s0", "s1"} in colours
         legend = page.inner_text("ul.legend >> nth=0")
         assert "alice" in legend
@@ -146,9 +137,7 @@ def test_a_small_phones_navigation_shows_the_page_that_is_open(site: Site) -> No
     with site.seen_by("operator", width=360) as seen:
         for path in OPEN:
             page = seen.open(path)
-            inner, outer = (
-                page.locator(each).bounding_box() for each in ("nav [aria-current=page]", "nav")
-            )
+            inner, outer = (page.locator(each).bounding_box() for each in ("nav [aria-current=page]", "nav"))
             assert inner
             assert outer
             assert inner["x"] > outer["x"] - 1, path
@@ -225,15 +214,11 @@ def test_a_worker_is_drained_while_it_trains_and_nothing_is_lost(site: Site) -> 
     with site.seen_by("operator") as seen:
         page = seen.open("/ui/workers")
         page.on("dialog", lambda asked: asked.accept())
-        old, new = (
-            page.get_by_role("region", name=f"Worker {name} of tiny") for name in ("w0", "w1")
-        )
+        old, new = (page.get_by_role("region", name=f"Worker {name} of tiny") for name in ("w0", "w1"))
         training.start()
         try:
             old.get_by_role("button", name="Drain").click()
-            expect(page.get_by_text("it keeps its runs until there is one")).to_be_visible(
-                timeout=15_000
-            )
+            expect(page.get_by_text("it keeps its runs until there is one")).to_be_visible(timeout=15_000)
             with site.another_worker("w1"):
                 expect(old.get_by_text("drained", exact=True)).to_be_visible(timeout=120_000)
                 expect(new.get_by_text("serving", exact=True)).to_be_visible()

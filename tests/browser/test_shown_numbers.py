@@ -10,9 +10,7 @@ import pytest
 from cotrain_server.ui.navigation import PAGES
 from tests.browser.browsing import BASE_MODEL, Site
 
-expect = pytest.importorskip(
-    "playwright.sync_api", reason="no playwright: `make test-browser` installs it"
-).expect
+expect = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test-browser` installs it").expect
 
 LIVE = [page.path for page in PAGES if page.poll_s and page.in_navigation]
 
@@ -46,9 +44,7 @@ def test_thirty_steps_are_thirty_points_with_the_clients_losses(site: Site) -> N
 def test_a_page_refreshes_its_data(site: Site, path: str) -> None:
     with site.seen_by("operator") as seen:
         page = seen.open(path)
-        page.evaluate(
-            "document.addEventListener('htmx:afterSettle', () => (document.body.dataset.settled = 1))"
-        )
+        page.evaluate("document.addEventListener('htmx:afterSettle', () => (document.body.dataset.settled = 1))")
         page.evaluate("htmx.trigger('#live', 'resume')")
         expect(page.locator("body[data-settled]")).to_be_visible()
 
@@ -79,10 +75,7 @@ def logprobs_of(site: Site, model: str) -> list[str]:
         "temperature": 0.7, "logprobs": 0,
     }  # fmt: skip
     answer = httpx.post(
-        f"{site.address}/oai/api/v1/completions",
-        json=body,
-        headers={"X-API-Key": site.keys["alice"]},
-        timeout=60,
+        f"{site.address}/oai/api/v1/completions", json=body, headers={"X-API-Key": site.keys["alice"]}, timeout=60
     )
     logprobs = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
     return [f"log-prob {logprob:.5g}" for logprob in logprobs]

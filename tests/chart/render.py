@@ -15,10 +15,7 @@ RELEASE, NAMESPACE = "demo", "ml"
 def examples() -> dict[str, dict[str, Any]]:
     """Return the values of each example by its name."""
     files = sorted((CHART / "ci").glob("*-values.yaml"))
-    return {
-        file.name.removesuffix("-values.yaml"): yaml.safe_load(file.read_text()) or {}
-        for file in files
-    }
+    return {file.name.removesuffix("-values.yaml"): yaml.safe_load(file.read_text()) or {} for file in files}
 
 
 def rendered(values: dict[str, Any]) -> str:

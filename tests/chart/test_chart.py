@@ -68,9 +68,7 @@ POOL = {"name": "a", "baseModel": "m", "replicas": 1, "device": "cpu"}
         ),
     ],
 )
-def test_helm_rejects_values_that_the_schema_cannot_check(
-    values: dict[str, Any], says: str
-) -> None:
+def test_helm_rejects_values_that_the_schema_cannot_check(values: dict[str, Any], says: str) -> None:
     from helm_python import HelmRenderError
 
     with pytest.raises(HelmRenderError) as refused:

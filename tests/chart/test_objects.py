@@ -159,16 +159,12 @@ def test_images_folders_and_ports_equal_those_of_docker_and_compose(example: str
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    settings = ServerSettings(
-        redis_url="redis://r:6379/0", data_dir=tmp_path_factory.mktemp("data")
-    )
+    settings = ServerSettings(redis_url="redis://r:6379/0", data_dir=tmp_path_factory.mktemp("data"))
     return set(create_app(settings).openapi()["paths"])
 
 
 @ALL
-def test_probes_use_existing_pages_and_do_not_depend_on_workers(
-    example: str, pages: set[str]
-) -> None:
+def test_probes_use_existing_pages_and_do_not_depend_on_workers(example: str, pages: set[str]) -> None:
     for _, container in containers(example):
         ports = {port["name"]: port["containerPort"] for port in container.get("ports", ())}
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
@@ -178,17 +174,13 @@ def test_probes_use_existing_pages_and_do_not_depend_on_workers(
             if ports[asked["port"]] == 9464:
                 assert asked["path"] == "/metrics"
             else:
-                assert (
-                    asked["path"] == "/healthz"
-                )  # /readyz would keep requests from a pool at zero
+                assert asked["path"] == "/healthz"  # /readyz would keep requests from a pool at zero
                 assert asked["path"] in pages
 
 
 @ALL
 def test_workers_have_the_name_and_the_grace_period_of_their_pods(example: str) -> None:
-    sets = [
-        s for s in of_kind(example, "StatefulSet") if not s["metadata"]["name"].endswith("-redis")
-    ]
+    sets = [s for s in of_kind(example, "StatefulSet") if not s["metadata"]["name"].endswith("-redis")]
     assert sets
     for each in sets:
         pod = each["spec"]["template"]["spec"]
@@ -213,9 +205,7 @@ def test_redis_has_twice_its_memory_and_accepts_only_our_processes() -> None:
     config = (ROOT / "docker" / "redis" / "redis.conf").read_text()
     (maxmemory,) = re.findall(r"^maxmemory (\d+)gb$", config, re.MULTILINE)
     assert int(redis["resources"]["limits"]["memory"].removesuffix("Gi")) > 2 * int(maxmemory)
-    policies = {
-        each["metadata"]["name"]: each["spec"] for each in of_kind("default", "NetworkPolicy")
-    }
+    policies = {each["metadata"]["name"]: each["spec"] for each in of_kind("default", "NetworkPolicy")}
     (rule,) = policies["demo-cotrain-redis"]["ingress"]
     assert len(rule["from"]) == 2
     assert policies["demo-cotrain-redis"]["egress"] == []
@@ -298,11 +288,7 @@ def test_with_an_object_store_no_volume_is_shared() -> None:
         if container["name"] == "base-model":
             assert "HF_HUB_OFFLINE" not in {each["name"] for each in container["env"]}
     kinds = {n: {v["name"]: v for v in p["volumes"]}.get("data") for n, p in pods("blobs").items()}
-    assert (
-        kinds["demo-cotrain-api"]
-        == kinds["demo-cotrain-scheduler"]
-        == {"name": "data", "emptyDir": {}}
-    )
+    assert kinds["demo-cotrain-api"] == kinds["demo-cotrain-scheduler"] == {"name": "data", "emptyDir": {}}
     (workers,) = (s for s in of_kind("blobs", "StatefulSet") if not s["metadata"]["name"].endswith("-redis"))  # fmt: skip
     (claim,) = workers["spec"]["volumeClaimTemplates"]
     assert claim["metadata"]["name"] == "data"

@@ -26,14 +26,7 @@ from tests.conformance.checkpointing import (
 )
 from tests.conformance.export_scenarios import archived, exported
 from tests.conformance.sampling_scenarios import made, sample, sampler_of, told
-from tests.conformance.scenarios import (
-    IS_OLD,
-    Bench,
-    Facts,
-    batch,
-    error_of,
-    run_named,
-)
+from tests.conformance.scenarios import IS_OLD, Bench, Facts, batch, error_of, run_named
 
 TTL_S = 7200
 
@@ -98,9 +91,7 @@ def named(bench: Bench) -> Facts:
     facts["after"] = seen(run)
     facts["moved"] = seen(from_state(bench, path))
     facts["listed"] = listed(rest, run)
-    facts["wrong"] = {
-        name: error_of(lambda name=name: saved(run, name)) for name in ("a/b", "..", "", "x" * 200)
-    }
+    facts["wrong"] = {name: error_of(lambda name=name: saved(run, name)) for name in ("a/b", "..", "", "x" * 200)}
     facts["next"] = saved(run, "next")
     return facts
 
@@ -114,17 +105,12 @@ def kept(bench: Bench) -> Facts:
     run, rest = steps(bench.run(), 1), rest_of(bench)
     path = saved(run, "for-a-while", ttl_seconds=TTL_S)
     run.save_weights_for_sampler("for-a-while", ttl_seconds=TTL_S).result()
-    facts: Facts = {
-        "too_short": error_of(lambda: saved(run, "too-short", ttl_seconds=60)),
-        "saved": listed(rest, run),
-    }
+    facts: Facts = {"too_short": error_of(lambda: saved(run, "too-short", ttl_seconds=60)), "saved": listed(rest, run)}
     rest.set_checkpoint_ttl_from_tinker_path(path, 2 * TTL_S).result()
     facts["longer"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
     rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
     facts["for_ever"] = listed(rest, run)["weights/for-a-while"]["lives_s"]
-    facts["set_too_short"] = error_of(
-        lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 60).result()
-    )
+    facts["set_too_short"] = error_of(lambda: rest.set_checkpoint_ttl_from_tinker_path(path, 60).result())
     return facts
 
 
@@ -150,13 +136,11 @@ def deleted(bench: Bench) -> Facts:
         "corrupted": about.corrupted,
         "user_metadata": about.user_metadata,
         "last": about.last_checkpoint and about.last_checkpoint.checkpoint_id,
-        "last_sampler": about.last_sampler_checkpoint
-        and about.last_sampler_checkpoint.checkpoint_id,
+        "last_sampler": about.last_sampler_checkpoint and about.last_sampler_checkpoint.checkpoint_id,
     }
     weights = rest.get_weights_info_by_tinker_path(path).result()
     facts["weights"] = {
-        name: getattr(weights, name)
-        for name in ("base_model", "is_lora", "lora_rank", "train_attn", "train_mlp")
+        name: getattr(weights, name) for name in ("base_model", "is_lora", "lora_rank", "train_attn", "train_mlp")
     }
     rest.delete_checkpoint_from_tinker_path(path).result()
     facts["after"] = listed(rest, run)
@@ -165,9 +149,7 @@ def deleted(bench: Bench) -> Facts:
     facts["delete"] = error_of(lambda: rest.delete_checkpoint_from_tinker_path(path).result())
     rest.delete_checkpoint(run.model_id, "sampler_weights/two").result()
     facts["none"] = listed(rest, run)
-    facts["sample"] = error_of(
-        lambda: made(bench.service.create_sampling_client(model_path=sampler))
-    )
+    facts["sample"] = error_of(lambda: made(bench.service.create_sampling_client(model_path=sampler)))
     facts["saved_again"] = saved(run, "one")
     return facts
 
@@ -184,21 +166,15 @@ def published(bench: Bench) -> Facts:
         return {
             "create": error_of(lambda: from_state(stranger, path)),
             "load": error_of(lambda: own.load_state(path).result()),
-            "weights_info": error_of(
-                lambda: foreign.get_weights_info_by_tinker_path(path).result()
-            ),
-            "sample": error_of(
-                lambda: made(stranger.service.create_sampling_client(model_path=path))
-            ),
+            "weights_info": error_of(lambda: foreign.get_weights_info_by_tinker_path(path).result()),
+            "sample": error_of(lambda: made(stranger.service.create_sampling_client(model_path=path))),
         }
 
     def taken() -> Facts:
         return {
             "delete": error_of(lambda: foreign.delete_checkpoint_from_tinker_path(path).result()),
             "publish": error_of(lambda: foreign.publish_checkpoint_from_tinker_path(path).result()),
-            "ttl": error_of(
-                lambda: foreign.set_checkpoint_ttl_from_tinker_path(path, None).result()
-            ),
+            "ttl": error_of(lambda: foreign.set_checkpoint_ttl_from_tinker_path(path, None).result()),
         }
 
     facts: Facts = {"private": tried(), "private_writes": taken()}
@@ -236,10 +212,7 @@ def copied(bench: Bench) -> Facts:
     """Copy a checkpoint, delete the original, and load the copy."""
     run, rest = steps(bench.run()), rest_of(bench)
     path = saved(run, "original")
-    copies = [
-        in_project(bench).copy_weights(path).result(),
-        rest.copy_weights(path, PROJECT).result(),
-    ]
+    copies = [in_project(bench).copy_weights(path).result(), rest.copy_weights(path, PROJECT).result()]
     rest.delete_checkpoint_from_tinker_path(path).result()
     stranger = rest_of(bench.of_key(1))
     return {

@@ -52,11 +52,7 @@ def _run(command: dict[str, Any]) -> dict[str, Any]:
         _, status = os.waitpid(child, 0)
         for stream in streams[1:]:
             stream.seek(0)
-        return {
-            "status": os.waitstatus_to_exitcode(status),
-            "out": streams[1].read(),
-            "err": streams[2].read(),
-        }
+        return {"status": os.waitstatus_to_exitcode(status), "out": streams[1].read(), "err": streams[2].read()}
 
 
 def _become(command: dict[str, Any], streams: list[int]) -> None:

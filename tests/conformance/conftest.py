@@ -83,21 +83,15 @@ def checkpointed(
     """Run every scenario of checkpoints under one SDK."""
     sdk, folder = request.param, tmp_path_factory.mktemp("downloads")
     names = [*CHECKPOINT_SCENARIOS, *CHECKPOINT_SCENARIOS_OF[sdk], "undisturbed"]
-    facts = run_scenarios(
-        sdk, server.address, server.base_model, names, CHECKPOINTS, FOLDER=str(folder)
-    )
+    facts = run_scenarios(sdk, server.address, server.base_model, names, CHECKPOINTS, FOLDER=str(folder))
     return CheckpointReport(sdk, facts, folder)
 
 
 @pytest.fixture(scope="package")
-def checkpointed_from_afar(
-    checkpointed: CheckpointReport, server: Server
-) -> tuple[LossyProxy, Facts]:
+def checkpointed_from_afar(checkpointed: CheckpointReport, server: Server) -> tuple[LossyProxy, Facts]:
     """Save and load under the same SDK through a proxy that loses answers."""
     with LossyProxy(server.address, LOSES_CHECKPOINT_ANSWERS_OF) as proxy:
-        facts = run_scenarios(
-            *(checkpointed.sdk, proxy.address, server.base_model, ["undisturbed"], CHECKPOINTS)
-        )
+        facts = run_scenarios(*(checkpointed.sdk, proxy.address, server.base_model, ["undisturbed"], CHECKPOINTS))
         return proxy, facts
 
 

@@ -77,9 +77,7 @@ def converted(base: Path, folder: Path, output: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), output)
 
 
-def distance(
-    make: Callable[[Path, Path, Path], Any], base: Path, folder: Path, root: Path
-) -> float | str:
+def distance(make: Callable[[Path, Path, Path], Any], base: Path, folder: Path, root: Path) -> float | str:
     """Return the distance of a conversion from plain PEFT, or its error."""
     plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
     expected = logits(plain)

@@ -36,9 +36,7 @@ def exported(bench: Bench) -> Facts:
         "identities": [str(identity) for identity in identities],
         "logprobs": seen(run),
         "listed": listed(rest, run),
-        "recipient": error_of(
-            lambda: run.save_weights_external("bad", age_encryption_recipients=["age1x"]).result()
-        ),
+        "recipient": error_of(lambda: run.save_weights_external("bad", age_encryption_recipients=["age1x"]).result()),
         "statuses": [_status_of(address), _status_of(address.replace("/files/", "/files/x"))],
     }
 

@@ -55,9 +55,7 @@ def trained(bench: Bench) -> Facts:
         "prompt": sampler.compute_logprobs(prompt).result(),
         "cut": error_of(lambda: run.forward_backward([pictured(cut)], "cross_entropy").result()),
         "counted": error_of(
-            lambda: sampler.sample(
-                types.ModelInput(chunks=[image(expected_tokens=7)]), 1, greedy
-            ).result()
+            lambda: sampler.sample(types.ModelInput(chunks=[image(expected_tokens=7)]), 1, greedy).result()
         ),
     }
 

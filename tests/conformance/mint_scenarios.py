@@ -78,10 +78,7 @@ def kl_data(reference: Sequence[int] = TEACHER) -> list[mintx.ReverseKLDatum]:
 def scores(bench: Bench, path: str, prompt: Sequence[int] = STUDENT) -> list[list[float]]:
     """Score the answers with sampler weights."""
     sampler = bench.service.create_sampling_client(model_path=path)
-    found = [
-        sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *answer])).result()
-        for answer in ANSWERS
-    ]
+    found = [sampler.compute_logprobs(types.ModelInput.from_ints([*prompt, *answer])).result() for answer in ANSWERS]
     return [[value for value in row if value is not None] for row in found]
 
 
@@ -125,9 +122,7 @@ def distilled(bench: Bench) -> Facts:
     results = []
     for _ in range(6):
         results.append(
-            mintx.forward_backward_reverse_kl(
-                run, reference_model_path=teacher, data=kl_data(), temperature=1.0
-            )
+            mintx.forward_backward_reverse_kl(run, reference_model_path=teacher, data=kl_data(), temperature=1.0)
         )
         run.optim_step(types.AdamParams(learning_rate=2e-2)).result()
     after = run.save_weights_for_sampler(name="after").result().path
@@ -148,9 +143,7 @@ def referred(bench: Bench) -> Facts:
 
     def measure(path: str, **given: Any) -> Facts:
         data = given.pop("data", kl_data(STUDENT))
-        result = mintx.forward_backward_reverse_kl(
-            run, reference_model_path=path, data=data, **given
-        )
+        result = mintx.forward_backward_reverse_kl(run, reference_model_path=path, data=data, **given)
         return dict(result.metrics)
 
     return {
@@ -176,9 +169,7 @@ def refused(bench: Bench) -> Facts:
 
     def mix(paths: list[str], coefficients: list[float], **given: Any) -> str:
         return error_of(
-            lambda: mintx.interpolate_checkpoints(
-                bench.service, source_paths=paths, coefficients=coefficients, **given
-            )
+            lambda: mintx.interpolate_checkpoints(bench.service, source_paths=paths, coefficients=coefficients, **given)
         )
 
     return {
@@ -197,15 +188,12 @@ def refused(bench: Bench) -> Facts:
 def interpolated(bench: Bench) -> Facts:
     """Interpolate two trained runs, and one alone."""
     paths = [
-        bench.taught(seed, STUDENT, steps=4).save_weights_for_sampler(name="source").result().path
-        for seed in (1, 2)
+        bench.taught(seed, STUDENT, steps=4).save_weights_for_sampler(name="source").result().path for seed in (1, 2)
     ]
     mixed = mintx.interpolate_checkpoints(
         bench.service, source_paths=paths, coefficients=[0.9, 0.1], output_path="ema-0001"
     )
-    again = mintx.interpolate_checkpoints(
-        bench.service, source_paths=[mixed.path, paths[1]], coefficients=[0.5, 0.5]
-    )
+    again = mintx.interpolate_checkpoints(bench.service, source_paths=[mixed.path, paths[1]], coefficients=[0.5, 0.5])
     alone = mintx.interpolate_checkpoints(bench.service, source_paths=paths[:1], coefficients=[1.0])
     return {
         "answer": mixed.model_dump(),

@@ -39,13 +39,7 @@ SCENARIOS = (
     "two_tenants",
     "undisturbed",
 )
-LOSES_ANSWERS_OF = {
-    "create_model",
-    "forward",
-    "forward_backward",
-    "optim_step",
-    "retrieve_future",
-}
+LOSES_ANSWERS_OF = {"create_model", "forward", "forward_backward", "optim_step", "retrieve_future"}
 SAMPLING = "sampling_scenarios"
 SAMPLING_SCENARIOS = (
     "sampled",
@@ -60,15 +54,7 @@ SAMPLING_SCENARIOS = (
     "reinforced",
 )
 CHECKPOINTS = "checkpoint_scenarios"
-CHECKPOINT_SCENARIOS = (
-    "restored",
-    "discarded",
-    "named",
-    "kept",
-    "deleted",
-    "published",
-    "sampled",
-)
+CHECKPOINT_SCENARIOS = ("restored", "discarded", "named", "kept", "deleted", "published", "sampled")
 # Scenarios that only one of the SDKs supports.
 CHECKPOINT_SCENARIOS_OF = {"0.38.0": ("copied", "exported"), "0.22.0": ("archived",)}
 LOSES_CHECKPOINT_ANSWERS_OF = {
@@ -80,18 +66,8 @@ LOSES_CHECKPOINT_ANSWERS_OF = {
     "save_weights_for_sampler",
     "weights_info",
 }
-LOSES_SAMPLING_ANSWERS_OF = {
-    *LOSES_ANSWERS_OF,
-    "asample",
-    "create_sampling_session",
-    "retrieve_futures",
-}
-KEYS = (
-    "tml-one_c2VjcmV0LW9uZQ",
-    "tml-two_c2VjcmV0LXR3bw",
-    "tml-three_c2VjcmV0LTM",
-    "tml-four_c2VjcmV0LTQ",
-)
+LOSES_SAMPLING_ANSWERS_OF = {*LOSES_ANSWERS_OF, "asample", "create_sampling_session", "retrieve_futures"}
+KEYS = ("tml-one_c2VjcmV0LW9uZQ", "tml-two_c2VjcmV0LXR3bw", "tml-three_c2VjcmV0LTM", "tml-four_c2VjcmV0LTQ")
 MINT_KEY = "sk-mint_c2VjcmV0LW1pbnQ"
 KEY_NAMES = ("TINKER_API_KEY", "OTHER_API_KEY", "THIRD_API_KEY", "FOURTH_API_KEY")
 TIMEOUT_S = 600
@@ -134,12 +110,7 @@ class CheckpointReport:
 
 
 def run_scenarios(
-    sdk: str,
-    address: str,
-    base_model: str,
-    names: Sequence[str],
-    program: str = "scenarios",
-    **variables: str,
+    sdk: str, address: str, base_model: str, names: Sequence[str], program: str = "scenarios", **variables: str
 ) -> Facts:
     """Run scenarios of a program in a separate process and return their facts, by scenario.
 
@@ -157,10 +128,7 @@ def run_scenarios(
         **variables,
     }
     done = run(
-        [
-            *(sys.executable, "-W", "ignore", "-m", f"tests.conformance.{program}"),
-            *(address, base_model, *names),
-        ],
+        [*(sys.executable, "-W", "ignore", "-m", f"tests.conformance.{program}"), *(address, base_model, *names)],
         cwd=ROOT,
         timeout=TIMEOUT_S,
         env=environment,

@@ -16,16 +16,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.conformance.scenarios import (
-    IS_OLD,
-    VOCAB,
-    Bench,
-    Facts,
-    batch,
-    error_of,
-    run_named,
-    step,
-)
+from tests.conformance.scenarios import IS_OLD, VOCAB, Bench, Facts, batch, error_of, run_named, step
 
 PROMPT = [7, 8, 9, 10, 11]
 MAX_TOKENS = 8
@@ -75,9 +66,7 @@ def told(response: Any) -> list[Facts]:
     ]
 
 
-def sample(
-    sampler: Any, num_samples: int = 1, tokens: list[int] | None = None, **given: Any
-) -> Any:
+def sample(sampler: Any, num_samples: int = 1, tokens: list[int] | None = None, **given: Any) -> Any:
     """Sample and wait."""
     return sampler.sample(prompt(tokens), num_samples, params(**given)).result()
 
@@ -110,9 +99,7 @@ def chosen(bench: Bench) -> Facts:
         "hot": told(sample(sampler, 2, temperature=5.0)),
     }
     if not IS_OLD:
-        likeliest = sampler.sample(
-            prompt(), 1, params(temperature=0.0), topk_sample_logprobs=3
-        ).result()
+        likeliest = sampler.sample(prompt(), 1, params(temperature=0.0), topk_sample_logprobs=3).result()
         facts["topk"] = [list(map(list, row)) for row in likeliest.sequences[0].topk_logprobs]
     return facts
 
@@ -123,16 +110,8 @@ def stopped(bench: Bench) -> Facts:
     tokenizer = sampler.get_tokenizer()
     free = list(sample(sampler, temperature=0.0).sequences[0].tokens)
     text = tokenizer.decode(free[2:4])
-    forms = {
-        "token": [free[3]],
-        "string": text,
-        "strings": ["never to be seen", text],
-        "nowhere": [],
-        "default": None,
-    }
-    facts: Facts = {
-        name: told(sample(sampler, temperature=0.0, stop=stop))[0] for name, stop in forms.items()
-    }
+    forms = {"token": [free[3]], "string": text, "strings": ["never to be seen", text], "nowhere": [], "default": None}
+    facts: Facts = {name: told(sample(sampler, temperature=0.0, stop=stop))[0] for name, stop in forms.items()}
     facts["text"] = text
     facts["texts"] = {name: tokenizer.decode(facts[name]["tokens"]) for name in forms}
     facts["free"] = free
@@ -150,10 +129,7 @@ def scored(bench: Bench) -> Facts:
     whole = PROMPT + list(sequence.tokens)
     row = types.Datum(
         model_input=types.ModelInput.from_ints(whole[:-1]),
-        loss_fn_inputs={
-            "target_tokens": torch.tensor(whole[1:]),
-            "weights": torch.ones(len(whole) - 1),
-        },
+        loss_fn_inputs={"target_tokens": torch.tensor(whole[1:]), "weights": torch.ones(len(whole) - 1)},
     )
     output = run.forward([row], "cross_entropy").result()
     response = sampler.sample(
@@ -212,9 +188,7 @@ def crowded(bench: Bench) -> Facts:
     samplers = [base_sampler(bench), *(sampler_of(trained(bench, rank=r)) for r in (1, 4, 7))]
     alone = [told(sample(sampler)) for sampler in samplers]
     neighbours = [
-        samplers[n % 4].sample(
-            prompt([n + 1] * (n % 9 + 1)), n % 3 + 1, params(seed=n, max_tokens=n % 12 + 1)
-        )
+        samplers[n % 4].sample(prompt([n + 1] * (n % 9 + 1)), n % 3 + 1, params(seed=n, max_tokens=n % 12 + 1))
         for n in range(CROWD)
     ]
     among = [sampler.sample(prompt(), 1, params()) for sampler in samplers]
@@ -263,9 +237,7 @@ def refused(bench: Bench) -> Facts:
         "top_k": lambda: sample(sampler, top_k=VOCAB + 1),
         "temperature": lambda: sample(sampler, temperature=-1.0),
         "top_p": lambda: sample(sampler, top_p=0.0),
-        "no_such_path": lambda: made(
-            service.create_sampling_client(model_path=path.replace("mine", "yours"))
-        ),
+        "no_such_path": lambda: made(service.create_sampling_client(model_path=path.replace("mine", "yours"))),
         "no_path": lambda: made(service.create_sampling_client(model_path="tinker://nowhere")),
         "no_model": lambda: made(service.create_sampling_client(base_model="no/such-model")),
         "foreign": lambda: made(stranger.service.create_sampling_client(model_path=path)),

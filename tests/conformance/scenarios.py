@@ -41,9 +41,7 @@ class Bench:
 
     def run(self, rank: int = 4, seed: int = 7, **targets: bool) -> Any:
         """Start a run and wait until it exists."""
-        client = self.service.create_lora_training_client(
-            self.base_model, rank=rank, seed=seed, **targets
-        )
+        client = self.service.create_lora_training_client(self.base_model, rank=rank, seed=seed, **targets)
         return client if IS_OLD else client.result()
 
 
@@ -193,17 +191,11 @@ def losses(bench: Bench) -> Facts:
     clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.1}
     expected = {
         "importance_sampling": (-(ratio * advantages).sum(), inputs, None),
-        "ppo": (
-            -torch.minimum(ratio * advantages, ratio.clamp(0.7, 1.1) * advantages).sum(),
-            inputs,
-            clip,
-        ),
+        "ppo": (-torch.minimum(ratio * advantages, ratio.clamp(0.7, 1.1) * advantages).sum(), inputs, clip),
         "cispo": (-(ratio.clamp(0.7, 1.1) * lp * advantages).sum(), inputs, clip),
         "dro": (-(lp * advantages - 0.5 * 0.05 * (lp - q) ** 2).sum(), inputs, {"beta": 0.05}),
         "gspo": (
-            -torch.minimum(
-                sequence_ratio * advantages, sequence_ratio.clamp(0.7, 1.1) * advantages
-            ).sum(),
+            -torch.minimum(sequence_ratio * advantages, sequence_ratio.clamp(0.7, 1.1) * advantages).sum(),
             {**inputs, "sequence_ratio_mask": mask},
             clip,
         ),
@@ -212,9 +204,7 @@ def losses(bench: Bench) -> Facts:
     for name, (value, fields, config) in expected.items():
         data = [datum(length, seed=3, **fields)]
         output = run.forward_backward(data, name, config).result()
-        grad_norm = (
-            run.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
-        )
+        grad_norm = run.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"]
         facts[name] = {
             "expected": value.item(),
             "loss": output.metrics["loss:sum"],
@@ -298,9 +288,7 @@ def on_server(bench: Bench, data: list[types.Datum]) -> Facts:
     def refused(logprobs: torch.Tensor) -> tuple[torch.Tensor, Facts]:
         return logprobs @ logprobs, {}
 
-    return facts | error_of(
-        lambda: bench.service.create_custom_loss(refused, {"logprobs": 1}).result()
-    )
+    return facts | error_of(lambda: bench.service.create_custom_loss(refused, {"logprobs": 1}).result())
 
 
 def failures(bench: Bench) -> Facts:
@@ -390,11 +378,7 @@ def error_of(act: Any, *also: type[Exception]) -> Facts:
     try:
         act()
     except (tinker.TinkerError, *also) as error:
-        return {
-            "error": type(error).__name__,
-            "message": str(error),
-            "category": str(getattr(error, "category", None)),
-        }
+        return {"error": type(error).__name__, "message": str(error), "category": str(getattr(error, "category", None))}
     return {"error": None}
 
 

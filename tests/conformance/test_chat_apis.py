@@ -16,10 +16,7 @@ from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParam
 from tests.conformance.running import KEYS, Server
 
 VOCAB = 512
-CHAT: Any = [
-    {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "Grüße! 🙂 What is this?"},
-]
+CHAT: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Grüße! 🙂 What is this?"}]
 LENGTH = 12
 
 
@@ -32,9 +29,7 @@ def tokenizer(server: Server) -> Any:
 @pytest.fixture(scope="module")
 def prompt(tokenizer: Any) -> list[int]:
     """The chat, as `transformers` writes it."""
-    tokens: list[int] = tokenizer.apply_chat_template(
-        CHAT, add_generation_prompt=True, return_dict=False
-    )
+    tokens: list[int] = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     return tokens
 
 
@@ -71,22 +66,15 @@ def messages_client(server: Server) -> Iterator[anthropic.Anthropic]:
 
 def said(tokenizer: Any, sampler: SamplingClient, prompt: list[int], **params: Any) -> list[str]:
     """Sample two continuations with our own client, as text."""
-    sampled = sampler.sample(
-        ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=LENGTH, **params)
-    ).result()
-    return [
-        tokenizer.decode(sequence.tokens, skip_special_tokens=True)
-        for sequence in sampled.sequences
-    ]
+    sampled = sampler.sample(ModelInput.from_ints(prompt), 2, SamplingParams(max_tokens=LENGTH, **params)).result()
+    return [tokenizer.decode(sequence.tokens, skip_special_tokens=True) for sequence in sampled.sequences]
 
 
 def test_a_chat_is_the_sample_of_its_template(
     server: Server, service: ServiceClient, client: openai.OpenAI, tokenizer: Any, prompt: list[int]
 ) -> None:
     sampler = service.create_sampling_client(base_model=server.base_model)
-    answer = client.chat.completions.create(
-        model=server.base_model, messages=CHAT, n=2, seed=7, max_tokens=LENGTH
-    )
+    answer = client.chat.completions.create(model=server.base_model, messages=CHAT, n=2, seed=7, max_tokens=LENGTH)
     expected = said(tokenizer, sampler, prompt, seed=7)
     assert [choice.message.content for choice in answer.choices] == expected
     assert expected[0] != expected[1]
@@ -106,12 +94,7 @@ def test_a_stream_adds_up_to_the_answer(server: Server, client: openai.OpenAI) -
 
 
 def test_trained_weights_answer_by_their_path(
-    server: Server,
-    service: ServiceClient,
-    client: openai.OpenAI,
-    tokenizer: Any,
-    prompt: list[int],
-    path: str,
+    server: Server, service: ServiceClient, client: openai.OpenAI, tokenizer: Any, prompt: list[int], path: str
 ) -> None:
     asked: Any = {"prompt": prompt, "n": 2, "seed": 7, "max_tokens": LENGTH}
     base = client.completions.create(model=server.base_model, **asked)
@@ -129,15 +112,11 @@ def test_trained_weights_answer_by_their_path(
 def test_echoed_log_probs_are_those_our_own_client_computes(
     server: Server, service: ServiceClient, client: openai.OpenAI, prompt: list[int], path: str
 ) -> None:
-    answer = client.completions.create(
-        model=path, prompt=prompt, echo=True, logprobs=0, max_tokens=0
-    )
+    answer = client.completions.create(model=path, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None
     sampler = service.create_sampling_client(model_path=path)
-    assert (
-        logprobs.token_logprobs == sampler.compute_logprobs(ModelInput.from_ints(prompt)).result()
-    )
+    assert logprobs.token_logprobs == sampler.compute_logprobs(ModelInput.from_ints(prompt)).result()
 
 
 def test_a_message_stops_at_its_stop_sequence(
@@ -150,9 +129,7 @@ def test_a_message_stops_at_its_stop_sequence(
     (block,) = whole.content
     assert block.type == "text"
     stop = block.text[5:8]
-    with messages_client.messages.stream(
-        messages=turns, system="Be short.", stop_sequences=[stop], **asked
-    ) as stream:
+    with messages_client.messages.stream(messages=turns, system="Be short.", stop_sequences=[stop], **asked) as stream:
         cut = stream.get_final_message()
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert whole.model_extra["policy_spans"][0]["training_run_id"] is None

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.running import (
-    CheckpointReport,
-    Facts,
-    Server,
-)
+from tests.conformance.running import CheckpointReport, Facts, Server
 from tests.support.lossy_proxy import LossyProxy
 
 TTL_S = 7200
@@ -24,16 +20,12 @@ def test_loading_restores_every_bit_of_the_weights(checkpointed: CheckpointRepor
     assert facts["rank"] == 4
 
 
-def test_a_run_restored_with_its_optimizer_continues_unchanged(
-    checkpointed: CheckpointReport,
-) -> None:
+def test_a_run_restored_with_its_optimizer_continues_unchanged(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["restored"]
     assert facts["end"] == facts["loaded_end"] == facts["created_end"]
 
 
-def test_a_run_restored_without_its_optimizer_starts_a_new_one(
-    checkpointed: CheckpointReport,
-) -> None:
+def test_a_run_restored_without_its_optimizer_starts_a_new_one(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["restored"]
     assert facts["loaded_fresh_end"] == facts["created_fresh_end"]
     assert facts["loaded_fresh_end"] != facts["end"]
@@ -85,9 +77,7 @@ def test_overwriting_replaces_weights_and_metadata(checkpointed: CheckpointRepor
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "x" * 200])
-def test_an_invalid_name_is_rejected_and_the_run_continues(
-    checkpointed: CheckpointReport, name: str
-) -> None:
+def test_an_invalid_name_is_rejected_and_the_run_continues(checkpointed: CheckpointReport, name: str) -> None:
     facts = checkpointed.facts["named"]
     assert facts["wrong"][name]["error"] in ("RequestFailedError", "BadRequestError"), facts
     assert facts["next"].endswith("/weights/next")
@@ -113,9 +103,7 @@ def test_a_ttl_below_an_hour_is_rejected(checkpointed: CheckpointReport) -> None
 # ---- Descriptions --------------------------------------------------------------------------------
 
 
-def test_a_run_and_its_checkpoints_are_described(
-    checkpointed: CheckpointReport, server: Server
-) -> None:
+def test_a_run_and_its_checkpoints_are_described(checkpointed: CheckpointReport, server: Server) -> None:
     facts = checkpointed.facts["deleted"]
     assert facts["about"] == {
         "id": facts["run"],
@@ -138,9 +126,7 @@ def test_a_run_and_its_checkpoints_are_described(
     assert paths <= set(facts["of_tenant"])
 
 
-def test_a_deleted_checkpoint_is_missing_and_its_name_is_free(
-    checkpointed: CheckpointReport,
-) -> None:
+def test_a_deleted_checkpoint_is_missing_and_its_name_is_free(checkpointed: CheckpointReport) -> None:
     facts = checkpointed.facts["deleted"]
     assert list(facts["after"]) == ["sampler_weights/two"]
     assert facts["none"] == {}

@@ -220,9 +220,7 @@ def documented(command: str) -> set[str]:
     return set(re.findall(r"`([a-z_]+)`", row))
 
 
-def test_a_completion_is_the_same_with_and_without_streaming(
-    cotrain: Run, paths: list[str], server: Server
-) -> None:
+def test_a_completion_is_the_same_with_and_without_streaming(cotrain: Run, paths: list[str], server: Server) -> None:
     asked = ("sample", "import ", "--seed", "7", "--max-tokens", "12")
     whole = read(cotrain(*asked, "--json"))
     assert whole["model"] == server.base_model
@@ -237,9 +235,7 @@ def test_a_completion_is_the_same_with_and_without_streaming(
     tuned = read(cotrain(*asked, "--model-path", paths[1], "--num-samples", "2", "--json"))
     assert (tuned["model"], len(tuned["samples"])) == (paths[1], 2)
     shown = cotrain(*asked, "--model-path", paths[1], "--num-samples", "2").stdout
-    assert shown == "".join(
-        f"--- {number}\n{each['text']}\n" for number, each in enumerate(tuned["samples"], 1)
-    )
+    assert shown == "".join(f"--- {number}\n{each['text']}\n" for number, each in enumerate(tuned["samples"], 1))
 
 
 def test_a_chat_keeps_its_history(cotrain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,9 +268,7 @@ def test_a_chat_keeps_its_history(cotrain: Run, monkeypatch: pytest.MonkeyPatch)
         (("download", "tinker://nobody:train:0/weights/a"), "404: "),
     ],
 )
-def test_a_rejection_by_the_server_is_one_sentence(
-    cotrain: Run, arguments: tuple[str, ...], said: str
-) -> None:
+def test_a_rejection_by_the_server_is_one_sentence(cotrain: Run, arguments: tuple[str, ...], said: str) -> None:
     done = cotrain(*arguments)
     assert done.exit_code == 1
     assert done.stderr.startswith(said)
@@ -289,9 +283,7 @@ def test_a_wrong_key_is_refused_in_one_sentence(cotrain: Run, command: list[str]
     assert done.stderr.startswith("401: ")
 
 
-def test_a_tenant_watches_its_own_runs_and_the_operator_all(
-    cotrain: Run, paths: list[str], server: Server
-) -> None:
+def test_a_tenant_watches_its_own_runs_and_the_operator_all(cotrain: Run, paths: list[str], server: Server) -> None:
     own = read(cotrain("top", "--json"))
     assert own["pools"][0]["tenants"] == own["pools"][0]["cycles"] == []
     everything = read(cotrain("top", "--all", "--json"))

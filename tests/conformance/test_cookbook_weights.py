@@ -35,16 +35,12 @@ def distances() -> Mapping[str, float | str]:
     return found
 
 
-def test_an_export_merges_and_converts_to_the_same_function(
-    distances: Mapping[str, float | str],
-) -> None:
+def test_an_export_merges_and_converts_to_the_same_function(distances: Mapping[str, float | str]) -> None:
     far = {case: far for case, far in distances.items() if isinstance(far, str) or far > TOLERANCE}
     assert set(far) == IMPOSSIBLE
     assert len(distances) == 14
 
 
-def test_what_cannot_be_merged_is_refused_and_not_merged_wrongly(
-    distances: Mapping[str, float | str],
-) -> None:
+def test_what_cannot_be_merged_is_refused_and_not_merged_wrongly(distances: Mapping[str, float | str]) -> None:
     for case in IMPOSSIBLE:
         assert "lm_head.weight" in str(distances[case])

@@ -32,8 +32,7 @@ from tests.support.uploads import adapter, config, q_proj, tar
 
 TOKENS = random.Random(0).choices(range(512), k=25)
 DATUM = Datum(
-    model_input=ModelInput.from_ints(TOKENS[:-1]),
-    loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24},
+    model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24}
 )
 STEP = AdamParams(learning_rate=1e-2)
 
@@ -51,9 +50,7 @@ def train(run: TrainingClient, steps: int = 2) -> list[float]:
     return logprobs(run)
 
 
-def test_a_run_resumes_from_a_checkpoint_bit_for_bit(
-    service: ServiceClient, server: Server
-) -> None:
+def test_a_run_resumes_from_a_checkpoint_bit_for_bit(service: ServiceClient, server: Server) -> None:
     run = service.create_lora_training_client(server.base_model, rank=4, seed=1)
     reached = train(run)
     path = run.save_state("middle", user_metadata={"step": "2"}).result().path
@@ -145,10 +142,7 @@ def test_a_peft_adapter_computes_the_same_here_as_in_peft(
     with tarfile.open(archive, "w") as packed:
         packed.add(checkpoint, checkpoint.name)
 
-    with (
-        LossyProxy(server.address, {"training_runs/upload"}) as proxy,
-        ServiceClient(proxy.address, KEYS[0]) as far,
-    ):
+    with LossyProxy(server.address, {"training_runs/upload"}) as proxy, ServiceClient(proxy.address, KEYS[0]) as far:
         path = far.upload_checkpoint(archive, server.base_model, "foreign")
         assert proxy.lost == ["training_runs/upload"]
     run = service.create_training_client_from_state(path)

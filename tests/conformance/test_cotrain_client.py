@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    Future,
-    ModelInput,
-    RequestFailed,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import AdamParams, Datum, Future, ModelInput, RequestFailed, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput
 from tests.conformance.running import KEYS, Server
 from tests.support.draws import variant
@@ -67,53 +59,33 @@ def test_1030_datums_come_back_whole(service: ServiceClient, server: Server) -> 
     ("bad", "targets", "weights", "named"),
     [
         (1499, [1, VOCAB], [1.0, 1.0], "Target token id 512 at datum 1499, position 1"),
-        variant(
-            *(1300, [1, 2], [1.0, math.nan]),
-            r"data\[1300\].loss_fn_inputs.weights\[1\] is not finite",
-        ),
+        variant(*(1300, [1, 2], [1.0, math.nan]), r"data\[1300\].loss_fn_inputs.weights\[1\] is not finite"),
         variant(0, [1, 2], [3e38, 3e38], "Loss is not finite"),
         (1499, [1, 2], [3e38, 3e38], "Loss is not finite"),
     ],
 )
 def test_a_large_pass_that_fails_adds_nothing(
-    service: ServiceClient,
-    server: Server,
-    bad: int,
-    targets: list[int],
-    weights: list[float],
-    named: str,
+    service: ServiceClient, server: Server, bad: int, targets: list[int], weights: list[float], named: str
 ) -> None:
     run = service.create_lora_training_client(server.base_model, rank=1)
     data = [datum(2, seed=index) for index in range(1500)]
-    data[bad] = Datum(
-        model_input=data[bad].model_input,
-        loss_fn_inputs={"target_tokens": targets, "weights": weights},
-    )
+    data[bad] = Datum(model_input=data[bad].model_input, loss_fn_inputs={"target_tokens": targets, "weights": weights})
     with pytest.raises(RequestFailed, match=named):
         run.forward_backward(data, "cross_entropy").result()
     assert (run.optim_step().result().metrics or {})["grad_norm"] == 0.0
 
 
-def test_what_is_compressed_on_its_way_trains_the_same(
-    service: ServiceClient, server: Server
-) -> None:
+def test_what_is_compressed_on_its_way_trains_the_same(service: ServiceClient, server: Server) -> None:
     data = [datum(100, seed=seed) for seed in range(4)]
     near = service.create_lora_training_client(server.base_model, rank=3, seed=9)
-    with (
-        LossyProxy(server.address, []) as proxy,
-        ServiceClient(proxy.address, KEYS[0]) as far_service,
-    ):
+    with LossyProxy(server.address, []) as proxy, ServiceClient(proxy.address, KEYS[0]) as far_service:
         far = far_service.create_lora_training_client(server.base_model, rank=3, seed=9)
         far_output = far.forward(data, "cross_entropy").result()
     assert ("forward_backward", "zstd") in proxy.encodings
-    assert (
-        far_output.loss_fn_outputs == near.forward(data, "cross_entropy").result().loss_fn_outputs
-    )
+    assert far_output.loss_fn_outputs == near.forward(data, "cross_entropy").result().loss_fn_outputs
 
 
-def test_another_tenants_checkpoint_is_loaded_with_its_key(
-    service: ServiceClient, server: Server
-) -> None:
+def test_another_tenants_checkpoint_is_loaded_with_its_key(service: ServiceClient, server: Server) -> None:
     owner = service.create_lora_training_client(server.base_model, rank=2, seed=1)
     expected = train(owner)
     path = owner.save_state("lent").result().path
@@ -155,10 +127,7 @@ def one_group_at_a_time(run: TrainingClient) -> list[object]:
 
 def test_many_futures_give_the_results_of_the_plain_loop(narrow_server: Server) -> None:
     with ServiceClient(narrow_server.address, KEYS[0]) as service:
-        runs = [
-            service.create_lora_training_client(narrow_server.base_model, rank=2, seed=1)
-            for _ in range(2)
-        ]
+        runs = [service.create_lora_training_client(narrow_server.base_model, rank=2, seed=1) for _ in range(2)]
         expected = one_group_at_a_time(runs[0])
         futures = [send(runs[1], index) for index in range(MANY)]
         assert [told(future.result(WITHIN_S)) for future in futures] == expected

@@ -19,24 +19,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import cotrain.mint as mintx
-from cotrain import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    RequestFailed,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-    types,
-)
+from cotrain import AdamParams, Datum, ModelInput, RequestFailed, SamplingParams, ServiceClient, TrainingClient, types
 from tests.conformance.running import KEYS, Report, Server
 from tests.support.waiting import until
 
 VOCAB = 512
 TOKENS = random.Random(0).choices(range(VOCAB), k=25)
 DATUM = Datum(
-    model_input=ModelInput.from_ints(TOKENS[:-1]),
-    loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24},
+    model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs={"target_tokens": TOKENS[1:], "weights": [1.0] * 24}
 )
 RATE = 1e-2
 STEP = AdamParams(learning_rate=RATE)
@@ -49,9 +39,7 @@ def logprobs(run: TrainingClient, data: tuple[Datum, ...] = (DATUM,)) -> list[li
 
 
 def trained(service: ServiceClient, server: Server, alpha: float = ALPHA) -> TrainingClient:
-    run = service.create_lora_training_client(
-        server.base_model, rank=4, seed=1, alpha=alpha, dropout=0
-    )
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=1, alpha=alpha, dropout=0)
     for _ in range(2):
         run.forward_backward([DATUM], "cross_entropy")
         run.optim_step(STEP)
@@ -89,9 +77,7 @@ def test_a_run_with_another_alpha_computes_the_same_as_plain_peft(
     assert np.abs(np.array(scores[1:]) - expected.numpy()).max() < 1e-5
 
 
-def test_a_checkpoint_with_another_alpha_keeps_its_effect(
-    service: ServiceClient, server: Server
-) -> None:
+def test_a_checkpoint_with_another_alpha_keeps_its_effect(service: ServiceClient, server: Server) -> None:
     run = trained(service, server)
     path, reached = run.save_state().result().path, logprobs(run)
 
@@ -105,9 +91,7 @@ def test_a_checkpoint_with_another_alpha_keeps_its_effect(
         usual.load_state_with_optimizer(path).result()
 
 
-def test_runs_with_many_alphas_train_as_alone_bit_for_bit(
-    service: ServiceClient, server: Server
-) -> None:
+def test_runs_with_many_alphas_train_as_alone_bit_for_bit(service: ServiceClient, server: Server) -> None:
     alphas = [1.0, ALPHA, 32.0, 200.0]
     alone = [logprobs(trained(service, server, alpha)) for alpha in alphas]
     assert len({tuple(rows[0]) for rows in alone}) == len(alphas)
@@ -150,16 +134,12 @@ def test_a_custom_loss_gives_the_same_bits_as_with_the_official_sdk(
         assert (ours["surrogate_loss:sum"], ours["rows"]) == (told["loss:sum"], told["rows"])
 
 
-def test_a_custom_loss_runs_on_the_server_in_one_pass(
-    service: ServiceClient, server: Server
-) -> None:
+def test_a_custom_loss_runs_on_the_server_in_one_pass(service: ServiceClient, server: Server) -> None:
     """Compare it to the bit with the same loss computed here, and read the errors of its requests."""
 
     def clipped(logprobs: Any, weights: Any) -> tuple[Any, dict[str, Any]]:
         ratio = torch.exp(logprobs + 6)
-        return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2)).sum(), {
-            "custom/r:mean": ratio.mean()
-        }
+        return -torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2)).sum(), {"custom/r:mean": ratio.mean()}
 
     def here(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         weights = [each.loss_fn_inputs["weights"].to_torch() for each in data]
@@ -168,9 +148,7 @@ def test_a_custom_loss_runs_on_the_server_in_one_pass(
 
     handle = service.create_custom_loss(clipped, {"logprobs": 1, "weights": 1})
     data = (of_seed(5), of_seed(9))
-    run, twin = (
-        service.create_lora_training_client(server.base_model, rank=4, seed=7) for _ in range(2)
-    )
+    run, twin = (service.create_lora_training_client(server.base_model, rank=4, seed=7) for _ in range(2))
     there = run.forward_backward_custom(data, handle).result()
     twin.forward_backward_custom(data, here)
     run.optim_step(STEP)
@@ -188,12 +166,8 @@ def test_a_custom_loss_runs_on_the_server_in_one_pass(
         run.forward_backward_custom(data, nan).result()
 
 
-def test_a_run_with_muon_continues_from_its_checkpoint(
-    service: ServiceClient, server: Server
-) -> None:
-    run = service.create_lora_training_client(
-        server.base_model, rank=4, seed=7, optimizer=types.MuonOptimizerConfig()
-    )
+def test_a_run_with_muon_continues_from_its_checkpoint(service: ServiceClient, server: Server) -> None:
+    run = service.create_lora_training_client(server.base_model, rank=4, seed=7, optimizer=types.MuonOptimizerConfig())
     assert run.get_info().optimizer_config.type == "muon"
     data, muon = (of_seed(9),), types.MuonParams(learning_rate=RATE)
     run.forward_backward(data, "cross_entropy")
@@ -214,9 +188,7 @@ def test_a_run_with_muon_continues_from_its_checkpoint(
         plain.load_state_with_optimizer(path).result()
 
 
-def test_a_preference_is_learned_by_a_loss_over_pairs(
-    service: ServiceClient, server: Server
-) -> None:
+def test_a_preference_is_learned_by_a_loss_over_pairs(service: ServiceClient, server: Server) -> None:
     """Train with a loss that no sum over tokens can express, with the optimizer step sent before
     the loss is computed."""
     run = service.create_lora_training_client(server.base_model, rank=4, seed=3)
@@ -235,15 +207,11 @@ def test_a_preference_is_learned_by_a_loss_over_pairs(
     assert steps[-1].result().loss < steps[0].result().loss
 
 
-def test_a_failing_custom_loss_keeps_the_gradient_and_the_run(
-    service: ServiceClient, server: Server
-) -> None:
+def test_a_failing_custom_loss_keeps_the_gradient_and_the_run(service: ServiceClient, server: Server) -> None:
     def broken(data: list[Datum], rows: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, Any]]:
         raise ZeroDivisionError("mine")
 
-    run, twin = (
-        service.create_lora_training_client(server.base_model, rank=4, seed=5) for _ in range(2)
-    )
+    run, twin = (service.create_lora_training_client(server.base_model, rank=4, seed=5) for _ in range(2))
     for each in (run, twin):
         each.forward_backward([DATUM], "cross_entropy")
     failed = run.forward_backward_custom([DATUM], broken)
@@ -254,9 +222,7 @@ def test_a_failing_custom_loss_keeps_the_gradient_and_the_run(
     assert logprobs(run) == logprobs(twin)
 
 
-def test_a_custom_loss_keeps_its_position_in_a_full_queue(
-    narrow_server: Server,
-) -> None:
+def test_a_custom_loss_keeps_its_position_in_a_full_queue(narrow_server: Server) -> None:
     """Fill the queue with requests that wait for the backward pass, which must still be accepted."""
     is_full = threading.Event()
 
@@ -280,9 +246,7 @@ def test_a_custom_loss_keeps_its_position_in_a_full_queue(
 
 
 def test_train_equals_both_calls_bit_for_bit(service: ServiceClient, server: Server) -> None:
-    by_hand, in_one = (
-        service.create_lora_training_client(server.base_model, rank=4, seed=9) for _ in range(2)
-    )
+    by_hand, in_one = (service.create_lora_training_client(server.base_model, rank=4, seed=9) for _ in range(2))
     loss = by_hand.forward_backward([DATUM], "cross_entropy")
     by_hand.optim_step(STEP)
     output = in_one.train([DATUM], "cross_entropy", learning_rate=RATE).result()
@@ -297,9 +261,7 @@ def test_train_equals_both_calls_bit_for_bit(service: ServiceClient, server: Ser
 # ---- MinT ----------------------------------------------------------------------------------------
 
 
-def test_reverse_kl_is_zero_to_oneself_and_falls_to_a_teacher(
-    service: ServiceClient, server: Server
-) -> None:
+def test_reverse_kl_is_zero_to_oneself_and_falls_to_a_teacher(service: ServiceClient, server: Server) -> None:
     teacher = trained(service, server, alpha=32.0)
     path = for_sampler(teacher)
     data = [
@@ -326,9 +288,7 @@ def test_reverse_kl_is_zero_to_oneself_and_falls_to_a_teacher(
     assert sum(token_losses.tolist()) == pytest.approx(kls[0].result().loss, rel=1e-5)
 
 
-def test_an_interpolation_of_one_checkpoint_samples_the_same(
-    service: ServiceClient, server: Server
-) -> None:
+def test_an_interpolation_of_one_checkpoint_samples_the_same(service: ServiceClient, server: Server) -> None:
     run = trained(service, server)
     path = for_sampler(run)
 
@@ -341,9 +301,7 @@ def test_an_interpolation_of_one_checkpoint_samples_the_same(
     def tokens(path: str) -> list[int]:
         sampler = service.create_sampling_client(path)
         params = SamplingParams(max_tokens=8, seed=3)
-        return (
-            sampler.sample(ModelInput.from_ints(TOKENS[:5]), 1, params).result().sequences[0].tokens
-        )
+        return sampler.sample(ModelInput.from_ints(TOKENS[:5]), 1, params).result().sequences[0].tokens
 
     made = asyncio.run(mixed())
     assert made.endswith("/sampler_weights/mix")
@@ -362,9 +320,7 @@ def test_a_gradient_too_large_for_adam_fails_its_step_only(
     bad = Datum(model_input=ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
     run.forward_backward([bad], "ppo").result()
 
-    with pytest.raises(
-        RequestFailed, match=r"too large for Adam.*data\[0\].loss_fn_inputs"
-    ) as failed:
+    with pytest.raises(RequestFailed, match=r"too large for Adam.*data\[0\].loss_fn_inputs") as failed:
         run.optim_step(STEP).result()
 
     assert failed.value.category == "user"

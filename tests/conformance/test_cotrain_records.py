@@ -11,15 +11,7 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    SamplingClient,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from cotrain.cli import command_line
 from cotrain.errors import RequestFailed, UnsupportedInput
 from cotrain.types import PolicySpan, SampledSequence
@@ -29,10 +21,7 @@ from tests.support.ui import csrf_of
 DATA = [
     Datum(
         model_input=ModelInput.from_ints(list(range(start, start + 8))),
-        loss_fn_inputs={
-            "target_tokens": list(range(start + 1, start + 9)),
-            "weights": [0.0, *[1.0] * 7],
-        },
+        loss_fn_inputs={"target_tokens": list(range(start + 1, start + 9)), "weights": [0.0, *[1.0] * 7]},
     )
     for start in range(5)
 ]
@@ -75,10 +64,7 @@ def test_an_evaluation_larger_than_a_request_is_one_value_of_the_history(
 
 
 def test_an_evaluation_with_a_failed_part_has_no_value(run: TrainingClient) -> None:
-    bad = Datum(
-        model_input=ModelInput.from_ints([10_000_000]),
-        loss_fn_inputs={"target_tokens": [1], "weights": [1.0]},
-    )
+    bad = Datum(model_input=ModelInput.from_ints([10_000_000]), loss_fn_inputs={"target_tokens": [1], "weights": [1.0]})
     with pytest.raises(RequestFailed, match="10000000"):
         run.evaluate([*DATA, bad]).result()
     assert run.history().metrics == {}
@@ -95,10 +81,7 @@ def test_metrics_are_in_history_page_and_checkpoint_of_their_step(
     saved = run.save_state("with-metrics")
     path = saved.result().path
     history = run.history()
-    assert [(p.step, p.value) for p in history.metrics["reward/mean"]] == [
-        (0, 0.1 + 0.2),
-        (1, 1 / 3),
-    ]
+    assert [(p.step, p.value) for p in history.metrics["reward/mean"]] == [(0, 0.1 + 0.2), (1, 1 / 3)]
     [kept] = service.create_rest_client().list_checkpoints(run.model_id).result().checkpoints
     assert (kept.tinker_path, kept.step) == (path, 1)
     assert kept.metrics == {"reward/mean": 1 / 3, "eval/nll": history.metrics["eval/nll"][0].value}
@@ -106,16 +89,10 @@ def test_metrics_are_in_history_page_and_checkpoint_of_their_step(
         form = {"key": KEYS[0], "csrf": csrf_of(browser.get("/ui/login").text), "next": "/ui"}
         browser.post("/ui/login", data=form)
         page = browser.get(f"/ui/runs/{run.model_id}.json").json()
-    assert [chart["heading"] for chart in page["charts"]][-3:] == [
-        "eval/nll",
-        "reward/mean",
-        "stale",
-    ]
+    assert [chart["heading"] for chart in page["charts"]][-3:] == ["eval/nll", "reward/mean", "stale"]
 
 
-def test_a_save_keeps_the_newest_and_the_best_checkpoints(
-    run: TrainingClient, service: ServiceClient
-) -> None:
+def test_a_save_keeps_the_newest_and_the_best_checkpoints(run: TrainingClient, service: ServiceClient) -> None:
     rest = service.create_rest_client()
     saves = []
     for number, value in enumerate([0.5, 0.1, 0.7, 0.3, 0.9]):
@@ -124,9 +101,7 @@ def test_a_save_keeps_the_newest_and_the_best_checkpoints(
         run.train(DATA[:1])
     for saved in saves:
         saved.result()
-    named = [
-        each.checkpoint_id for each in rest.list_checkpoints(run.model_id).result().checkpoints
-    ]
+    named = [each.checkpoint_id for each in rest.list_checkpoints(run.model_id).result().checkpoints]
     assert named == ["weights/s4", "weights/s3", "weights/s1"]
     gone = [f"tinker://{run.model_id}/weights/{name}" for name in ("s3", "s1", "never")]
     assert service.delete_checkpoints(gone) == gone[:2]
@@ -157,16 +132,12 @@ def test_an_idle_run_has_a_cause_and_another_tenant_does_not_read_it(
     assert httpx.get(path, headers=foreign).status_code == 404
 
 
-def test_the_workers_of_a_server_in_use_pass_their_self_check(
-    run: TrainingClient, server: Server
-) -> None:
+def test_the_workers_of_a_server_in_use_pass_their_self_check(run: TrainingClient, server: Server) -> None:
     training = [run.train(DATA) for _ in range(3)]
     sampler = run.save_weights_and_get_sampling_client()
     samples = sampler.sample(ModelInput.from_ints([5]), 2, SamplingParams(max_tokens=100))
     where = ["--base-url", server.address, "--data-dir", str(server.data_dir), "--json"]
-    found = CliRunner().invoke(
-        command_line([]), ["selfcheck", *where], env={"COTRAIN_ADMIN_KEY": ""}
-    )
+    found = CliRunner().invoke(command_line([]), ["selfcheck", *where], env={"COTRAIN_ADMIN_KEY": ""})
     assert found.exit_code == 0, found.output
     [row] = json.loads(found.output)
     assert (row["ok"], row["runs"], row["logprobs"], row["problem"]) == (True, 6, 0.0, "")
@@ -226,15 +197,11 @@ def test_samples_name_their_policy_and_a_pass_the_steps_since(
     metrics = run.forward(data(first, third), "ppo").result().metrics
     assert metrics["policy_lag:mean"] == 1.0  # the second policy is of an abandoned step
     wrong = first.model_copy(update={"policy_spans": [PolicySpan(start=0, end=4, step=-2)]})
-    with pytest.raises(
-        RequestFailed, match=r"policy_step\[0\] is -2, but must be an optimizer step"
-    ):
+    with pytest.raises(RequestFailed, match=r"policy_step\[0\] is -2, but must be an optimizer step"):
         run.forward(data(wrong, third), "ppo").result()
 
 
-def test_a_rewound_run_trains_like_one_that_never_went_on(
-    run: TrainingClient, service: ServiceClient
-) -> None:
+def test_a_rewound_run_trains_like_one_that_never_went_on(run: TrainingClient, service: ServiceClient) -> None:
     first = [run.train(DATA[:2], learning_rate=1e-2) for _ in range(4)]
     run.log({"reward": 1.0})
     back = run.rewind(2)

@@ -15,23 +15,13 @@ import pytest
 from pydantic import ValidationError
 from tinker.lib.public_interfaces.rest_client import RestClient as OfficialRestClient
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    Future,
-    ModelInput,
-    NotFoundError,
-    RequestFailed,
-    RestClient,
-    ServiceClient,
-)
+from cotrain import AdamParams, Datum, Future, ModelInput, NotFoundError, RequestFailed, RestClient, ServiceClient
 from cotrain.wire.rest import SessionSearchRequest
 from tests.conformance.running import KEYS, Server
 from tests.warm.popen import run
 
 DATUM = Datum(
-    model_input=ModelInput.from_ints([1, 2, 3]),
-    loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3},
+    model_input=ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": [1.0] * 3}
 )
 #: Keyword arguments of our `list_training_runs` that the official one does not have.
 OURS_ALONE = {"tags", "text"}
@@ -91,9 +81,7 @@ def test_every_method_of_the_official_client_exists_with_its_arguments() -> None
         assert name.endswith("_async") or f"{name}_async" in ours
 
 
-def test_both_clients_receive_the_same_answers(
-    server: Server, rest: RestClient, paths: list[str], run_id: str
-) -> None:
+def test_both_clients_receive_the_same_answers(server: Server, rest: RestClient, paths: list[str], run_id: str) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     day = timedelta(days=1)
     calls: list[tuple[str, list[Any]]] = [
@@ -192,9 +180,7 @@ def test_sessions_are_found_and_assigned_to_projects(rest: RestClient, run_id: s
 def test_a_session_is_found_by_client_metadata_and_owns_its_copies(
     server: Server, rest: RestClient, paths: list[str]
 ) -> None:
-    with ServiceClient(
-        server.address, KEYS[2], project_id="copies", display_name="nightly copies"
-    ) as copying:
+    with ServiceClient(server.address, KEYS[2], project_id="copies", display_name="nightly copies") as copying:
         copy = copying.copy_weights(paths[0]).result()
         again = copying.create_training_client_from_state(copy, base_model=server.base_model)
         assert again.get_info().model_data.model_name == server.base_model
@@ -203,9 +189,7 @@ def test_a_session_is_found_by_client_metadata_and_owns_its_copies(
     assert copy.split("/")[2].startswith(found.session_id)
 
 
-def test_usage_names_the_run_and_an_idle_session_has_no_timeline(
-    server: Server, rest: RestClient, run_id: str
-) -> None:
+def test_usage_names_the_run_and_an_idle_session_has_no_timeline(server: Server, rest: RestClient, run_id: str) -> None:
     [used] = [each for each in rest.get_usage().result().sources if each.source == run_id]
     assert used.amounts.training_tokens == 3
     with ServiceClient(server.address, KEYS[2]) as idle:
@@ -224,13 +208,7 @@ def test_a_key_is_identified_by_its_tenant(server: Server, rest: RestClient) -> 
 
 
 def test_an_invalid_path_is_rejected_by_the_client(rest: RestClient) -> None:
-    for path in (
-        "x",
-        "tinker://a/b",
-        "tinker://a/else/b",
-        "tinker://a/weights/b/c",
-        "tinker:///w/",
-    ):
+    for path in ("x", "tinker://a/b", "tinker://a/else/b", "tinker://a/weights/b/c", "tinker:///w/"):
         with pytest.raises(ValueError, match=r"is not tinker://<run>/<kind>/<name>"):
             rest.get_training_run_by_tinker_path(path)
 

@@ -97,9 +97,7 @@ def test_tinker_async_python_and_bios_async_api_with_the_double_await(
     assert ran(block()) == losses_one_by_one[0]
 
 
-def test_tinker_naive_implementation(
-    client: tinker.TrainingClient, losses_one_by_one: list[float]
-) -> None:
+def test_tinker_naive_implementation(client: tinker.TrainingClient, losses_one_by_one: list[float]) -> None:
     async def block(batch: Batch) -> float:
         fwd_bwd_future = await client.forward_backward_async(batch, LOSS)
         fwd_bwd_result = await fwd_bwd_future
@@ -130,14 +128,9 @@ def test_tinker_overlapped_requests_and_better_implementation(
     assert ran(loop()) == [(loss, True) for loss in losses_one_by_one]
 
 
-def test_tinker_pipelined_demonstration(
-    client: tinker.TrainingClient, losses_one_by_one: list[float]
-) -> None:
+def test_tinker_pipelined_demonstration(client: tinker.TrainingClient, losses_one_by_one: list[float]) -> None:
     async def submit(batch: Batch) -> Any:
-        return (
-            await client.forward_backward_async(batch, LOSS),
-            await client.optim_step_async(ADAM),
-        )
+        return (await client.forward_backward_async(batch, LOSS), await client.optim_step_async(ADAM))
 
     async def block() -> list[float]:
         losses, before = [], await submit(BATCHES[0])
@@ -158,9 +151,7 @@ def test_bios_async_requirement(server: Server) -> None:
     async def main() -> str:
         service_client = bios.ServiceClient()
         async with service_client:
-            training_client = await service_client.create_lora_training_client_async(
-                base_model=server.base_model
-            )
+            training_client = await service_client.create_lora_training_client_async(base_model=server.base_model)
             return training_client.model_id
 
     assert ":train:" in ran(main())
@@ -183,9 +174,7 @@ def test_bios_side_by_side_sync(server: Server) -> None:
 def test_bios_side_by_side_async(server: Server) -> None:
     async def main() -> list[float]:
         service_client = bios.ServiceClient()
-        training_client = await service_client.create_lora_training_client_async(
-            base_model=server.base_model
-        )
+        training_client = await service_client.create_lora_training_client_async(base_model=server.base_model)
         losses = []
         for batch in [BATCHES[0]] * 3:
             future = await training_client.forward_backward_async(batch, LOSS)
@@ -223,9 +212,7 @@ def test_bios_suboptimal_and_optimal_patterns_give_equal_results(
     assert metrics[0]["grad_norm"] == metrics[1]["grad_norm"] > 0
 
 
-def test_bios_pipelined_training(
-    client: bios.TrainingClient, losses_one_by_one: list[float]
-) -> None:
+def test_bios_pipelined_training(client: bios.TrainingClient, losses_one_by_one: list[float]) -> None:
     async def pipelined_training(
         training_client: bios.TrainingClient, dataloader: list[Batch], pipeline_depth: int = 4
     ) -> list[float]:
@@ -259,9 +246,7 @@ def test_bios_concurrent_operations_with_gather(client: bios.TrainingClient) -> 
     async def parallel_evaluation(
         training_client: bios.TrainingClient, test_prompts: list[types.ModelInput]
     ) -> list[types.SampleResponse]:
-        sampling_client = training_client.save_weights_and_get_sampling_client(
-            name="eval_checkpoint"
-        )
+        sampling_client = training_client.save_weights_and_get_sampling_client(name="eval_checkpoint")
         sampling_tasks = []
         for prompt in test_prompts:
             task = sampling_client.sample_async(
@@ -271,9 +256,7 @@ def test_bios_concurrent_operations_with_gather(client: bios.TrainingClient) -> 
         futures = await asyncio.gather(*sampling_tasks)
         return await asyncio.gather(*futures)
 
-    test_prompts = [
-        types.ModelInput.from_ints(tokenizer.encode(text)) for text in ("One", "def two", "3")
-    ]
+    test_prompts = [types.ModelInput.from_ints(tokenizer.encode(text)) for text in ("One", "def two", "3")]
     results = ran(parallel_evaluation(client, test_prompts))
     assert [len(result.sequences[0].tokens) for result in results] == [8, 8, 8]
     assert all(isinstance(tokenizer.decode(r.sequences[0].tokens), str) for r in results)
@@ -282,9 +265,7 @@ def test_bios_concurrent_operations_with_gather(client: bios.TrainingClient) -> 
 def test_bios_error_handling(client: bios.TrainingClient) -> None:
     seen: list[Any] = []
 
-    async def robust_training(
-        training_client: bios.TrainingClient, dataloader: list[Batch]
-    ) -> None:
+    async def robust_training(training_client: bios.TrainingClient, dataloader: list[Batch]) -> None:
         for step, batch in enumerate(dataloader):
             try:
                 fwd_future = await training_client.forward_backward_async(batch, LOSS)
@@ -317,12 +298,7 @@ def mint_batch(tokenizer: Any, text: str) -> list[types.Datum]:
     model_input = types.ModelInput.from_ints(tokens[:-1])
     target_tokens = tokens[1:]
     weights = [1.0] * len(target_tokens)
-    return [
-        types.Datum(
-            model_input=model_input,
-            loss_fn_inputs={"target_tokens": target_tokens, "weights": weights},
-        )
-    ]
+    return [types.Datum(model_input=model_input, loss_fn_inputs={"target_tokens": target_tokens, "weights": weights})]
 
 
 TEXTS = ["def one():", "return two", "for three in four:", "five + six"]

@@ -17,15 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    ExportFailed,
-    ModelInput,
-    RequestFailed,
-    SamplingParams,
-    ServiceClient,
-)
+from cotrain import AdamParams, Datum, ExportFailed, ModelInput, RequestFailed, SamplingParams, ServiceClient
 from cotrain.cli import command_line
 from tests.support.draws import variant
 from tests.support.fake_vllm import FakeVllm
@@ -58,10 +50,7 @@ class Place(NamedTuple):
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     """A server of several families, each with an adapter on all modules."""
     root = tmp_path_factory.mktemp("exports")
-    bases = {
-        name: build_tiny(name, root / name, tied=tied, vocab=VOCAB)
-        for name, tied in FAMILIES.items()
-    }
+    bases = {name: build_tiny(name, root / name, tied=tied, vocab=VOCAB) for name, tied in FAMILIES.items()}
     with (
         Serving(root / "data", [str(base) for base in bases.values()], [KEY]) as serving,
         ServiceClient(serving.address, KEY) as service,
@@ -74,8 +63,7 @@ def trained(service: ServiceClient, base: Path) -> Case:
     """Train all modules for two steps and save."""
     text = random.Random(1).choices(range(VOCAB), k=24)
     datum = Datum(
-        model_input=ModelInput.from_ints(text[:-1]),
-        loss_fn_inputs={"target_tokens": text[1:], "weights": [1.0] * 23},
+        model_input=ModelInput.from_ints(text[:-1]), loss_fn_inputs={"target_tokens": text[1:], "weights": [1.0] * 23}
     )
     run = service.create_lora_training_client(str(base), rank=4, seed=3)
     for _ in range(2):
@@ -160,9 +148,7 @@ def test_a_merged_export_is_the_servers_model_in_plain_transformers(
     assert "largest difference" in card
 
 
-def test_an_adapter_for_peft_is_the_downloaded_one_with_a_card(
-    place: Place, cotrain: Any, tmp_path: Path
-) -> None:
+def test_an_adapter_for_peft_is_the_downloaded_one_with_a_card(place: Place, cotrain: Any, tmp_path: Path) -> None:
     case, output = place.cases["qwen3"], tmp_path / "peft"
     done = cotrain("export", case.path, "--peft", "-o", str(output))
     assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
@@ -198,10 +184,7 @@ def test_vllm_gets_what_it_serves_and_is_compared(
         assert facts["checked"]["largest"] <= EXACT
         assert vllm.loaded == {"adapter"}
         assert any("Without it, log-probs differ" in note for note in facts["notes"])
-    for folder, status in (
-        (merged, 0),
-        (case.base, 1),
-    ):  # the base model in place of the merged one
+    for folder, status in ((merged, 0), (case.base, 1)):  # the base model in place of the merged one
         with FakeVllm(folder, "merged") as vllm:
             again = cotrain("export", case.path, "--vllm", "--check", vllm.url, "-o", str(merged))
             assert again.exit_code == status, again.output
@@ -213,9 +196,7 @@ def test_vllm_gets_what_it_serves_and_is_compared(
 
 
 @pytest.mark.parametrize("family", [variant("llama"), "gemma2"])
-def test_tensors_in_gguf_are_the_adapters(
-    place: Place, cotrain: Any, tmp_path: Path, family: str
-) -> None:
+def test_tensors_in_gguf_are_the_adapters(place: Place, cotrain: Any, tmp_path: Path, family: str) -> None:
     case, output = place.cases[family], tmp_path / "gguf"
     leaves_out = ["--leave-out-unembed"] if family != "llama" else []
     done = cotrain("export", case.path, "--gguf", *leaves_out, "-o", str(output))
@@ -237,21 +218,12 @@ def test_tensors_in_gguf_are_the_adapters(
         a, b = (ours[f"base_model.model.{module}.lora_{letter}.weight"] for letter in "AB")
         if family == "llama" and ("attn_q" in theirs or "attn_k" in theirs):
             # A head has 16 values: value i and value i + 8 become neighbours.
-            b = b[
-                [
-                    head + i + 8 * half
-                    for head in range(0, len(b), 16)
-                    for i in range(8)
-                    for half in (0, 1)
-                ]
-            ]
+            b = b[[head + i + 8 * half for head in range(0, len(b), 16) for i in range(8) for half in (0, 1)]]
         assert torch.equal(found[f"{theirs}.lora_a"], a)
         assert torch.equal(found[f"{theirs}.lora_b"], b)
 
 
-def test_an_export_that_cannot_be_right_leaves_no_folder(
-    place: Place, cotrain: Any, tmp_path: Path
-) -> None:
+def test_an_export_that_cannot_be_right_leaves_no_folder(place: Place, cotrain: Any, tmp_path: Path) -> None:
     case = place.cases["llama"]
     other = shutil.copytree(case.base, tmp_path / "other")
     model = AutoModelForCausalLM.from_pretrained(other)

@@ -22,9 +22,7 @@ EXACT = 1e-5
 """Tolerance of an export's log-probs in plain PEFT against the server's own, in fp32."""
 
 
-def test_an_export_is_the_same_model_in_plain_peft(
-    checkpointed: CheckpointReport, server: Server
-) -> None:
+def test_an_export_is_the_same_model_in_plain_peft(checkpointed: CheckpointReport, server: Server) -> None:
     if checkpointed.sdk == "0.22.0":
         return  # this SDK cannot export
     facts = checkpointed.facts["exported"]
@@ -32,16 +30,12 @@ def test_an_export_is_the_same_model_in_plain_peft(
     assert set(facts["files"]["plain"]) == PEFT_FILES
     for name, length in facts["files"]["plain"].items():
         assert (folder / name).stat().st_size == length
-    assert _peft_logprobs(server.base_model, folder) == pytest.approx(
-        _flat(facts["logprobs"]), abs=EXACT, rel=0
-    )
+    assert _peft_logprobs(server.base_model, folder) == pytest.approx(_flat(facts["logprobs"]), abs=EXACT, rel=0)
     listed = facts["listed"]["external_weights/plain"]
     assert (listed["type"], listed["path"]) == ("external", facts["paths"]["plain"])
 
 
-def test_an_age_encrypted_export_is_readable_by_each_recipient(
-    checkpointed: CheckpointReport,
-) -> None:
+def test_an_age_encrypted_export_is_readable_by_each_recipient(checkpointed: CheckpointReport) -> None:
     if checkpointed.sdk == "0.22.0":
         return  # this SDK cannot export
     facts = checkpointed.facts["exported"]
@@ -74,9 +68,7 @@ def test_an_archive_is_a_peft_folder(checkpointed: CheckpointReport, server: Ser
         assert all(member.isreg() for member in tar.getmembers())
         assert set(tar.getnames()) == PEFT_FILES | {"checkpoint_complete"}
         tar.extractall(folder, filter="data")
-    assert _peft_logprobs(server.base_model, folder) == pytest.approx(
-        _flat(facts["logprobs"]), abs=EXACT, rel=0
-    )
+    assert _peft_logprobs(server.base_model, folder) == pytest.approx(_flat(facts["logprobs"]), abs=EXACT, rel=0)
 
 
 def _flat(rows: list[list[float]]) -> list[float]:

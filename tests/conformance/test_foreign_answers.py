@@ -20,14 +20,7 @@ from tests.support.swapping_proxy import FOREIGN, PAGE, Swapped, SwappingProxy
 DATA = [datum(6, 1)]
 QUICK = RetryPolicy(first_delay_s=0.01)
 SOON = RetryPolicy(first_delay_s=0.01, give_up_after_s=0.1)
-SUBMITS = [
-    "forward_backward",
-    "optim_step",
-    "save_weights",
-    "load_weights",
-    "asample",
-    "unload_model",
-]
+SUBMITS = ["forward_backward", "optim_step", "save_weights", "load_weights", "asample", "unload_model"]
 OPENING = ["create_session", "create_model", "create_sampling_session"]
 POLLS = ["retrieve_future", "retrieve_futures", "get_info"]
 
@@ -61,9 +54,7 @@ def expected(server: Server) -> list[list[float]]:
         return whole_life(service, server.base_model)
 
 
-@pytest.mark.parametrize(
-    "kind", ["login after the server", variant("redirect"), variant("maintenance"), "cut"]
-)
+@pytest.mark.parametrize("kind", ["login after the server", variant("redirect"), variant("maintenance"), "cut"])
 def test_one_foreign_answer_to_everything_changes_no_bit(
     proxy: SwappingProxy, server: Server, expected: list[list[float]], kind: str
 ) -> None:
@@ -75,9 +66,7 @@ def test_one_foreign_answer_to_everything_changes_no_bit(
 
 
 @pytest.mark.parametrize("refusal", [Swapped(403, b"<html>", PAGE), Swapped(404, b"no")])
-def test_a_page_that_refuses_a_poll_fails_no_step(
-    proxy: SwappingProxy, server: Server, refusal: Swapped
-) -> None:
+def test_a_page_that_refuses_a_poll_fails_no_step(proxy: SwappingProxy, server: Server, refusal: Swapped) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=QUICK) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
         proxy.swaps = {"retrieve_future": [refusal] * 3}
@@ -85,9 +74,7 @@ def test_a_page_that_refuses_a_poll_fails_no_step(
         assert proxy.swaps == {"retrieve_future": []}
 
 
-def test_foreign_answers_that_do_not_end_fail_one_call_and_no_later_one(
-    proxy: SwappingProxy, server: Server
-) -> None:
+def test_foreign_answers_that_do_not_end_fail_one_call_and_no_later_one(proxy: SwappingProxy, server: Server) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=SOON) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
         proxy.swaps = {"optim_step": [FOREIGN["login"]] * 1_000}
@@ -101,9 +88,7 @@ def test_foreign_answers_that_do_not_end_fail_one_call_and_no_later_one(
         assert run.optim_step(AdamParams(learning_rate=0.01)).result(timeout=60).metrics
 
 
-def test_a_body_that_is_too_large_for_nginx_names_its_setting(
-    proxy: SwappingProxy, server: Server
-) -> None:
+def test_a_body_that_is_too_large_for_nginx_names_its_setting(proxy: SwappingProxy, server: Server) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=QUICK) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
         proxy.swaps = {"forward_backward": [Swapped(413, b"<html>413</html>", PAGE)]}
@@ -113,9 +98,7 @@ def test_a_body_that_is_too_large_for_nginx_names_its_setting(
         assert run.forward(DATA, "cross_entropy").result(timeout=60).loss > 0
 
 
-def test_lists_and_downloads_outlive_a_foreign_answer(
-    proxy: SwappingProxy, server: Server, tmp_path: Path
-) -> None:
+def test_lists_and_downloads_outlive_a_foreign_answer(proxy: SwappingProxy, server: Server, tmp_path: Path) -> None:
     with ServiceClient(proxy.address, KEYS[0], policy=QUICK) as service:
         run = service.create_lora_training_client(server.base_model, rank=4)
         path = run.save_state("to-fetch").result(timeout=60).path
@@ -149,9 +132,7 @@ def test_a_client_says_after_a_fork_that_its_thread_stayed_behind(server: Server
         service.get_server_capabilities()
         child = forked.Process(target=_use, args=(service, said))
         child.start()
-        assert "ClientClosed: this client was made before this process was forked" in said.get(
-            timeout=30
-        )
+        assert "ClientClosed: this client was made before this process was forked" in said.get(timeout=30)
         child.join(30)
         assert child.exitcode == 0
         service.get_server_capabilities()

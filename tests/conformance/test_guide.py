@@ -30,9 +30,7 @@ GUIDE = [
 
 
 @pytest.fixture
-def replacements(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Mapping[str, str]:
+def replacements(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, str]:
     """Prepare the files and variables that pages assume.
 
     Return the replacements for placeholders in the pages.
@@ -41,11 +39,7 @@ def replacements(
     monkeypatch.setenv("COTRAIN_API_KEY", KEYS[0])
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.chdir(tmp_path)  # the folder in which pages write their files
-    return {
-        "http://127.0.0.1:8000": server.address,
-        "tml-...": KEYS[0],
-        "Qwen/Qwen3-0.6B": server.base_model,
-    }
+    return {"http://127.0.0.1:8000": server.address, "tml-...": KEYS[0], "Qwen/Qwen3-0.6B": server.base_model}
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)
@@ -54,12 +48,8 @@ def test_every_block_of_the_guide_runs(page: Path, replacements: Mapping[str, st
     run_page(page, replacements)
 
 
-def test_every_block_of_the_readme_runs(
-    replacements: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_block_of_the_readme_runs(replacements: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     # In a separate process: the official SDK, which it shows, leaves connections open.
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
-    ran = run(
-        [sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)]
-    )
+    ran = run([sys.executable, "-m", "tests.support.notebook", str(README), json.dumps(replacements)])
     assert ran.returncode == 0, ran.stderr

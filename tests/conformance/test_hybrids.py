@@ -17,9 +17,7 @@ def train(run: TrainingClient, steps: range) -> list[float]:
     for step in steps:
         row = random.Random(step).choices(range(512), k=20)
         inputs = {"target_tokens": row[1:], "weights": [1.0] * 19}
-        passed = run.forward_backward(
-            [Datum(ModelInput.from_ints(row[:-1]), inputs)], "cross_entropy"
-        )
+        passed = run.forward_backward([Datum(ModelInput.from_ints(row[:-1]), inputs)], "cross_entropy")
         run.optim_step(types.MuonParams(learning_rate=1e-2)).result()
         losses.append(passed.result().metrics["loss:sum"])
     return losses
@@ -27,10 +25,7 @@ def train(run: TrainingClient, steps: range) -> list[float]:
 
 def test_a_hybrid_trains_saves_samples_and_resumes_over_a_kill(tmp_path: Path) -> None:
     model = str(build_tiny("granitemoehybrid", tmp_path / "tiny", vocab=512))
-    kills = {
-        "COTRAIN_FAILPOINTS": "worker.rewound=kill",
-        "COTRAIN_FAILPOINTS_LOG": str(tmp_path / "failpoints"),
-    }
+    kills = {"COTRAIN_FAILPOINTS": "worker.rewound=kill", "COTRAIN_FAILPOINTS_LOG": str(tmp_path / "failpoints")}
     with Serving(tmp_path / "data", [model], KEYS, settings=kills) as serving:
         names = ["restored", "sampled"]
         facts = run_scenarios(NEWER, serving.address, model, names, CHECKPOINTS)

@@ -52,9 +52,7 @@ def test_notebooks_are_stored_without_outputs_and_in_one_format() -> None:
         notebook = json.loads(text)
         assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
         nbformat.validate(notebook)
-        ran = [
-            each for each in notebook["cells"] if each.get("outputs") or each.get("execution_count")
-        ]
+        ran = [each for each in notebook["cells"] if each.get("outputs") or each.get("execution_count")]
         assert ran == []
 
 

@@ -121,10 +121,7 @@ def run_commands(
         {
             "argv": command.argv.format(**names).split(),
             "input": command.input,
-            "env": {
-                **variables,
-                **{name: value.format(**names) for name, value in command.env.items()},
-            },
+            "env": {**variables, **{name: value.format(**names) for name, value in command.env.items()}},
         }
         for command in commands.values()
     ]
@@ -153,17 +150,13 @@ def worked(server: Server, home: Path, names: Mapping[str, str]) -> dict[str, Ou
 
 
 @pytest.fixture(scope="module")
-def refused(
-    server: Server, home: Path, names: Mapping[str, str], worked: dict[str, Outcome]
-) -> dict[str, Outcome]:
+def refused(server: Server, home: Path, names: Mapping[str, str], worked: dict[str, Outcome]) -> dict[str, Outcome]:
     """Results of the commands that should fail."""
     return run_commands(server, home, names, REFUSED)
 
 
 @pytest.fixture(scope="module")
-def signed_in(
-    server: Server, tmp_path_factory: pytest.TempPathFactory, names: Mapping[str, str]
-) -> dict[str, Outcome]:
+def signed_in(server: Server, tmp_path_factory: pytest.TempPathFactory, names: Mapping[str, str]) -> dict[str, Outcome]:
     """Results of the commands about a credential."""
     return run_commands(server, tmp_path_factory.mktemp("signed-in"), names, SIGNED_IN)
 
@@ -177,9 +170,7 @@ def test_a_command_works(name: str, worked: dict[str, Outcome], names: Mapping[s
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_command_that_cannot_work_reports_the_reason_at_once(
-    name: str, refused: dict[str, Outcome]
-) -> None:
+def test_a_command_that_cannot_work_reports_the_reason_at_once(name: str, refused: dict[str, Outcome]) -> None:
     outcome = refused[name]
     assert (outcome.status, "Traceback" in outcome.err) == (1, False), outcome
     for text in REFUSED[name].says:

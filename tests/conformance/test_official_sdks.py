@@ -123,9 +123,7 @@ def test_a_custom_loss_on_the_server_has_the_bits_of_the_client_in_one_pass(repo
         ("nan", "weights[1] is not finite"),
     ],
 )
-def test_a_failed_request_names_its_fault_and_the_run_goes_on(
-    report: Report, what: str, named: str
-) -> None:
+def test_a_failed_request_names_its_fault_and_the_run_goes_on(report: Report, what: str, named: str) -> None:
     facts = report.facts["failures"]
     assert facts[what]["error"] == "RequestFailedError"
     assert facts[what]["category"].rpartition(".")[2].lower() == "user"

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    SamplingClient,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from tests.conformance.running import NEWER_FIRST, Facts, Server, run_scenarios
 
 STEPS = 4
@@ -24,9 +16,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module", params=NEWER_FIRST)
 def official(request: pytest.FixtureRequest, server: Server) -> Facts:
-    facts = run_scenarios(
-        request.param, server.address, server.base_model, ["four_steps"], "same_work"
-    )
+    facts = run_scenarios(request.param, server.address, server.base_model, ["four_steps"], "same_work")
     return dict(facts["four_steps"])
 
 
@@ -47,18 +37,13 @@ def data_of(official: Facts) -> list[Datum]:
 
 def trained(official: Facts, run: TrainingClient) -> Facts:
     data, adam = data_of(official), AdamParams(learning_rate=official["learning_rate"])
-    sent = [
-        (run.forward_backward(data, "cross_entropy"), run.optim_step(adam)) for _ in range(STEPS)
-    ]
+    sent = [(run.forward_backward(data, "cross_entropy"), run.optim_step(adam)) for _ in range(STEPS)]
     return told([(loss.result(), step.result()) for loss, step in sent])
 
 
 async def trained_async(official: Facts, run: TrainingClient) -> Facts:
     data, adam = data_of(official), AdamParams(learning_rate=official["learning_rate"])
-    sent = [
-        (run.forward_backward_async(data, "cross_entropy"), run.optim_step_async(adam))
-        for _ in range(STEPS)
-    ]
+    sent = [(run.forward_backward_async(data, "cross_entropy"), run.optim_step_async(adam)) for _ in range(STEPS)]
     return told([(await loss.result_async(), await (await step)) for loss, step in sent])
 
 
@@ -76,8 +61,7 @@ def sampled(official: Facts, sampler: SamplingClient) -> Facts:
     response = sampler.sample(prompt, len(official["samples"]), params).result()
     return {
         "samples": [
-            {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason}
-            for s in response.sequences
+            {"tokens": s.tokens, "logprobs": s.logprobs, "stop_reason": s.stop_reason} for s in response.sequences
         ],
         "scores": sampler.compute_logprobs(prompt).result(),
     }
@@ -108,9 +92,7 @@ def test_four_steps_of_a_loop_have_the_same_losses(official: Facts, run: Trainin
     assert ours == {name: official[name] for name in ours}
 
 
-def test_what_one_saved_the_other_goes_on_from(
-    official: Facts, service: ServiceClient, run: TrainingClient
-) -> None:
+def test_what_one_saved_the_other_goes_on_from(official: Facts, service: ServiceClient, run: TrainingClient) -> None:
     trained(official, run)
     theirs = service.create_training_client_from_state_with_optimizer(official["weights"])
     assert trained(official, theirs) == trained(official, run)

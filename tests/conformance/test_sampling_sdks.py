@@ -6,14 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.running import (
-    NEWER_FIRST,
-    SAMPLING,
-    Facts,
-    SamplingReport,
-    Server,
-    run_scenarios,
-)
+from tests.conformance.running import NEWER_FIRST, SAMPLING, Facts, SamplingReport, Server, run_scenarios
 from tests.support.lossy_proxy import LossyProxy
 
 # Constants of the scenarios, which run under another SDK and are not imported here.
@@ -47,9 +40,7 @@ def test_every_sequence_has_a_unique_id(sampled: SamplingReport) -> None:
     assert len(set(ids)) == (1 if sampled.sdk == "0.22.0" else 3)
 
 
-def test_a_sample_has_the_requested_length_and_a_logprob_per_token(
-    sampled: SamplingReport, server: Server
-) -> None:
+def test_a_sample_has_the_requested_length_and_a_logprob_per_token(sampled: SamplingReport, server: Server) -> None:
     facts = sampled.facts["sampled"]
     assert facts["base_model"] == server.base_model
     for sequence in facts["first"]:
@@ -93,9 +84,7 @@ def test_a_stop_token_ends_the_sample_and_stays_in_it(sampled: SamplingReport) -
 
 
 @pytest.mark.parametrize("form", ["string", "strings"])
-def test_a_stop_string_ends_the_sample_where_it_is_complete(
-    sampled: SamplingReport, form: str
-) -> None:
+def test_a_stop_string_ends_the_sample_where_it_is_complete(sampled: SamplingReport, form: str) -> None:
     facts = sampled.facts["stopped"]
     ended = facts[form]["tokens"]
     assert ended == facts["free"][: len(ended)]
@@ -135,9 +124,7 @@ def test_prompt_logprobs_equal_the_trainers(sampled: SamplingReport) -> None:
     assert facts["prompt"] == facts["computed"]
 
 
-def test_the_likeliest_prompt_tokens_include_likelier_alternatives(
-    sampled: SamplingReport,
-) -> None:
+def test_the_likeliest_prompt_tokens_include_likelier_alternatives(sampled: SamplingReport) -> None:
     facts = sampled.facts["scored"]
     assert facts["topk"][0] is None
     for row, logprob in zip(facts["topk"][1:], facts["prompt"][1:], strict=True):
@@ -169,9 +156,7 @@ def test_a_sampler_keeps_its_results_while_its_run_trains_on(sampled: SamplingRe
     assert facts["moved"] != facts["before"]
 
 
-def test_saved_weights_have_a_path_and_a_base_model(
-    sampled: SamplingReport, server: Server
-) -> None:
+def test_saved_weights_have_a_path_and_a_base_model(sampled: SamplingReport, server: Server) -> None:
     facts = sampled.facts["saved"]
     path = f"tinker://{facts['run']}/sampler_weights/best"
     assert facts["paths"] == [path, path]
@@ -239,40 +224,26 @@ def test_a_reinforced_policy_equals_the_sampled_one(sampled: SamplingReport) -> 
             assert as_sampled == pytest.approx(trained, abs=EXACT, rel=0)
 
 
-def test_a_dropped_answer_changes_no_bit(
-    sampled: SamplingReport, sampled_from_afar: tuple[LossyProxy, Facts]
-) -> None:
+def test_a_dropped_answer_changes_no_bit(sampled: SamplingReport, sampled_from_afar: tuple[LossyProxy, Facts]) -> None:
     proxy, facts = sampled_from_afar
     assert {"asample", "create_sampling_session", "retrieve_future"} <= set(proxy.lost)
     assert facts["undisturbed"] == sampled.facts["undisturbed"]
 
 
-def test_a_dropped_answer_to_a_save_creates_no_second_sampler(
-    sampled: SamplingReport, server: Server
-) -> None:
+def test_a_dropped_answer_to_a_save_creates_no_second_sampler(sampled: SamplingReport, server: Server) -> None:
     # The SDK sends the save again under its seq_id, with another sampling_session_seq_id.
     with LossyProxy(server.address, {"save_weights_for_sampler"}) as proxy:
-        facts = run_scenarios(
-            sampled.sdk, proxy.address, server.base_model, ["undisturbed"], SAMPLING
-        )
+        facts = run_scenarios(sampled.sdk, proxy.address, server.base_model, ["undisturbed"], SAMPLING)
     assert proxy.lost == ["save_weights_for_sampler"]
     assert facts["undisturbed"] == sampled.facts["undisturbed"]
 
 
-def test_the_newer_sdk_polls_in_batches(
-    sampled: SamplingReport, sampled_from_afar: tuple[LossyProxy, Facts]
-) -> None:
+def test_the_newer_sdk_polls_in_batches(sampled: SamplingReport, sampled_from_afar: tuple[LossyProxy, Facts]) -> None:
     proxy, _ = sampled_from_afar
     assert ("retrieve_futures" in proxy.lost) == (sampled.sdk == "0.38.0")
 
 
 @pytest.mark.parametrize("sdk", NEWER_FIRST)
 def test_more_samples_than_the_queue_holds_all_return(sdk: str, narrow_server: Server) -> None:
-    facts = run_scenarios(
-        sdk,
-        narrow_server.address,
-        narrow_server.base_model,
-        ["burst"],
-        SAMPLING,
-    )
+    facts = run_scenarios(sdk, narrow_server.address, narrow_server.base_model, ["burst"], SAMPLING)
     assert [len(s["tokens"]) for s in facts["burst"]["sequences"]] == [MAX_TOKENS] * CROWD

@@ -17,14 +17,7 @@ from tests.conformance.programs.__main__ import PROGRAMS
 from tests.conformance.running import ROOT, Server
 from tests.conformance.scoreboard import surface
 from tests.conformance.scoreboard.__main__ import INSTALLED, PAGE, VERSIONS, walk
-from tests.conformance.scoreboard.calls import (
-    Call,
-    NotOffered,
-    UnexpectedAnswer,
-    judge,
-    parameters,
-    perform,
-)
+from tests.conformance.scoreboard.calls import Call, NotOffered, UnexpectedAnswer, judge, parameters, perform
 from tests.conformance.scoreboard.marks import ABSENT, FAILED, NOT_TRIED, REFUSED, SUPPORTED
 from tests.conformance.scoreboard.page import read, reason, render
 from tests.conformance.scoreboard.walk import rows
@@ -74,9 +67,7 @@ def test_rendering_is_deterministic_and_reasons_are_shared() -> None:
     }
     backwards = dict(reversed(results.items()))
     page = render([found("1.0", results), found("2.0", {"A.a": (FAILED, "Fell over.")})], TODAY)
-    assert page == render(
-        [found("1.0", backwards), found("2.0", {"A.a": (FAILED, "Fell over.")})], TODAY
-    )
+    assert page == render([found("1.0", backwards), found("2.0", {"A.a": (FAILED, "Fell over.")})], TODAY)
     assert read(page) == {
         "A.a": ["yes", "fails (1)"],
         "A.b": ["no (2)", ""],
@@ -187,10 +178,7 @@ def http_error(kind: type[tinker.APIStatusError], status: int) -> tinker.APIStat
     [
         (http_error(tinker.NotFoundError, 404), (REFUSED, "In its own words.")),
         (http_error(tinker.InternalServerError, 501), (REFUSED, "In its own words.")),
-        (
-            http_error(tinker.InternalServerError, 500),
-            (FAILED, "InternalServerError: In its own words."),
-        ),
+        (http_error(tinker.InternalServerError, 500), (FAILED, "InternalServerError: In its own words.")),
         (RuntimeError("Not so."), (REFUSED, "The SDK itself: Not so.")),
         (KeyError("loss:sum"), (FAILED, "KeyError: 'loss:sum'")),
     ],

@@ -98,10 +98,7 @@ def outlived(tmp_path_factory: pytest.TempPathFactory) -> Outlived:
                 failing.result(PATIENCE_S)
             stepped = [run.optim_step().result(PATIENCE_S).metrics or {} for run in runs]
             return Outlived(
-                disturbed.result(PATIENCE_S),
-                undisturbed,
-                failed.value,
-                [metrics["grad_norm"] for metrics in stepped],
+                disturbed.result(PATIENCE_S), undisturbed, failed.value, [metrics["grad_norm"] for metrics in stepped]
             )
 
 
@@ -115,8 +112,6 @@ def test_a_training_loop_outlives_every_process_of_its_server(
     assert not [record for record in logged if record.levelname == "ERROR"]
 
 
-def test_a_large_pass_that_fails_over_a_dead_server_leaves_the_gradient_before_it(
-    outlived: Outlived,
-) -> None:
+def test_a_large_pass_that_fails_over_a_dead_server_leaves_the_gradient_before_it(outlived: Outlived) -> None:
     assert "Loss is not finite" in str(outlived.failure)
     assert outlived.norms[0] == outlived.norms[1] > 0

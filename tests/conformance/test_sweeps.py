@@ -35,10 +35,7 @@ from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3
 
 TRIALS: list[dict[str, Any]] = [
-    {"rank": rank, "lr": lr, "seed": seed}
-    for rank in (2, 4)
-    for lr in (1e-3, 3e-3, 1e-2, 3e-2)
-    for seed in (0, 1)
+    {"rank": rank, "lr": lr, "seed": seed} for rank in (2, 4) for lr in (1e-3, 3e-3, 1e-2, 3e-2) for seed in (0, 1)
 ]
 STEPS = 4
 
@@ -112,9 +109,7 @@ def numbers_of(sweep: Sweep[TrainingClient], world: World | None = None) -> list
     return numbers
 
 
-def test_a_sweep_of_16_is_exact_sent_once_and_survives_the_death_of_its_worker(
-    world: World,
-) -> None:
+def test_a_sweep_of_16_is_exact_sent_once_and_survives_the_death_of_its_worker(world: World) -> None:
     undisturbed = world.service.create_sweep(world.base_model, TRIALS)
     world.network.sent_bytes.clear()
     first = numbers_of(undisturbed)
@@ -139,13 +134,8 @@ def test_a_sweep_of_16_is_exact_sent_once_and_survives_the_death_of_its_worker(
     assert killed.best().number == min(evaluated, key=evaluated.__getitem__)
     ended = killed.prune(3)
     assert len(ended) == 13
-    assert sorted(trial.number for trial in killed.live) == sorted(
-        sorted(evaluated, key=evaluated.__getitem__)[:3]
-    )
-    cycles = {
-        output.metrics["clock_cycle:unique"]
-        for output in killed.train(batch(5)).result().outputs.values()
-    }
+    assert sorted(trial.number for trial in killed.live) == sorted(sorted(evaluated, key=evaluated.__getitem__)[:3])
+    cycles = {output.metrics["clock_cycle:unique"] for output in killed.train(batch(5)).result().outputs.values()}
     assert len(cycles) == 1
     killed.close()
     with pytest.raises(UnsupportedInput, match="all trials"):
@@ -155,8 +145,7 @@ def test_a_sweep_of_16_is_exact_sent_once_and_survives_the_death_of_its_worker(
 def test_a_run_that_ended_fails_alone_and_a_bad_batch_fails_for_all(world: World) -> None:
     sweep = world.service.create_sweep(world.base_model, [{"rank": 1}, {"rank": 1, "lr": 0.1}])
     too_large = Datum(
-        model_input=ModelInput.from_ints([1, 999]),
-        loss_fn_inputs={"target_tokens": [999, 2], "weights": [1.0, 1.0]},
+        model_input=ModelInput.from_ints([1, 999]), loss_fn_inputs={"target_tokens": [999, 2], "weights": [1.0, 1.0]}
     )
     with pytest.raises(RequestFailed, match="999"):
         sweep.train([too_large]).result()
@@ -177,9 +166,7 @@ def test_halving_keeps_the_better_part_after_doubling_steps(world: World) -> Non
     rates = [{"rank": 1, "lr": 10.0**-at} for at in (1, 2, 3, 5)]
     sweep = world.service.create_sweep(world.base_model, rates, name="halving")
     live: list[int] = []
-    best = sweep.halve(
-        [batch(0)] * 6, steps=1, evaluation=batch(0), progress=lambda s: live.append(len(s.live))
-    )
+    best = sweep.halve([batch(0)] * 6, steps=1, evaluation=batch(0), progress=lambda s: live.append(len(s.live)))
     assert [len(trial.losses) for trial in sorted(sweep.trials, key=lambda t: -len(t.losses))] == [
         6, 2, 1, 1,
     ]  # fmt: skip
@@ -187,9 +174,7 @@ def test_halving_keeps_the_better_part_after_doubling_steps(world: World) -> Non
     assert best is sweep.live[0]
     assert best.score == min(trial.score for trial in sweep.trials)
 
-    page = httpx.get(
-        f"{world.serving.address}/ui/compare?sweep=halving", headers={"X-API-Key": KEYS[0]}
-    ).text
+    page = httpx.get(f"{world.serving.address}/ui/compare?sweep=halving", headers={"X-API-Key": KEYS[0]}).text
     assert page.count("<polyline") == len(rates)
     assert "Last loss by learning rate" in page
     assert page.count("lr 0.1, rank 1") >= 2
@@ -222,9 +207,7 @@ def test_forks_continue_as_runs_that_load_the_state_of_their_parent(world: World
         ([{"lr": 1, "learning_rate": 1}], "are one setting"),
     ],
 )
-def test_wrong_settings_are_refused_by_name(
-    world: World, settings: list[dict[str, float]], message: str
-) -> None:
+def test_wrong_settings_are_refused_by_name(world: World, settings: list[dict[str, float]], message: str) -> None:
     with pytest.raises(UnsupportedInput, match=message):
         world.service.create_sweep(world.base_model, settings)
 

@@ -42,9 +42,7 @@ class Served:
         """Return the length of a prompt as `transformers` renders it."""
         tool = {"type": "function", "function": FUNCTION}
         return len(
-            self.tokenizer.apply_chat_template(
-                messages, tools=[tool], add_generation_prompt=True, return_dict=False
-            )
+            self.tokenizer.apply_chat_template(messages, tools=[tool], add_generation_prompt=True, return_dict=False)
         )
 
     def history(self, arguments: Any) -> list[Any]:
@@ -88,11 +86,7 @@ def test_a_call_and_its_result_pass_through_openai(served: Served, mine: openai.
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": RESULT}
     history = [*HI, message, result]
     with mine.chat.completions.create(
-        **asked,
-        messages=history,
-        max_tokens=9,
-        stream=True,
-        stream_options={"include_usage": True},
+        **asked, messages=history, max_tokens=9, stream=True, stream_options={"include_usage": True}
     ) as chunks:
         *parts, last = list(chunks)
     assert "".join(part.choices[0].delta.content or "" for part in parts)

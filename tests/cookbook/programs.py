@@ -77,10 +77,7 @@ class Bench:
     def run_script(self, script: Path, *arguments: str) -> str:
         """Run a script on the cookbook's library. Return its output."""
         done = run(
-            [sys.executable, str(script), *arguments],
-            cwd=self.workshop,
-            env=self._environment(),
-            timeout=TIMEOUT_S,
+            [sys.executable, str(script), *arguments], cwd=self.workshop, env=self._environment(), timeout=TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
@@ -99,11 +96,7 @@ class Bench:
 
     def complaints(self) -> list[str]:
         """List every line of the server's logs that reports an error or an answer of 5xx."""
-        lines = [
-            line
-            for log in sorted(self.data_dir.glob("logs/*.log"))
-            for line in log.read_text().splitlines()
-        ]
+        lines = [line for log in sorted(self.data_dir.glob("logs/*.log")) for line in log.read_text().splitlines()]
         return [line for line in lines if _is_complaint(line)]
 
     def _ran(self, status: int, output: str, folder: str) -> Ran:

@@ -47,9 +47,7 @@ def sampler_logprobs(path: str, tokens: list[int]) -> list[float]:
     """Score them by the server."""
     with tinker.ServiceClient() as service:
         sampler = service.create_sampling_client(model_path=path).result()
-        scores: list[float] = sampler.compute_logprobs(
-            tinker.ModelInput.from_ints(tokens)
-        ).result()[1:]
+        scores: list[float] = sampler.compute_logprobs(tinker.ModelInput.from_ints(tokens)).result()[1:]
     return scores
 
 

@@ -46,9 +46,7 @@ def test_dpo_starts_at_its_reference_and_moves_away(bench: Bench, taught: dict[s
     assert {"state_path", "sampler_path"} <= final.keys()
 
 
-def test_on_policy_distillation_comes_near_its_teacher(
-    bench: Bench, taught: dict[str, str]
-) -> None:
+def test_on_policy_distillation_comes_near_its_teacher(bench: Bench, taught: dict[str, str]) -> None:
     ran = bench.run(
         "distillation.on_policy_distillation",
         "distillation",
@@ -66,9 +64,7 @@ def test_on_policy_distillation_comes_near_its_teacher(
     assert mean(distances[3:]) < distances[0] / 4
 
 
-def test_a_model_merged_from_a_download_says_what_the_sampler_says(
-    bench: Bench, taught: dict[str, str]
-) -> None:
+def test_a_model_merged_from_a_download_says_what_the_sampler_says(bench: Bench, taught: dict[str, str]) -> None:
     paths = taught["state_path"], taught["sampler_path"]
     said = json.loads(bench.run_script(TAKE_HOME, BASE_MODEL, *paths))
     assert len(said["merged"]) == len(said["sampled"]) > 10

@@ -51,10 +51,7 @@ def test_math_rl_learns_to_end_its_turn(bench: Bench) -> None:
     "mode",
     [
         {"max_steps_off_policy": 1},
-        {
-            "stream_minibatch_config.groups_per_batch": 4,
-            "stream_minibatch_config.num_minibatches": 2,
-        },
+        {"stream_minibatch_config.groups_per_batch": 4, "stream_minibatch_config.num_minibatches": 2},
     ],
     ids=["off policy", "in streams"],
 )
@@ -71,9 +68,7 @@ def test_math_rl_trains_while_it_samples(bench: Bench, mode: Mapping[str, int]) 
 @pytest.mark.cookbook
 def test_guess_number_plays_whole_games(bench: Bench) -> None:
     options = {"batch_size": 2, "group_size": 4, "max_tokens": 12, "max_steps": 3, "eval_every": 0}
-    ran = bench.run(
-        "multiplayer_rl.guess_number.train", "guess", **SMALL, **options, renderer_name="qwen3"
-    )
+    ran = bench.run("multiplayer_rl.guess_number.train", "guess", **SMALL, **options, renderer_name="qwen3")
     assert_sampled_as_trained(ran, steps=3)
     assert max(ran.series("env/all/turns_per_episode")) == 10
     rewards = ran.series("env/all/reward/total")

@@ -83,9 +83,7 @@ def test_chat_sl_resumes_from_its_last_checkpoint(chat_sl: Twice) -> None:
 
 
 @pytest.mark.cookbook
-def test_the_server_keeps_the_rolling_checkpoint_left_by_a_kill(
-    chat_sl: Twice, bench: Bench
-) -> None:
+def test_the_server_keeps_the_rolling_checkpoint_left_by_a_kill(chat_sl: Twice, bench: Bench) -> None:
     killed, resumed = chat_sl
     rolled = [row["state_path"] for row in resumed.checkpoints if row.get("rolling")]
     kept = [row for row in resumed.checkpoints if not row.get("rolling")]

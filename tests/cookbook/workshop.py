@@ -30,8 +30,7 @@ def build_workshop(folder: Path) -> Path:
     build_chat_model(folder / BASE_MODEL)
     counted = [(thing, number) for number in range(1, 17) for thing in THINGS]
     chats = [
-        chat(f"How many {thing}s are {number} {thing}s?", f"That makes {number} {thing}s.")
-        for thing, number in counted
+        chat(f"How many {thing}s are {number} {thing}s?", f"That makes {number} {thing}s.") for thing, number in counted
     ]
     lessons = [chat(f"How many {thing}s has box {number}?", SOLUTION) for thing, number in counted]
     questions = [question(thing, number) for thing, number in counted]

@@ -29,9 +29,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TALLIES = pytest.StashKey[list[Tally]]()
 
 
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the number of killed processes and of violations."""
     tallies = config.stash.setdefault(TALLIES, [])
     tally = sum(tallies, Tally())

@@ -71,9 +71,7 @@ class Turns:
 
 def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
     """Read the cycle records of a pool, oldest first."""
-    records: list[dict[str, Any]] = [
-        json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)
-    ]
+    records: list[dict[str, Any]] = [json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)]
     return [
         Cycle(
             record["planned_at"],
@@ -103,10 +101,7 @@ def turns(
     worker_by_run = dict.fromkeys(accepted, *workers) if len(workers) == 1 else {}
     for cycle in cycles:
         worker_by_run.update(dict.fromkeys(cycle.served, cycle.worker))
-        served = {
-            run: [accepted[run][begun[run] + n] for n in range(count)]
-            for run, count in cycle.served.items()
-        }
+        served = {run: [accepted[run][begun[run] + n] for n in range(count)] for run, count in cycle.served.items()}
         begun.update(cycle.served)
         for run, requests in served.items():
             largest[run] = max([largest[run], *(request.cost for request in requests)])
@@ -120,13 +115,9 @@ def turns(
             passed_over += 1
             ahead = max(largest[run], head.cost)
             window = windows.setdefault(run, _Window(cycle.planned_at))
-            window.note(
-                served, cycle.ran, {each: accepted[each].get(begun[each]) for each in served}
-            )
+            window.note(served, cycle.ran, {each: accepted[each].get(begun[each]) for each in served})
             window.rounds += served.keys() == {run}
-            rounds = window.rounds + sum(
-                window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s
-            )
+            rounds = window.rounds + sum(window.since_s <= at_s <= cycle.planned_at for at_s in restarted_s)
             violations += window.unfair(run, ahead, rounds, quantum_tokens)
     return Turns(violations, passed_over)
 
@@ -147,10 +138,7 @@ class _Window:
         self._largest: defaultdict[str, int] = defaultdict(int)
 
     def note(
-        self,
-        served: Mapping[str, Sequence[Accepted]],
-        ran: Mapping[str, int],
-        next_: Mapping[str, Accepted | None],
+        self, served: Mapping[str, Sequence[Accepted]], ran: Mapping[str, int], next_: Mapping[str, Accepted | None]
     ) -> None:
         """Add a cycle: its completed requests, and the tokens that ran, including those of
         incomplete requests."""

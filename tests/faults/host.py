@@ -278,9 +278,7 @@ class Host:
         if self.objects:
             variables = self.objects.variables(self.network.endpoint if self.network else "")
             shared["DATA_DIR"] = str(self.folder / f"host-of-{process}")
-        return variables | {
-            f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()
-        }
+        return variables | {f"COTRAIN_{name}": value for name, value in (shared | own | dict(self.settings)).items()}
 
     def _keep(self, name: str, run: str | Sequence[str], environment: Mapping[str, str]) -> None:
         kept = self._kept[name] = Kept(name, run, environment)
@@ -294,9 +292,7 @@ class Host:
             if self._deadline_passed:
                 return
             downs, since = self._downs, time.monotonic()
-            kept.pid = await self.nursery.ask(
-                "start", run=kept.run, environment=dict(kept.environment), log=log
-            )
+            kept.pid = await self.nursery.ask("start", run=kept.run, environment=dict(kept.environment), log=log)
             if not kept.shall_run():  # a stop was requested before its pid was known
                 self.nursery.tell("signal", pid=kept.pid, signal=int(signal.SIGTERM))
             ended = self.nursery.ended(kept.pid)

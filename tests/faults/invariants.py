@@ -127,10 +127,7 @@ class PageRequest:
             yield f"I5 {run}: ops {sorted(ops)} reach back past snapshot {oldest}"
         if any(seq not in ops for seq in range(snap + 1, after)):
             yield f"I5 {run}: ops {sorted(ops)} do not cover {snap + 1}..{after - 1}"
-        for file, sha256 in (
-            (row.get("snapfile"), row.get("snapsha")),
-            (row.get("oldfile"), row.get("oldsha")),
-        ):
+        for file, sha256 in ((row.get("snapfile"), row.get("snapsha")), (row.get("oldfile"), row.get("oldsha"))):
             path = self._folder / "snapshots" / (file or "")
             if file and (not path.exists() or _sha256(path) != sha256):
                 yield f"I5 {run}: snapshot {file} is not what was registered"
@@ -154,9 +151,7 @@ class PageRequest:
             yield f"I5 spool references: noted {noted}, there are {dict(counted)}"
 
     def _not_at_rest(self) -> Iterable[str]:
-        workers = [
-            WorkerId(name.decode()) for name in self._store.smembers(fleet_keys.workers(self._pool))
-        ]
+        workers = [WorkerId(name.decode()) for name in self._store.smembers(fleet_keys.workers(self._pool))]
         for worker in workers:
             for name in (
                 fleet_keys.open_steps(self._pool, worker), weights_keys.unstored_weights(self._pool, worker),
@@ -165,9 +160,7 @@ class PageRequest:
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"
         for pattern in ("queue:*", "samples:*"):
-            for name in self._store.scan_iter(
-                f"{fleet_keys.prefix(self._pool)}{pattern}", SCAN_COUNT
-            ):
+            for name in self._store.scan_iter(f"{fleet_keys.prefix(self._pool)}{pattern}", SCAN_COUNT):
                 counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
                 if any(float(count) for count in counts.values()):
                     yield f"I7 {name.decode()} is {counts} at rest"
@@ -182,9 +175,7 @@ class PageRequest:
         """Read the last snapshot, which a drain writes. Report it if it is stale."""
         row, ops = self._row(run), self._ops(run)
         snap, done = int(row["snap"]), int(row["done"])
-        late = [
-            s for s in range(snap + 1, done + 1) if s not in ops or ops[s].kind not in STATELESS
-        ]
+        late = [s for s in range(snap + 1, done + 1) if s not in ops or ops[s].kind not in STATELESS]
         if late or not row.get("snapfile"):
             return {"undrained": f"{run}: snap {snap}, done {done}"}
         content = (self._folder / "snapshots" / row["snapfile"]).read_bytes()
@@ -200,10 +191,7 @@ class PageRequest:
         for name in sorted(self._store.scan_iter(f"{prefix}*", SCAN_COUNT)):
             if self._store.type(name) != b"hash":
                 continue
-            digest, optimizer = (
-                (value or b"").decode()
-                for value in self._store.hmget(name, ["digest", "optimizer"])
-            )
+            digest, optimizer = ((value or b"").decode() for value in self._store.hmget(name, ["digest", "optimizer"]))
             is_there = (self._folder / "weights" / digest[:2] / digest).is_dir()
             found[name.decode().removeprefix(prefix)] = (digest if is_there else "gone", optimizer)
         return found
@@ -229,14 +217,10 @@ def differences(expected: Ending, got: Ending) -> list[str]:
                 what = f"{asked.get(request)!s:.200} became {told.get(request)!s:.200}"
                 found.append(f"I3 run {number}: {request}: {what}")
     for what in ("states", "weights"):
-        for number, (one, other) in enumerate(
-            zip(getattr(expected, what), getattr(got, what), strict=True)
-        ):
+        for number, (one, other) in enumerate(zip(getattr(expected, what), getattr(got, what), strict=True)):
             if one != other:
                 differing = {
-                    k: (one.get(k), other.get(k))
-                    for k in one.keys() | other.keys()
-                    if one.get(k) != other.get(k)
+                    k: (one.get(k), other.get(k)) for k in one.keys() | other.keys() if one.get(k) != other.get(k)
                 }
                 found.append(f"I3 run {number}: {what} differ: {differing!s:.600}")
     return found
@@ -244,9 +228,7 @@ def differences(expected: Ending, got: Ending) -> list[str]:
 
 def unexpected(deaths: Iterable[Death]) -> list[str]:
     """List processes that crashed (I8)."""
-    return [
-        f"I8 {d.name} ended with {d.status} after {d.lived_s:.1f} s" for d in deaths if d.is_fault
-    ]
+    return [f"I8 {d.name} ended with {d.status} after {d.lived_s:.1f} s" for d in deaths if d.is_fault]
 
 
 class Watch:
@@ -268,16 +250,11 @@ class Watch:
                 await asyncio.sleep(WATCH_S)
 
     def _look(self, store: SyncConnection) -> None:
-        epochs = [
-            fleet_keys.scheduler_epoch(),
-            *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*", SCAN_COUNT),
-        ]
+        epochs = [fleet_keys.scheduler_epoch(), *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*", SCAN_COUNT)]
         for name in epochs:
             self._note(str(name), int(store.get(name) or 0))
         for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*", SCAN_COUNT):
-            for field, value in zip(
-                ("done", "snap"), store.hmget(name, ["done", "snap"]), strict=True
-            ):
+            for field, value in zip(("done", "snap"), store.hmget(name, ["done", "snap"]), strict=True):
                 self._note(f"{name} {field}", int(value or -1))
             self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
 
@@ -291,15 +268,11 @@ class Watch:
         ahead = [request_id(run, seq) for seq in range(done + 1, after)]
         for request in ahead:
             pipeline.exists(result_keys.result(request))
-        seen = [
-            request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there
-        ]
+        seen = [request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there]
         # An op that was put back concurrently may have failed since then, because its run ended.
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         early = [request for request in seen if done < seq_of(request) < after]
-        self.violations += [
-            f"I4 {request} has a result, and {done} is committed" for request in early
-        ]
+        self.violations += [f"I4 {request} has a result, and {done} is committed" for request in early]
 
     def _note(self, name: str, value: int) -> None:
         before = self._seen.get(name, value)

@@ -16,13 +16,7 @@ from cotrain_store.redis_client.connection import SyncConnection
 #: Names that Redis scans per command. With its default, most work of a trial would be these scans.
 SCAN_COUNT = 1_000
 #: Depth below the data folder of files, or of folders that are one object, by kind.
-PLACES = {
-    "spool": "*",
-    "snapshots": "*/*",
-    "weights": "??/*",
-    "optimizers": "??/*",
-    "external": "*",
-}
+PLACES = {"spool": "*", "snapshots": "*/*", "weights": "??/*", "optimizers": "??/*", "external": "*"}
 
 
 def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:

@@ -48,9 +48,7 @@ class Mutant:
     def plant(self, root: Path) -> list[str]:
         """Copy the sources below `root` and spoil them; return the folders to import from."""
         for folder in FOLDERS:
-            shutil.copytree(
-                ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
         for edit in self.edits:
             edit.apply(root)
         return [str(root / folder) for folder in FOLDERS]
@@ -63,13 +61,7 @@ def _without_fence(script: str) -> Edit:
 
 MUTANTS = {
     "no replay": Mutant(
-        [
-            Edit(
-                f"{WORKERS}/recovery/replay.py",
-                "            ops = _from_last_load(ops)\n",
-                "            ops = []\n",
-            )
-        ],
+        [Edit(f"{WORKERS}/recovery/replay.py", "            ops = _from_last_load(ops)\n", "            ops = []\n")],
         "killed after a commit",
     ),
     "double gradient": Mutant(  # a recovery copy that says it is one request older than it is
@@ -120,16 +112,8 @@ MUTANTS = {
     ),
     "lost wake-up": Mutant(
         [
-            Edit(
-                f"{STORE}/results/futures.py",
-                "        await self._resolve(list(self._waiters))\n",
-                "",
-            ),
-            Edit(
-                f"{STORE}/scripts/commit.lua",
-                "redis.call('PUBLISH', notify, table.concat(resolved, '\\n'))\n",
-                "",
-            ),
+            Edit(f"{STORE}/results/futures.py", "        await self._resolve(list(self._waiters))\n", ""),
+            Edit(f"{STORE}/scripts/commit.lua", "redis.call('PUBLISH', notify, table.concat(resolved, '\\n'))\n", ""),
         ],
         "no client asks twice",
     ),
@@ -198,7 +182,7 @@ MUTANTS = {
                 f"{SCHEDULER}/fair_queue.py",
                 "return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)",
                 "return 0",
-            ),
+            )
         ],
         "a full house",
     ),
@@ -214,9 +198,7 @@ MUTANTS = {
     ),
     "sweeps by mtime": Mutant(
         [
-            Edit(
-                f"{STORE}/scripts/lib/swept.lua", "return number <= ", "return false and number <= "
-            ),
+            Edit(f"{STORE}/scripts/lib/swept.lua", "return number <= ", "return false and number <= "),
             Edit(f"{STORE}/disk/spool.py", " if not (folder and _is_locked(folder / key))}", "}"),
             Edit(
                 f"{STORE}/disk/orphan_ages.py",
@@ -229,22 +211,14 @@ MUTANTS = {
     ),
     "lost change notification": Mutant(
         [
-            Edit(
-                f"{STORE}/scripts/submit.lua",
-                "note_change('cotrain:' .. args.pool_tag, run)\n",
-                "",
-            ),
+            Edit(f"{STORE}/scripts/submit.lua", "note_change('cotrain:' .. args.pool_tag, run)\n", ""),
             Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
         ],
         "no client asks twice",
     ),
     "stale in-memory queue": Mutant(
         [
-            Edit(
-                f"{SCHEDULER}/clock.py",
-                "if self._dispatch.epoch != epoch:",
-                "if epoch == 0:",
-            ),
+            Edit(f"{SCHEDULER}/clock.py", "if self._dispatch.epoch != epoch:", "if epoch == 0:"),
             Edit(f"{SCHEDULER}/pool_clock.py", "if len(self._queue) != view.ready:", "if False:"),
             Edit(  # of a run that it knows it ignores what changed, which would mend its queue with the next commit
                 f"{SCHEDULER}/pool_clock.py",

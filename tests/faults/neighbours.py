@@ -9,10 +9,7 @@ from tests.faults.traffic import Call, Program
 #: The place in its run of the request that its worker dies over; nobody else's run gets that far.
 POISON_SEQ = 40
 #: Kills the worker whenever it meets that request.
-POISON = ",".join(
-    f"{moment}~:train:0:{POISON_SEQ}=kill@*"
-    for moment in ("worker.before_run", "worker.before_risk")
-)
+POISON = ",".join(f"{moment}~:train:0:{POISON_SEQ}=kill@*" for moment in ("worker.before_run", "worker.before_risk"))
 
 
 def bad_neighbour() -> Program:

@@ -139,10 +139,7 @@ def preload(model: str, micro_batch_tokens: str) -> None:
     tqdm.monitor_interval = 0  # no thread for progress bars
     # builds the routes for all API processes
     get_openapi(title="", version="", routes=ROUTES.routes)
-    loaded = Engine.load(
-        model,
-        micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens),
-    )
+    loaded = Engine.load(model, micro_batch_tokens="auto" if micro_batch_tokens == "auto" else int(micro_batch_tokens))
     Engine.load = lambda *_, **__: loaded  # type: ignore[method-assign]  # loaded once
     tokens_per_s = bootstrap.measure_throughput(loaded, PROBE_TOKENS)
     bootstrap.measure_throughput = lambda *_: tokens_per_s

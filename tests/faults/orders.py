@@ -51,9 +51,7 @@ class Tally:
 class Nursery:
     """Handle of the process that is the parent of all processes of a server."""
 
-    def __init__(
-        self, model: Path, sources: Sequence[str] = SOURCES, micro_batch_tokens: str = "auto"
-    ) -> None:
+    def __init__(self, model: Path, sources: Sequence[str] = SOURCES, micro_batch_tokens: str = "auto") -> None:
         self._model = model
         self._micro_batch_tokens = micro_batch_tokens
         self._sources = sources

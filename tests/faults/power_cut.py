@@ -149,10 +149,7 @@ def places(store: SyncConnection) -> Places:
     """Read the progress of each run. Redis returns only synced data."""
     names = sorted(store.scan_iter("cotrain:{*}:log:*"))
     fields = ("next", "done", "snap")
-    return {
-        name.decode(): tuple(int(value or -1) for value in store.hmget(name, fields))
-        for name in names
-    }
+    return {name.decode(): tuple(int(value or -1) for value in store.hmget(name, fields)) for name in names}
 
 
 def broken_promises(folder: Path, before: Places) -> list[str]:

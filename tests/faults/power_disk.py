@@ -56,9 +56,7 @@ class Synced:
         kind, identity, *rest = line.split("\t")
         if kind == "D":
             it = iter(rest[1:])
-            self.names[identity] = {
-                name: Entry(*entry) for name, *entry in zip(it, it, it, strict=True)
-            }
+            self.names[identity] = {name: Entry(*entry) for name, *entry in zip(it, it, it, strict=True)}
             return
         size, path = int(rest[0]), Path(rest[1])
         self.sizes[identity] = size
@@ -75,17 +73,7 @@ def compile_shim(target: Path, source: Path = SOURCE) -> str | None:
     compiler = shutil.which("cc")
     if not compiler:
         return "there is no C compiler (cc)"
-    command = [
-        compiler,
-        "-shared",
-        "-fPIC",
-        "-O2",
-        "-Wall",
-        "-Werror",
-        "-o",
-        str(target),
-        str(source),
-    ]
+    command = [compiler, "-shared", "-fPIC", "-O2", "-Wall", "-Werror", "-o", str(target), str(source)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"the shim cannot be compiled: {made.stderr}" if made.returncode else None
 
@@ -121,9 +109,7 @@ class Disk:
             self._settle(folder / part.name)
         after.rmdir()
 
-    def leave(
-        self, folder: Path, target: Path, draw: random.Random | None = None, unsynced: str = ""
-    ) -> None:
+    def leave(self, folder: Path, target: Path, draw: random.Random | None = None, unsynced: str = "") -> None:
         """Write to `target` a possible state of `folder` after a power cut.
 
         Syncs that match the pattern `unsynced`, in the format of `syncs`, are ignored.
@@ -200,9 +186,7 @@ def identity_of(path: Path) -> str:
     if _C.statx(_AT_FDCWD, os.fsencode(path), flags, mask, it):
         raise OSError(ctypes.get_errno(), f"statx of {path}")
     inode = int.from_bytes(it.raw[32:40], "little")
-    born_s, born_ns = (
-        int.from_bytes(it.raw[at : at + n], "little") for at, n in ((80, 8), (88, 4))
-    )
+    born_s, born_ns = (int.from_bytes(it.raw[at : at + n], "little") for at, n in ((80, 8), (88, 4)))
     return f"{inode}.{born_s}.{born_ns}"
 
 

@@ -77,8 +77,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     }
 
 

@@ -27,8 +27,7 @@ PROGRAMS = without_samples(programs(1))
 #: Many passes of one size: the allowed lead of one run over another is small compared with all its
 #: requests.
 ALIKE = [
-    Program(4, number, [[a_pass(random.Random(number), "forward", [6, 6])] * 30], [], samples=0)
-    for number in range(4)
+    Program(4, number, [[a_pass(random.Random(number), "forward", [6, 6])] * 30], [], samples=0) for number in range(4)
 ]
 POLL_S = 0.02
 #: A heartbeat lasts 10 s; a worker id with an expired heartbeat may be taken over by another host.

@@ -51,9 +51,7 @@ async def soak(seed: int, minutes: float, store: ObjectStore | None = None) -> i
             folder.rmdir()  # noqa: ASYNC240  # at the end, and not where something is kept
 
 
-async def _trials(
-    nursery: Nursery, folder: Path, seed: int, until: float, store: ObjectStore | None
-) -> int:
+async def _trials(nursery: Nursery, folder: Path, seed: int, until: float, store: ObjectStore | None) -> int:
     while True:
         asked = programs(seed // PLAYS)
         calm = await trial(nursery, folder / f"{seed}-calm", asked)
@@ -73,10 +71,7 @@ async def _trials(
                     disturb=at_once(kills, store_faults(seed, store.server, store.network)),
                     objects=store.server, network=store.network,
                 )  # fmt: skip
-            print(
-                f"{outcome.killed.total()} deaths; so far {nursery.tally}{_struck(store)}",
-                flush=True,
-            )
+            print(f"{outcome.killed.total()} deaths; so far {nursery.tally}{_struck(store)}", flush=True)
             if not _is_fine(outcome, here):
                 return 1
             seed += 1
@@ -110,9 +105,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(":")[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument(
-        "--objects", action="store_true", help="blobs in an object store that fails"
-    )
+    parser.add_argument("--objects", action="store_true", help="blobs in an object store that fails")
     asked = parser.parse_args()
     with contextlib.ExitStack() as opened:
         store = None

@@ -28,9 +28,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def kill_worker() -> None:
     (worker,) = [
-        pid
-        for pid in descendants(os.getpid())
-        if b"cotrain_workers" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid for pid in descendants(os.getpid()) if b"cotrain_workers" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(worker, signal.SIGKILL)
 

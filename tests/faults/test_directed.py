@@ -66,10 +66,7 @@ def test_every_failpoint_is_in_some_trial() -> None:
         (("api", "spool", "scheduler"), True),
         (("start", "step", "copy", "save"), True),
         (("copied", "saved", "optimizer", "export"), True),
-        *(
-            pytest.param((pack,), False, marks=pytest.mark.faults)
-            for pack in (*PACKS, *UNSAMPLED_PACKS)
-        ),
+        *(pytest.param((pack,), False, marks=pytest.mark.faults) for pack in (*PACKS, *UNSAMPLED_PACKS)),
     ],
 )
 async def test_a_kill_at_a_failpoint_changes_nothing(
@@ -79,13 +76,7 @@ async def test_a_kill_at_a_failpoint_changes_nothing(
     names = [name for pack in packs for name in (PACKS | UNSAMPLED_PACKS)[pack]]
     times = {name: (1,) if is_once else (1, 4, 7) if name in APART else (1, 2, 3) for name in names}
     faults = [f"{name}=kill@{nth}" for name in names for nth in times[name]]
-    outcome = await trial(
-        nursery,
-        folder,
-        asked,
-        expected=await calm(asked),
-        settings={"FAILPOINTS": ",".join(faults)},
-    )
+    outcome = await trial(nursery, folder, asked, expected=await calm(asked), settings={"FAILPOINTS": ",".join(faults)})
     assert outcome.violations == []
     assert {n: outcome.reached[n] for n in names if outcome.reached[n] < len(times[n])} == {}
     assert len(outcome.deaths) == len(faults)

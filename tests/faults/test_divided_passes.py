@@ -109,9 +109,7 @@ async def calm(nursery: Nursery, folder: Path, asked: Sequence[Program]) -> Endi
     return outcome.ending
 
 
-@pytest.mark.parametrize(
-    "moments", [FOREGROUND[1::2], pytest.param(FOREGROUND, marks=pytest.mark.faults)]
-)
+@pytest.mark.parametrize("moments", [FOREGROUND[1::2], pytest.param(FOREGROUND, marks=pytest.mark.faults)])
 async def test_a_kill_in_the_middle_of_a_pass_changes_nothing(
     moments: Sequence[str], small_slices: Nursery, folder: Path
 ) -> None:
@@ -152,9 +150,7 @@ async def test_a_kill_in_the_middle_of_a_pass_changes_nothing(
 
 
 @pytest.mark.faults
-async def test_a_kill_in_the_background_of_an_open_pass_changes_nothing(
-    small_slices: Nursery, folder: Path
-) -> None:
+async def test_a_kill_in_the_background_of_an_open_pass_changes_nothing(small_slices: Nursery, folder: Path) -> None:
     """Kill at each moment, repeatedly, until a pass was open."""
     asked, left = programs(passes=36, slices=8), list(BACKGROUND)
 

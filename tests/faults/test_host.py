@@ -14,9 +14,7 @@ from tests.faults.orders import Nursery
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_process_stopped_before_its_pid_is_known_ends(
-    nursery: Nursery, folder: Path
-) -> None:
+async def test_a_process_stopped_before_its_pid_is_known_ends(nursery: Nursery, folder: Path) -> None:
     async with Host(nursery, folder) as host:
         host.add_worker("late", "late")
         for _ in range(3):  # its start is ordered but not confirmed yet

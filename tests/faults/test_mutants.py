@@ -25,9 +25,7 @@ def test_a_mutant_still_applies_to_the_sources(name: str, tmp_path: Path) -> Non
 @pytest.mark.mutants
 @pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize("name", MUTANTS)
-async def test_a_mutant_is_caught(
-    name: str, small_model: Path, folder: Path, tmp_path: Path, calm: Calm
-) -> None:
+async def test_a_mutant_is_caught(name: str, small_model: Path, folder: Path, tmp_path: Path, calm: Calm) -> None:
     sources, scenario = MUTANTS[name].plant(tmp_path), SCENARIOS[MUTANTS[name].scenario]
     expected = await calm(scenario.programs)
     async with Nursery(small_model, sources) as nursery:

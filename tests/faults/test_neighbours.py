@@ -32,9 +32,7 @@ async def test_a_neighbour_that_breaks_everything_changes_nothing_for_others(
     assert differences(expected, others) == []
 
     answers = got.answers[-1]
-    failed = {
-        request: str(answer["error"]) for request, answer in answers.items() if "error" in answer
-    }
+    failed = {request: str(answer["error"]) for request, answer in answers.items() if "error" in answer}
     said = {int(request.rpartition(":")[2]): error for request, error in failed.items()}
     assert "not finite" in said[3]
     assert "outside the vocabulary" in said[7]

@@ -94,14 +94,10 @@ async def test_what_was_swept_while_its_writer_stood_still_is_written_again(
         if process == "w0":
             with host.store() as store:  # the other one sweeps at once, and not a minute later
                 store.delete(fleet_keys.sweeper())
-        written = [
-            line for line in host.moments() if line.startswith("spool.after_sync ") and mine in line
-        ]
+        written = [line for line in host.moments() if line.startswith("spool.after_sync ") and mine in line]
         swept = SpoolRef.parse(written[1].split()[2]).segment
         spool = object_store.store(f"{host.settings['BLOBS']}/spool")
-        await until(
-            lambda: not any(meta["path"] == swept for some in spool.list() for meta in some)
-        )
+        await until(lambda: not any(meta["path"] == swept for some in spool.list() for meta in some))
         host.kill(process, signal.SIGCONT)
         await asyncio.Event().wait()
 

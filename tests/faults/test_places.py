@@ -39,9 +39,7 @@ async def test_what_a_dead_worker_had_is_given_away_whatever_the_scheduler_dies_
         workers=("w0", *gone), settings=SOON | {"FAILPOINTS": faults},
     )  # fmt: skip
     assert outcome.violations == []
-    assert {
-        moment: outcome.reached[moment] for moment in moments if outcome.reached[moment] < 3
-    } == {}
+    assert {moment: outcome.reached[moment] for moment in moments if outcome.reached[moment] < 3} == {}
     assert outcome.killed == {"scheduler": 6, **dict.fromkeys(gone, 1)}
 
 

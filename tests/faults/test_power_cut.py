@@ -12,15 +12,7 @@ import pytest_asyncio
 
 from tests.faults.conftest import TALLIES, Calm
 from tests.faults.host import REDIS, Host
-from tests.faults.power_cut import (
-    Cutter,
-    Mains,
-    broken_promises,
-    cuts_at,
-    cuts_at_random,
-    places,
-    server_below,
-)
+from tests.faults.power_cut import Cutter, Mains, broken_promises, cuts_at, cuts_at_random, places, server_below
 from tests.faults.power_disk import Disk, compile_shim
 from tests.faults.test_power_disk import SYNCS
 from tests.faults.traffic import programs
@@ -61,9 +53,7 @@ def folder(nursery: Mains) -> Iterator[Path]:
 
 @in_one_loop
 @pytest.mark.parametrize("moments", MOMENTS)
-async def test_a_power_cut_at_a_moment_changes_nothing(
-    moments: str, nursery: Mains, folder: Path, calm: Calm
-) -> None:
+async def test_a_power_cut_at_a_moment_changes_nothing(moments: str, nursery: Mains, folder: Path, calm: Calm) -> None:
     cutter = Cutter(nursery)
     faults = ",".join(f"{moment}=stop" for moment in MOMENTS[moments])
     outcome = await trial(
@@ -105,17 +95,13 @@ async def test_a_slow_disk_delays_but_loses_nothing_at_kills_and_power_cuts(
         await cutter.cut(host)  # /readyz fails while a sync takes longer than its timeout
         nursery.disk.be_slow(0)
 
-    outcome = await trial(
-        nursery, folder, short, expected=await calm(short), disturb=disturb, limit_s=90
-    )
+    outcome = await trial(nursery, folder, short, expected=await calm(short), disturb=disturb, limit_s=90)
     nursery.disk.be_slow(0)
     assert outcome.violations + cutter.broken == []
 
 
 @in_one_loop
-async def test_a_power_cut_reveals_every_missing_sync_of_a_server(
-    nursery: Mains, folder: Path
-) -> None:
+async def test_a_power_cut_reveals_every_missing_sync_of_a_server(nursery: Mains, folder: Path) -> None:
     outcome = await trial(nursery, folder, PROGRAMS, snapshot_ops=1000)
     assert outcome.violations == []
     nursery.disk.leave(folder, folder / "whole")

@@ -163,9 +163,7 @@ def written(library: Path) -> Iterator[Written]:
         yield Written(disk, folder, promised[0], found, promised[1])
 
 
-def test_data_that_our_writers_confirm_survives_a_power_cut(
-    written: Written, tmp_path: Path
-) -> None:
+def test_data_that_our_writers_confirm_survives_a_power_cut(written: Written, tmp_path: Path) -> None:
     disk, folder, promised, *_ = written
     disk.leave(folder, tmp_path / "left")
     assert digests(tmp_path / "left") == promised
@@ -179,9 +177,7 @@ def test_a_power_cut_reveals_a_missing_sync(what: str, written: Written, tmp_pat
     assert digests(tmp_path / "left") != promised
 
 
-def test_a_file_renamed_by_a_crashed_writer_is_synced_when_it_is_found(
-    written: Written, tmp_path: Path
-) -> None:
+def test_a_file_renamed_by_a_crashed_writer_is_synced_when_it_is_found(written: Written, tmp_path: Path) -> None:
     written.disk.leave(written.found, tmp_path / "left")
     assert digests(tmp_path / "left") == written.promised_found
     assert len(written.promised_found) == len(written.promised)

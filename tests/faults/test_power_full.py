@@ -11,14 +11,7 @@ import pytest
 from tests.faults.conftest import Calm
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.orders import Nursery
-from tests.faults.power_full import (
-    RESERVE_BYTES,
-    CannotMount,
-    empty,
-    fill,
-    full_until_something_dies,
-    small_disk,
-)
+from tests.faults.power_full import RESERVE_BYTES, CannotMount, empty, fill, full_until_something_dies, small_disk
 from tests.faults.traffic import client_of, programs
 from tests.faults.trial import trial
 
@@ -41,9 +34,7 @@ def small_folder(folder: Path) -> Iterator[Path]:
         pytest.skip(str(CannotMount.__doc__ or reason))
 
 
-async def test_a_write_that_finds_no_room_is_done_later(
-    nursery: Nursery, folder: Path, calm: Calm
-) -> None:
+async def test_a_write_that_finds_no_room_is_done_later(nursery: Nursery, folder: Path, calm: Calm) -> None:
     faults = ",".join(f"{name}=error@{nth}" for name in WRITES for nth in (1, 2))
     outcome = await trial(
         nursery, folder, PROGRAMS, expected=await calm(PROGRAMS), limit_s=90,
@@ -64,12 +55,7 @@ async def test_nothing_new_is_taken_at_the_reserve_and_what_was_taken_is_finishe
     async def disturb(host: Host) -> None:
         client = client_of(host.address, 0)
         session = json.loads(await client.post("create_session", {}))["session_id"]
-        body = {
-            "session_id": session,
-            "model_seq_id": 0,
-            "base_model": MODEL,
-            "lora_config": {"rank": 2},
-        }
+        body = {"session_id": session, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 2}}
         fill(host.folder, RESERVE_BYTES // 2)
         refused.append((await client.http.post("/api/v1/create_model", json=body)).status_code)
         empty(host.folder)
@@ -84,9 +70,7 @@ async def test_nothing_new_is_taken_at_the_reserve_and_what_was_taken_is_finishe
     assert refused == [503]
 
 
-async def test_a_disk_without_a_byte_left_loses_nothing(
-    nursery: Nursery, small_folder: Path, calm: Calm
-) -> None:
+async def test_a_disk_without_a_byte_left_loses_nothing(nursery: Nursery, small_folder: Path, calm: Calm) -> None:
     outcome = await trial(
         nursery, small_folder, PROGRAMS, expected=await calm(PROGRAMS), limit_s=90,
         disturb=full_until_something_dies(), excused=(f"I8 {REDIS} ended with 1",),

@@ -19,9 +19,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_deaths_at_random_moments_change_nothing(
-    seed: int, nursery: Nursery, folder: Path, calm: Calm
-) -> None:
+async def test_deaths_at_random_moments_change_nothing(seed: int, nursery: Nursery, folder: Path, calm: Calm) -> None:
     asked = PROGRAMS
     outcome = await trial(
         nursery,

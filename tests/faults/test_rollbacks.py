@@ -97,9 +97,7 @@ async def test_a_kill_during_a_rollback_changes_nothing_after_it(
     (calm := folder / "calm").mkdir()
     _, _, expected = await play(nursery, calm, [KEPT, LOST, BACK, LATER], [])
     faults = ",".join(f"{moment}=kill@{nth}" for moment in MOMENTS for nth in (1, 2, 3))
-    host, answers, states = await play(
-        nursery, folder, [KEPT, LOST], [FAILS, LATER], FAILPOINTS=faults
-    )
+    host, answers, states = await play(nursery, folder, [KEPT, LOST], [FAILS, LATER], FAILPOINTS=faults)
     assert states == expected
     assert unexpected(host.deaths) == []
     assert len(host.deaths) == 1 + 3 * len(MOMENTS)

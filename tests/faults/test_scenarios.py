@@ -14,9 +14,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-async def test_a_scenario_changes_nothing(
-    name: str, nursery: Nursery, folder: Path, calm: Calm
-) -> None:
+async def test_a_scenario_changes_nothing(name: str, nursery: Nursery, folder: Path, calm: Calm) -> None:
     scenario = SCENARIOS[name]
     outcome = await scenario.run(nursery, folder, await calm(scenario.programs))
     assert outcome.violations == []

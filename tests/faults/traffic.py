@@ -85,10 +85,7 @@ def _enlarged(call: Call) -> Call:
     if name not in call.body:
         return call
     datums, tokens = LARGE
-    data = [
-        _datum((_tokens_of(datum) * (tokens + 1))[: tokens + 1])
-        for datum in call.body[name]["data"]
-    ]
+    data = [_datum((_tokens_of(datum) * (tokens + 1))[: tokens + 1]) for datum in call.body[name]["data"]]
     return Call(call.route, {name: {**call.body[name], "data": (data * datums)[:datums]}})
 
 
@@ -147,12 +144,7 @@ def _tokens_of(datum: Mapping[str, Any]) -> list[int]:
 
 
 def _tokens(body: Mapping[str, Any]) -> int:
-    data = [
-        datum
-        for value in body.values()
-        if isinstance(value, dict)
-        for datum in value.get("data", [])
-    ]
+    data = [datum for value in body.values() if isinstance(value, dict) for datum in value.get("data", [])]
     return sum(len(chunk["tokens"]) for datum in data for chunk in datum["model_input"]["chunks"])
 
 

@@ -82,15 +82,7 @@ async def trial(
     if objects:
         given["BLOBS"] = objects.new_prefix()
     async with Host(
-        nursery,
-        folder,
-        given,
-        workers,
-        long_poll_s,
-        snapshot_ops,
-        quantum_tokens,
-        objects,
-        network,
+        nursery, folder, given, workers, long_poll_s, snapshot_ops, quantum_tokens, objects, network
     ) as host:
         watch = Watch(host.redis_url, MODEL)
         watching = asyncio.create_task(watch.run())
@@ -114,17 +106,13 @@ async def trial(
                 outcome.told_to_wait += client.told_to_wait
                 await client.http.aclose()
     reached = host.moments()
-    outcome.violations += (
-        watch.violations + unexpected(host.deaths) + accepted_from_replaced(reached)
-    )
+    outcome.violations += watch.violations + unexpected(host.deaths) + accepted_from_replaced(reached)
     if expected and outcome.ending:
         outcome.violations += differences(expected, outcome.ending)
     outcome.violations = [one for one in outcome.violations if not one.startswith(excused)]
     outcome.deaths = host.deaths
     outcome.reached = Counter(line.partition(" ")[0] for line in reached)
-    outcome.logs = {
-        path.stem: path.read_text(errors="replace") for path in (folder / "logs").iterdir()
-    }
+    outcome.logs = {path.stem: path.read_text(errors="replace") for path in (folder / "logs").iterdir()}
     nursery.tally.add(outcome.killed, outcome.violations)
     return outcome
 

@@ -15,31 +15,11 @@ from cotrain_workers.engine.decoding import model_runner as model_runner
 from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
-from tests.support.decoding import (
-    finish,
-    gap_to_trainer,
-    graph_report,
-    is_same_alone,
-    output,
-    request,
-    trained_weights,
-)
-from tests.support.page_problem import (
-    LENGTHS,
-    Case,
-    Rule,
-    assert_dense,
-    attend,
-    problem,
-    sequence,
-    sinks,
-)
+from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights
+from tests.support.page_problem import LENGTHS, Case, Rule, assert_dense, attend, problem, sequence, sinks
 from tests.support.tiny_models import FAMILIES, build_tiny
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 CUDA = torch.device("cuda", 0)
@@ -68,9 +48,7 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_batch(folder: Path) -> No
     assert is_same_alone(Engine.load(str(folder), device="cuda", dtype=torch.float32))
 
 
-def test_graphs_are_used_and_agree_with_the_plain_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_used_and_agree_with_the_plain_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Pages, heads and widths that the flash kernel and the grouped products take.
     engine = Engine.load(str(build_tiny("qwen3", tmp_path, hidden=128)), device="cuda")
     weights = trained_weights(engine)
@@ -105,32 +83,21 @@ def test_many_requests_finish_in_little_memory(tmp_path: Path) -> None:
     decoder = engine.decoder(weights.__getitem__, kv_tokens=256 * 16, text=None)
 
     found = finish(
-        decoder,
-        [
-            request(f"r{at}", np.arange(at % 90 + 1), keys[at % 8], max_tokens=60, seed=at)
-            for at in range(100)
-        ],
+        decoder, [request(f"r{at}", np.arange(at % 90 + 1), keys[at % 8], max_tokens=60, seed=at) for at in range(100)]
     )
 
     assert len(found) == 100
     assert [each for each in found.values() if not isinstance(each, SampleOutput)] == []
 
 
-def case(
-    length: int, queries: int = 1, width: int = 128, dtype: torch.dtype = torch.bfloat16
-) -> Case:
+def case(length: int, queries: int = 1, width: int = 128, dtype: torch.dtype = torch.bfloat16) -> Case:
     return sequence(length, queries, HEADS[width], width, dtype)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "width"),
-    [
-        *((torch.bfloat16, width) for width in HEADS),
-        (torch.float16, 128),
-        (torch.float32, 128),
-        (torch.float32, 16),
-    ],
+    [*((torch.bfloat16, width) for width in HEADS), (torch.float16, 128), (torch.float32, 128), (torch.float32, 16)],
     ids=str,
 )
 def test_tokens_and_prompts_attend_over_pages(dtype: torch.dtype, width: int, rule: Rule) -> None:

@@ -11,19 +11,12 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Load, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.engine_checks import (
-    bf16_gradient_cosine,
-    mixed_against_alone,
-    parity_with_peft,
-)
+from tests.support.engine_checks import bf16_gradient_cosine, mixed_against_alone, parity_with_peft
 from tests.support.kl import kl_datums, kl_parity, random_weights, started
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(params=FAMILIES)

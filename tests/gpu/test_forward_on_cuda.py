@@ -28,10 +28,7 @@ from tests.support.engine_checks import gradient_passes, unclipped
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
 #: Minimum cosine of two bf16 gradients that differ in the place of roundings. Each of them is off from fp32 by its own
@@ -41,9 +38,7 @@ CUDA = torch.device("cuda", 0)
 SAME_DIRECTION = 0.997
 
 
-def test_gemma_2_trains_and_logs_that_it_is_slow(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gemma_2_trains_and_logs_that_it_is_slow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     attn.varlen_is_right.cache_clear()
     attn.warn_slow.cache_clear()
     loaded = Engine.load(str(build_tiny("gemma2", tmp_path)), device="cuda")
@@ -55,9 +50,7 @@ def test_gemma_2_trains_and_logs_that_it_is_slow(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_a_fused_model_point_where_the_plain_ones_do(
-    tmp_path: Path, family: str
-) -> None:
+def test_gradients_of_a_fused_model_point_where_the_plain_ones_do(tmp_path: Path, family: str) -> None:
     """No ratio is clipped, because the gradient jumps at the bound of a ratio: one token moved a cosine to 0.965."""
     folder = str(build_tiny(family, tmp_path))
     fused, plain = (Engine.load(folder, device="cuda", fusion=each) for each in (True, False))
@@ -111,17 +104,14 @@ def test_another_process_that_compiles_again_computes_the_same_bits(tmp_path: Pa
 def test_no_bit_depends_on_recomputing(tmp_path: Path, family: str) -> None:
     folder = str(build_tiny(family, tmp_path))
     kept, recomputed = (
-        Engine.load(folder, device="cuda", micro_batch_tokens=256, recompute=choice)
-        for choice in ("never", "always")
+        Engine.load(folder, device="cuda", micro_batch_tokens=256, recompute=choice) for choice in ("never", "always")
     )
     for cycle in range(2):
         for each in (kept, recomputed):
             each.run([op for tenant in MIX for op in tenant.ops(cycle)])
 
     for tenant in MIX:
-        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), tenant.run
 
 
 def test_the_fitted_line_predicts_a_larger_micro_batch(tmp_path: Path) -> None:

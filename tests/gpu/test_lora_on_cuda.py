@@ -40,10 +40,7 @@ from tests.support.engine_checks import (
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, relative_error, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("sizes", [kernel_check.SIZES, kernel_check.WIDE_SIZES])
@@ -59,9 +56,7 @@ def test_rows_of_experts_have_the_same_bits_at_any_place_of_a_tile() -> None:
     together = kernel_check.run(module, segments, tokens, "fused")
 
     own = replace(segments[1], start=0, stop=21)
-    alone = kernel_check.run(
-        module, [own], kernel_check.Tokens(*(each[37:] for each in tokens)), "fused"
-    )
+    alone = kernel_check.run(module, [own], kernel_check.Tokens(*(each[37:] for each in tokens)), "fused")
 
     for name in ("output", "gradient of x", "gradient of the weights"):
         assert torch.equal(together[name][37:], alone[name]), name
@@ -105,9 +100,7 @@ def test_a_backend_equals_seg_in_fp32(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("softcap", [None, 30.0])
-def test_the_softmax_of_a_real_vocabulary_is_in_two_passes(
-    softcap: float | None, dtype: torch.dtype
-) -> None:
+def test_the_softmax_of_a_real_vocabulary_is_in_two_passes(softcap: float | None, dtype: torch.dtype) -> None:
     weight = torch.empty(151_936, 1, device="cuda", dtype=dtype)
 
     assert find_softmax(weight, softcap) is KernelSoftmax
@@ -141,9 +134,7 @@ def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped", "fused"])
-def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(
-    tmp_path: Path, lora: Choice
-) -> None:
+def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(tmp_path: Path, lora: Choice) -> None:
     assert bf16_gradient_cosine(build_tiny("qwen3", tmp_path), "cuda", lora) > 0.999
 
 

@@ -24,10 +24,7 @@ from tests.support.decoding import graph_report, output, request
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
 

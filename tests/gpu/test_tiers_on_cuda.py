@@ -18,10 +18,7 @@ from cotrain_workers.engine.training.adamw import Due, adamw_steps, gradient_nor
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, same_bits
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 CUDA = torch.device("cuda", 0)
 #: 17 M values: an arena of 67 MB, which is one piece of host memory and a rest.
@@ -45,9 +42,7 @@ def filled(bank: AdapterBank, run: str, value: float) -> Adapter:
     adapter = bank.create(run, SPEC)
     for arena in (adapter.weights, adapter.m, adapter.v):
         value += 1.0
-        arena.copy_(
-            torch.arange(SIZE, device=CUDA, dtype=torch.float32).remainder_(1021).add_(value)
-        )
+        arena.copy_(torch.arange(SIZE, device=CUDA, dtype=torch.float32).remainder_(1021).add_(value))
     adapter.weights_changed()
     return adapter
 

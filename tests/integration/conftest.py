@@ -94,9 +94,7 @@ def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def server(
-    empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Stack]:
+async def server(empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     """Intake, futures and a scheduler; each test starts its own workers."""
     # A worker checks after each sleep whether it should stop.
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)

@@ -95,7 +95,5 @@ def test_errors_are_one_sentence(server: dict[str, str]) -> None:
     assert run(server, "tenants", "set", tenant, "--limit", "ops=-1").exit_code == 2
     wrong = run(server | {"COTRAIN_ADMIN_KEY": "not-this-one-at-all"}, "tenants", "list")
     assert "does not take this admin key" in wrong.output
-    none = run(
-        server | {"COTRAIN_ADMIN_KEY": "", "COTRAIN_DATA_DIR": "/nowhere"}, "tenants", "list"
-    )
+    none = run(server | {"COTRAIN_ADMIN_KEY": "", "COTRAIN_DATA_DIR": "/nowhere"}, "tenants", "list")
     assert "The admin key is needed" in none.output

@@ -57,9 +57,7 @@ async def test_the_store_clock_advances_by_the_time_the_scheduler_counted(
     assert await clock_ms(log.connection) == began + 1_500
 
 
-async def test_time_without_a_scheduler_does_not_count(
-    log: Log, wait_s: Callable[[float], None]
-) -> None:
+async def test_time_without_a_scheduler_does_not_count(log: Log, wait_s: Callable[[float], None]) -> None:
     await log.dispatch.pass_time()
     began = await clock_ms(log.connection)
     wait_s(26 * 3600)  # stopped, or without Redis

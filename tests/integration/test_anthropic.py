@@ -13,14 +13,7 @@ import pytest
 
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.talking import (
-    CACHED_TOKENS,
-    VOCABULARY,
-    Script,
-    Talking,
-    talking_api,
-    write_language,
-)
+from tests.support.talking import CACHED_TOKENS, VOCABULARY, Script, Talking, talking_api, write_language
 from tests.support.waiting import PATIENCE_S
 
 MODEL = POOL.base_model
@@ -30,13 +23,9 @@ WORDS = "Grüße 🙂 fin"
 
 
 @pytest.fixture(scope="module")
-def served(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Talking]:
+def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talking]:
     redis_server.flush()
-    with talking_api(
-        redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 2}
-    ) as talking:
+    with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 2}) as talking:
         yield talking
 
 
@@ -82,11 +71,7 @@ def test_a_message_is_answered(client: anthropic.Anthropic, script: Script) -> N
     script.text = WORDS
     message = client.messages.create(**HI)
     assert text_of(message) == WORDS
-    assert (message.role, message.stop_reason, message.stop_sequence) == (
-        "assistant",
-        "end_turn",
-        None,
-    )
+    assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "end_turn", None)
     usage = message.usage
     assert usage.input_tokens + CACHED_TOKENS == len(ids(PROMPT))
     assert usage.cache_read_input_tokens == CACHED_TOKENS
@@ -94,9 +79,7 @@ def test_a_message_is_answered(client: anthropic.Anthropic, script: Script) -> N
     assert script.seen[0].prompt == tuple(ids(PROMPT))
 
 
-def test_a_message_is_streamed_in_whole_characters(
-    client: anthropic.Anthropic, script: Script
-) -> None:
+def test_a_message_is_streamed_in_whole_characters(client: anthropic.Anthropic, script: Script) -> None:
     script.text = WORDS
     with client.messages.stream(**HI) as stream:
         said = list(stream.text_stream)
@@ -108,9 +91,7 @@ def test_a_message_is_streamed_in_whole_characters(
     assert script.seen[0].stream
 
 
-def test_events_come_in_the_order_of_the_protocol(
-    client: anthropic.Anthropic, script: Script
-) -> None:
+def test_events_come_in_the_order_of_the_protocol(client: anthropic.Anthropic, script: Script) -> None:
     script.lost = frozenset({2})
     with client.messages.create(**HI, stream=True) as stream:
         kinds = [event.type for event in stream]
@@ -126,9 +107,7 @@ def test_events_come_in_the_order_of_the_protocol(
     ]
 
 
-async def test_an_async_client_streams(
-    async_client: anthropic.AsyncAnthropic, script: Script
-) -> None:
+async def test_an_async_client_streams(async_client: anthropic.AsyncAnthropic, script: Script) -> None:
     async with async_client.messages.stream(**HI) as stream:
         said = [text async for text in stream.text_stream]
     assert "".join(said) == script.text
@@ -155,16 +134,12 @@ def test_a_truncated_message_reports_it(client: anthropic.Anthropic, script: Scr
     assert text_of(message) == VOCABULARY.decode(ids(script.text)[:2])
 
 
-def test_a_message_that_fills_the_context_reports_it(
-    client: anthropic.Anthropic, script: Script
-) -> None:
+def test_a_message_that_fills_the_context_reports_it(client: anthropic.Anthropic, script: Script) -> None:
     script.cut_at = 3
     assert client.messages.create(**HI).stop_reason == "model_context_window_exceeded"
 
 
-def test_the_models_own_last_message_is_continued(
-    client: anthropic.Anthropic, script: Script
-) -> None:
+def test_the_models_own_last_message_is_continued(client: anthropic.Anthropic, script: Script) -> None:
     turns = [*HI["messages"], {"role": "assistant", "content": "Well,"}]
     client.messages.create(**{**HI, "system": "Be kind.", "messages": turns})
     assert script.seen[0].prompt == tuple(ids("s:Be kind.\nu:Hi\na:Well,"))
@@ -205,18 +180,14 @@ def test_a_wrong_key_is_rejected(served: Talking) -> None:
 
 
 @pytest.mark.parametrize("header", [{"x-api-key": ALICE}, {"Authorization": f"Bearer {ALICE}"}])
-def test_a_key_is_accepted_in_either_header(
-    served: Talking, script: Script, header: dict[str, str]
-) -> None:
+def test_a_key_is_accepted_in_either_header(served: Talking, script: Script, header: dict[str, str]) -> None:
     url = f"{served.address}/anthropic/api/v1/messages"
     answer = httpx.post(url, json=HI, headers=header, timeout=PATIENCE_S)
     assert answer.json()["content"] == [{"type": "text", "text": script.text}]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_failed_generation_is_an_error(
-    client: anthropic.Anthropic, script: Script, is_streamed: bool
-) -> None:
+def test_a_failed_generation_is_an_error(client: anthropic.Anthropic, script: Script, is_streamed: bool) -> None:
     script.failure = "The weights are gone."
     with pytest.raises(anthropic.APIStatusError, match="The weights are gone") as failed:
         for _ in client.messages.create(**HI, stream=is_streamed):
@@ -262,11 +233,7 @@ def data_dir(served: Talking) -> Iterator[Path]:
 
 @pytest.mark.parametrize("template", [None, "{% for %}"])
 def test_a_model_without_a_usable_template_accepts_texts_but_no_chats(
-    served: Talking,
-    client: anthropic.Anthropic,
-    script: Script,
-    data_dir: Path,
-    template: str | None,
+    served: Talking, client: anthropic.Anthropic, script: Script, data_dir: Path, template: str | None
 ) -> None:
     write_language(data_dir, template)
     with pytest.raises(anthropic.BadRequestError, match="no chat template"):
@@ -280,9 +247,7 @@ def test_a_model_without_a_usable_template_accepts_texts_but_no_chats(
     assert text.json()["choices"][0]["text"] == script.text
 
 
-def test_a_model_without_a_tokenizer_accepts_only_token_ids(
-    client: anthropic.Anthropic, data_dir: Path
-) -> None:
+def test_a_model_without_a_tokenizer_accepts_only_token_ids(client: anthropic.Anthropic, data_dir: Path) -> None:
     (data_dir / "tokenizers" / POOL.tokenizer / "tokenizer.json").unlink()
     with pytest.raises(anthropic.BadRequestError, match="no tokenizer"):
         client.messages.create(**HI)

@@ -30,9 +30,7 @@ CLIENTS = 4
 AFTERWARDS = 40
 
 
-async def test_what_a_draining_process_answers_asks_for_another_connection(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_what_a_draining_process_answers_asks_for_another_connection(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         assert "connection" not in (await api.post("create_session", {})).headers
         api.services.drain()
@@ -92,10 +90,7 @@ def _api(redis_url: str, folder: Path, listener: socket.socket) -> Iterator[Pope
 
 async def _new_run(url: str) -> str:
     async with httpx.AsyncClient(
-        base_url=f"{url}/api/v1",
-        headers={"X-API-Key": ALICE},
-        timeout=PATIENCE_S,
-        verify=NO_TLS,
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S, verify=NO_TLS
     ) as client:
         session = (await client.post("/create_session", json={})).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
@@ -115,10 +110,7 @@ async def _open_sessions(url: str, statuses: Counter[int]) -> None:
 async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[int]) -> None:
     """Ask again and again on a kept connection; a broken one is a failure."""
     async with httpx.AsyncClient(
-        base_url=f"{url}/api/v1",
-        headers={"X-API-Key": ALICE},
-        timeout=PATIENCE_S,
-        verify=NO_TLS,
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S, verify=NO_TLS
     ) as client:
         while True:
             statuses[(await client.post(path, json=body)).status_code] += 1

@@ -117,9 +117,7 @@ async def test_a_rejected_or_ineffective_action_leaves_no_line(
     assert await api.services.audit.page(None, None, 100) == known
 
 
-async def test_pausing_a_run_that_has_ended_leaves_no_line(
-    site: tuple[Api, dict[str, str]],
-) -> None:
+async def test_pausing_a_run_that_has_ended_leaves_no_line(site: tuple[Api, dict[str, str]]) -> None:
     api, names = site
     await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}))
     answer = await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}))
@@ -145,6 +143,4 @@ async def test_changes_by_forms_of_the_pages_are_audited_first_too(
         assert (await send(api.http, "/ui/checkpoints", fields)).status_code == 503
     assert everything(empty_redis.url) == before
     assert (await send(api.http, "/ui/checkpoints", fields)).status_code == 303
-    assert [event.event for event in await api.services.audit.page(None, None, 9)] == [
-        "checkpoint_publish"
-    ]
+    assert [event.event for event in await api.services.audit.page(None, None, 9)] == ["checkpoint_publish"]

@@ -81,10 +81,7 @@ def test_a_copy_of_a_paused_and_of_a_stopped_server_goes_on_with_the_same_number
         # The same program, and its next steps.
         undisturbed = train(service.create_lora_training_client("tiny", rank=4, seed=3), range(10))
         assert seen + train(run, range(8, 10)) == undisturbed
-    with (
-        Serving(of_paused, [base_model], [KEY]) as serving,
-        ServiceClient(serving.address, KEY) as other,
-    ):
+    with Serving(of_paused, [base_model], [KEY]) as serving, ServiceClient(serving.address, KEY) as other:
         again = other.create_training_client_from_state_with_optimizer(path)
         assert train(again, range(3, 8)) == undisturbed[3:8]
 

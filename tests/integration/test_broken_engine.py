@@ -33,10 +33,7 @@ from tests.support.stack import POOL, Stack, make_worker, worker
 from tests.support.waiting import until
 
 CRASHED = {"error": "Internal error: this request could not be run.", "category": "server"}
-POISON = {
-    "error": "Request repeatedly crashed the worker; it was not applied.",
-    "category": "server",
-}
+POISON = {"error": "Request repeatedly crashed the worker; it was not applied.", "category": "server"}
 
 
 @pytest.fixture
@@ -44,9 +41,7 @@ def breaks_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Make the engine raise whenever it is given one of these ops: before it runs, or half way."""
     cycle_as_before = Engine.cycle
 
-    def arm(
-        poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False
-    ) -> None:
+    def arm(poison: Collection[tuple[str, int]], *, half_way: bool = False, deadly: bool = False) -> None:
         def cycle(self: Engine, ops: Sequence[Op]) -> Yielding[CycleOutput]:
             if any((op.run, op.seq) in poison for op in ops):
                 if half_way:
@@ -101,9 +96,7 @@ async def test_what_breaks_the_engine_fails_alone(
         answers = await results(server, harmless, requests)
         assert await results(server, clean, neighbour) == expected
     assert engine.adapters.state(clean.id).digest() == digest
-    assert [answers[seq - 1] == CRASHED for seq in range(1, 5)] == [
-        s in poison for s in range(1, 5)
-    ]
+    assert [answers[seq - 1] == CRASHED for seq in range(1, 5)] == [s in poison for s in range(1, 5)]
     reference = await played_alone(server, url, tmp_path, engine, kept)
     assert engine.adapters.state(harmless.id).digest() == reference
 
@@ -111,9 +104,7 @@ async def test_what_breaks_the_engine_fails_alone(
     assert restored_digest(url, tmp_path, engine, harmless.id) == reference
 
 
-async def played_alone(
-    server: Stack, url: str, folder: Path, engine: Engine, seqs: Sequence[int]
-) -> str:
+async def played_alone(server: Stack, url: str, folder: Path, engine: Engine, seqs: Sequence[int]) -> str:
     """Play some requests of the program, in places of their own; return the digest of the state."""
     run = await server.create("alone", "alone", LORA)
     with worker(url, folder, engine):
@@ -188,10 +179,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     guilty, neighbour = await two_runs(server, 4)
     breaks_at({(guilty.id, 2), (neighbour.id, 99)}, deadly=True)
     answers = asyncio.gather(
-        *(
-            results(server, run, [request_id(run.id, seq) for seq in range(1, 5)])
-            for run in (guilty, neighbour)
-        )
+        *(results(server, run, [request_id(run.id, seq) for seq in range(1, 5)]) for run in (guilty, neighbour))
     )
     deaths = await deaths_until(answers, url, tmp_path, engine)
     mine, others = await answers
@@ -199,10 +187,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert others == expected
     assert engine.adapters.state(neighbour.id).digest() == digest
     assert deaths <= 8
-    assert (
-        restored_digest(url, tmp_path, engine, guilty.id)
-        == engine.adapters.state(guilty.id).digest()
-    )
+    assert restored_digest(url, tmp_path, engine, guilty.id) == engine.adapters.state(guilty.id).digest()
     assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
 
 
@@ -213,14 +198,7 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    for failpoint in (
-        "commit",
-        "commit",
-        "commit",
-        "crash_counts.survived",
-        "crash_counts.survived",
-        "commit",
-    ):
+    for failpoint in ("commit", "commit", "commit", "crash_counts.survived", "crash_counts.survived", "commit"):
         async with dying_worker(url, tmp_path, engine, Failpoint(failpoint)):
             pass
     with worker(url, tmp_path, engine):
@@ -229,11 +207,7 @@ async def test_kills_from_outside_are_not_blamed_on_a_request(
 
 
 async def test_no_write_runs_beside_a_part_that_may_kill(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that a save or a copy killed would be counted against the request beside it."""
     writing: list[object] = []

@@ -30,9 +30,7 @@ SAID = f"<think>Hm.</think>I look. {CALL}"
 
 
 @pytest.fixture(scope="module")
-def served(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Talking]:
+def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talking]:
     redis_server.flush()
     folder = tmp_path_factory.mktemp("data")
     with talking_api(redis_server.url, folder) as talking:
@@ -86,9 +84,7 @@ def test_a_call_makes_a_round_trip_through_openai(mine: openai.OpenAI, script: S
     assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
 
 
-def test_a_call_makes_a_round_trip_through_anthropic(
-    theirs: anthropic.Anthropic, script: Script
-) -> None:
+def test_a_call_makes_a_round_trip_through_anthropic(theirs: anthropic.Anthropic, script: Script) -> None:
     tool = {"name": "w", "input_schema": SCHEMA}
     asked: Any = {"model": MODEL, "messages": HI, "tools": [tool], "max_tokens": 99}
     message = theirs.messages.create(**asked)
@@ -102,11 +98,7 @@ def test_a_call_makes_a_round_trip_through_anthropic(
         assert (call.name, call.input, each.stop_reason) == ("w", {"c": "Köln"}, "tool_use")
     script.text = "It rains."
     result = {"type": "tool_result", "tool_use_id": message.content[2].id, "content": "rain"}
-    history = [
-        *HI,
-        {"role": "assistant", "content": message.content},
-        {"role": "user", "content": [result]},
-    ]
+    history = [*HI, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
     last = theirs.messages.create(**{**asked, "messages": history})
     assert (last.stop_reason, last.content[0].type) == ("end_turn", "text")
     assert "a:I look.[wKöln]|t:rain|" in prompt_of(script)
@@ -114,9 +106,7 @@ def test_a_call_makes_a_round_trip_through_anthropic(
     assert counted.input_tokens == len(script.seen[-1].prompt)
 
 
-def test_a_call_makes_a_round_trip_through_the_responses_api(
-    mine: openai.OpenAI, script: Script
-) -> None:
+def test_a_call_makes_a_round_trip_through_the_responses_api(mine: openai.OpenAI, script: Script) -> None:
     tool: Any = {"type": "function", "name": "w", "parameters": SCHEMA, "strict": False}
     asked: Any = {"model": MODEL, "instructions": "Be short.", "tools": [tool]}
     whole = mine.responses.create(**asked, input="Hi")
@@ -147,9 +137,7 @@ def test_a_call_makes_a_round_trip_through_the_responses_api(
     assert cut["response"]["output"][0]["content"][0]["text"] == "It rain"
 
 
-def test_the_log_probs_of_a_response_are_those_of_a_chat(
-    mine: openai.OpenAI, script: Script
-) -> None:
+def test_the_log_probs_of_a_response_are_those_of_a_chat(mine: openai.OpenAI, script: Script) -> None:
     script.text = "Hi"
     chat = mine.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
     expected: Any = chat.choices[0].logprobs
@@ -185,9 +173,7 @@ def test_a_field_that_the_responses_api_cannot_honour_is_refused(
         mine.responses.create(model=MODEL, input="a", extra_body=asked)
 
 
-def test_reasoning_is_turned_off_by_each_api(
-    mine: openai.OpenAI, theirs: anthropic.Anthropic, script: Script
-) -> None:
+def test_reasoning_is_turned_off_by_each_api(mine: openai.OpenAI, theirs: anthropic.Anthropic, script: Script) -> None:
     script.text = "Hi"
     mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="none")
     off = prompt_of(script)
@@ -196,14 +182,10 @@ def test_reasoning_is_turned_off_by_each_api(
     mine.chat.completions.create(model=MODEL, messages=HI, reasoning_effort="low")
     assert prompt_of(script) == "u:Hi|a:"
     with pytest.raises(openai.BadRequestError, match=r"chat_template_kwargs.tools"):
-        mine.chat.completions.create(
-            model=MODEL, messages=HI, extra_body={"chat_template_kwargs": {"tools": [TOOL]}}
-        )
+        mine.chat.completions.create(model=MODEL, messages=HI, extra_body={"chat_template_kwargs": {"tools": [TOOL]}})
 
 
-@pytest.mark.parametrize(
-    ("path", "status", "where"), [("nothing", 404, "type"), ("messages", 405, "message")]
-)
+@pytest.mark.parametrize(("path", "status", "where"), [("nothing", 404, "type"), ("messages", 405, "message")])
 @pytest.mark.parametrize("api", ["oai/api/v1", "anthropic/api/v1"])
 def test_an_unknown_path_has_the_error_format_of_its_api(
     served: Talking, api: str, path: str, status: int, where: str
@@ -225,9 +207,7 @@ def test_head_and_options_are_answered_for_every_path(served: Talking) -> None:
 
 
 async def test_pages_of_configured_origins_may_call_the_api(tmp_path: Path) -> None:
-    settings = ServerSettings(
-        redis_url="unix:///nowhere", data_dir=tmp_path, cors_origins=("https://app.test",)
-    )
+    settings = ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path, cors_origins=("https://app.test",))
     asked = {
         "Origin": "https://app.test",
         "Access-Control-Request-Method": "POST",
@@ -236,17 +216,13 @@ async def test_pages_of_configured_origins_may_call_the_api(tmp_path: Path) -> N
     transport = httpx.ASGITransport(create_app(settings))
     async with httpx.AsyncClient(transport=transport, base_url="http://a") as http:
         mine = await http.options("/oai/api/v1/models", headers=asked)
-        foreign = await http.options(
-            "/oai/api/v1/models", headers={**asked, "Origin": "https://b.test"}
-        )
+        foreign = await http.options("/oai/api/v1/models", headers={**asked, "Origin": "https://b.test"})
     assert mine.headers["access-control-allow-origin"] == "https://app.test"
     assert "authorization" in mine.headers["access-control-allow-headers"].lower()
     assert "access-control-allow-origin" not in foreign.headers
 
 
-def test_a_model_is_found_by_its_name(
-    served: Talking, mine: openai.OpenAI, theirs: anthropic.Anthropic
-) -> None:
+def test_a_model_is_found_by_its_name(served: Talking, mine: openai.OpenAI, theirs: anthropic.Anthropic) -> None:
     assert mine.models.retrieve(MODEL).id == theirs.models.retrieve(MODEL).id == MODEL
     url = f"{served.address}/oai/api/v1/models/{MODEL}"
     assert "/" in MODEL

@@ -90,9 +90,7 @@ async def test_saves_resolve_after_a_kill_before_their_files_are_written(
         digests = {}
         for last in (STEP, 2 * STEP):
             async with stack(redis.url, tmp_path / "alone") as alone:
-                _, digests[last] = await undisturbed(
-                    alone, redis.url, tmp_path / "alone", engine, last
-                )
+                _, digests[last] = await undisturbed(alone, redis.url, tmp_path / "alone", engine, last)
             redis.flush()
         async with opened(redis, tmp_path, tiny_model) as host:
             run = await host.stack.create("a", "a", LORA)
@@ -106,9 +104,7 @@ async def test_saves_resolve_after_a_kill_before_their_files_are_written(
                     await results(host.stack, run, later)  # training needs no disk
                     await until(lambda: host.done(run) == 2 * STEP + 2)
                     for request in (between, before):
-                        assert isinstance(
-                            await host.stack.futures.wait(run.tenant, request, 0), Pending
-                        )
+                        assert isinstance(await host.stack.futures.wait(run.tenant, request, 0), Pending)
                     assert await host.listed(run) == []
                     await asyncio.to_thread(host.worker.kill)
             host.worker.start()
@@ -121,10 +117,7 @@ async def test_saves_resolve_after_a_kill_before_their_files_are_written(
                 await host.stack.result(copy, request_id(copy.id, 0))
             await asyncio.to_thread(host.worker.stop)
         for copy, digest in zip(copies, digests.values(), strict=True):
-            assert (
-                await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, copy.id)
-                == digest
-            )
+            assert await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, copy.id) == digest
 
 
 async def test_a_checkpoint_survives_a_kill_of_all_processes_bit_for_bit(
@@ -134,9 +127,7 @@ async def test_a_checkpoint_survives_a_kill_of_all_processes_bit_for_bit(
     follow."""
     with EmbeddedRedis() as redis:
         async with stack(redis.url, tmp_path / "alone") as alone:
-            expected, digest = await undisturbed(
-                alone, redis.url, tmp_path / "alone", engine, last=2 * STEP
-            )
+            expected, digest = await undisturbed(alone, redis.url, tmp_path / "alone", engine, last=2 * STEP)
         redis.flush()
         async with opened(redis, tmp_path, tiny_model) as host:
             run = await host.stack.create("a", "a", LORA)
@@ -157,7 +148,4 @@ async def test_a_checkpoint_survives_a_kill_of_all_processes_bit_for_bit(
                 assert await results(host.stack, each, again) == expected[STEP:]
             await asyncio.to_thread(host.worker.stop)
             for each in (run, new):
-                assert (
-                    await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, each.id)
-                    == digest
-                )
+                assert await asyncio.to_thread(restored_digest, redis.url, tmp_path, engine, each.id) == digest

@@ -111,9 +111,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         for overwrite in overwrites:
             run.done += 1
             describe = self.samples.describe_save
-            records |= self.wait(
-                describe(record, run.done, name=NAME, kind=kind, overwrite=overwrite)
-            )
+            records |= self.wait(describe(record, run.done, name=NAME, kind=kind, overwrite=overwrite))
             # A later save was stored first, so this pending save has no claim to the name.
             of_name = [save for save in self.saves.values() if save.name == where]
             is_pending = any(save.state == "owed" and save.may_have_name for save in of_name)
@@ -188,9 +186,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             for ref in owed:
                 self.note_stored(ref)
             owed = []
-        registered = self.samples.log.execution.register_snapshot(
-            record.id, run.done, f"f{run.done}", "sha"
-        )
+        registered = self.samples.log.execution.register_snapshot(record.id, run.done, f"f{run.done}", "sha")
         assert registered == (run.done > run.snap and not owed)
         if registered:
             run.loads = {seq: ref for seq, ref in run.loads.items() if seq > run.snap}
@@ -225,14 +221,10 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def the_lists_hold_these_names_and_no_others(self) -> None:
         redis = self.samples.log.redis
-        listed = {
-            member.decode() for member in redis.zrange(weights_keys.tenant_checkpoints(A), 0, -1)
-        }
+        listed = {member.decode() for member in redis.zrange(weights_keys.tenant_checkpoints(A), 0, -1)}
         assert listed == {weights_keys.checkpoint_member(*where) for where in self.names}
         for run in {where[0] for where in self.names}:
-            of_run = {
-                member.decode() for member in redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
-            }
+            of_run = {member.decode() for member in redis.zrange(weights_keys.run_checkpoints(run), 0, -1)}
             assert of_run == {f"{kind}/{name}" for at, kind, name in self.names if at == run}
         counted = len(self.names) + len(self.owed()), 10 * len(self.names)
         assert self.wait(self.checkpoints.stored_bytes(A)) == counted
@@ -263,6 +255,5 @@ class CheckpointMachine(RuleBasedStateMachine):
 def test_checkpoints_behave_like_their_model(redis_server: EmbeddedRedis) -> None:
     CheckpointMachine.server = redis_server
     run_state_machine_as_test(
-        CheckpointMachine,
-        settings=settings(max_examples=examples(30), stateful_step_count=40, deadline=None),
+        CheckpointMachine, settings=settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
     )

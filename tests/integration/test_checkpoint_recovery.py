@@ -20,13 +20,7 @@ from cotrain_workers.checkpoints.weights_store import LOST
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.worker.bootstrap import Tuning
 from tests.support.bodies import sequences
-from tests.support.checkpoints import (
-    checkpoint_of,
-    run_from,
-    saved_state,
-    submit_load,
-    submit_state,
-)
+from tests.support.checkpoints import checkpoint_of, run_from, saved_state, submit_load, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
@@ -62,9 +56,7 @@ def tokens_of(first: int, last: int) -> int:
     return sum(len(each) - 1 for number in passes for each in sequences(number, 2, 9))
 
 
-async def go_back_and_on(
-    server: Stack, run: RunRecord, checkpoint: CheckpointRecord
-) -> list[RequestId]:
+async def go_back_and_on(server: Stack, run: RunRecord, checkpoint: CheckpointRecord) -> list[RequestId]:
     """Load over a pending gradient, then run the program's second step and save."""
     seq = 2 * STEP + 2
     await submit(server, run, 1, 1, place=seq)
@@ -180,11 +172,7 @@ async def test_a_run_whose_checkpoint_is_missing_in_a_replay_stops_alone(
 
 
 async def test_a_named_save_is_redone_with_its_optimizer_after_a_kill(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if a later load has undone the saved state in the run."""
     url = empty_redis.url
@@ -237,11 +225,7 @@ async def test_a_save_that_no_replay_can_redo_fails_and_is_not_listed(
 
 
 async def test_a_full_disk_delays_runs_with_large_saves_and_fails_none(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("No space left on device")

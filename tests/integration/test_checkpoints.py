@@ -55,9 +55,7 @@ def expired(samples: Samples, checkpoint: CheckpointRecord) -> None:
     samples.log.redis.zadd(expiring, {member: time.time()}, xx=True)
 
 
-async def test_a_deleted_checkpoint_leaves_no_trace(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_deleted_checkpoint_leaves_no_trace(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     ends_at = time.time() + WEEK_S
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights", expires_at=ends_at)
@@ -71,9 +69,7 @@ async def test_a_deleted_checkpoint_leaves_no_trace(
     await samples.checkpoint(run, 2, "x", kind="weights")  # its name is free again
 
 
-async def test_only_its_owner_changes_a_checkpoint(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_only_its_owner_changes_a_checkpoint(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     await samples.checkpoint(run, 1, "x", kind="weights")
     await checkpoints.publish(A, run.id, "weights", "x", public=True)
@@ -88,9 +84,7 @@ async def test_only_its_owner_changes_a_checkpoint(
     assert samples.log.everything() == before
 
 
-async def test_an_unstored_checkpoint_cannot_be_changed(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_an_unstored_checkpoint_cannot_be_changed(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", kind="weights")
     with pytest.raises(CheckpointNotFound):
@@ -131,9 +125,7 @@ async def test_a_published_checkpoint_is_readable_by_all_until_unpublished(
     assert not samples.log.redis.exists(weights_keys.published())
 
 
-async def test_a_save_over_a_published_checkpoint_is_not_published(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_save_over_a_published_checkpoint_is_not_published(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     await samples.checkpoint(run, 1, "x")
     await checkpoints.publish(A, run.id, "sampler_weights", "x", public=True)
@@ -142,9 +134,7 @@ async def test_a_save_over_a_published_checkpoint_is_not_published(
     assert not samples.log.redis.exists(weights_keys.published())
 
 
-async def test_a_time_to_live_is_set_and_removed(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_time_to_live_is_set_and_removed(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
     key, member = weights_keys.checkpoint(run.id, "weights", "x"), f"{run.id}/weights/x"
@@ -178,9 +168,7 @@ async def test_concurrent_changes_are_all_applied(
 
 
 @pytest.mark.parametrize("public", [False, True])
-async def test_expired_checkpoints_are_in_no_list(
-    samples: Samples, checkpoints: Checkpoints, public: bool
-) -> None:
+async def test_expired_checkpoints_are_in_no_list(samples: Samples, checkpoints: Checkpoints, public: bool) -> None:
     run = await samples.log.new_run()
     ends_at = time.time() + WEEK_S
     short = await samples.checkpoint(run, 1, "short", expires_at=ends_at)
@@ -198,9 +186,7 @@ async def test_expired_checkpoints_are_in_no_list(
     assert unused(samples) == [short.weights]
 
 
-async def test_all_stored_checkpoints_of_a_tenant_are_counted(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_all_stored_checkpoints_of_a_tenant_are_counted(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     assert await checkpoints.stored_bytes(A) == (0, 0)
     await samples.save(run, 1, name="x")
@@ -223,9 +209,7 @@ def copy_run(source: CheckpointRecord, tenant: str, session: str = "") -> RunRec
     return replace(record_of(tenant, session or f"copies-of-{tenant}"), state=RunState.CLOSED)
 
 
-async def test_a_copy_shares_the_weights_and_keeps_them(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_copy_shares_the_weights_and_keeps_them(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     source = await samples.checkpoint(run, 1, "x", kind="weights", expires_at=time.time() + WEEK_S)
     destination = copy_run(source, "a")
@@ -249,10 +233,7 @@ async def test_the_run_of_a_copy_rejects_requests_and_is_not_counted_as_live(
     await checkpoints.copy(source, destination, None)
     found = await samples.records.run(A, destination.id)
     assert (found.state, found.lora) == (RunState.CLOSED, destination.lora)
-    assert samples.log.redis.zrange(tenant_keys.training_runs(A), 0, -1) == [
-        run.id.encode(),
-        destination.id.encode(),
-    ]
+    assert samples.log.redis.zrange(tenant_keys.training_runs(A), 0, -1) == [run.id.encode(), destination.id.encode()]
     before = samples.log.everything()
     with pytest.raises(RunClosed):
         await samples.log.submit(destination, 1)
@@ -300,9 +281,7 @@ async def test_a_published_checkpoint_of_another_tenant_can_be_copied(
     assert await checkpoints.stored_bytes(B) == (1, 10)
 
 
-async def test_a_copy_requires_read_access_to_the_source(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_copy_requires_read_access_to_the_source(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     private = await samples.checkpoint(run, 1, "x")
     destination = copy_run(private, "b")
@@ -313,9 +292,7 @@ async def test_a_copy_requires_read_access_to_the_source(
     assert await samples.records.checkpoint(B, copy.path) == copy
 
 
-async def test_a_missing_checkpoint_cannot_be_copied(
-    samples: Samples, checkpoints: Checkpoints
-) -> None:
+async def test_a_missing_checkpoint_cannot_be_copied(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     old = await samples.checkpoint(run, 1, "x")
     await samples.checkpoint(run, 2, "x")  # the name refers to another save now

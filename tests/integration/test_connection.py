@@ -34,9 +34,7 @@ async def test_our_own_redis_is_accepted(log: Log) -> None:
 
 
 @pytest.mark.parametrize("setting", UNSAFE)
-async def test_a_redis_that_could_lose_writes_is_rejected_unless_allowed(
-    log: Log, setting: str
-) -> None:
+async def test_a_redis_that_could_lose_writes_is_rejected_unless_allowed(log: Log, setting: str) -> None:
     log.redis.config_set(setting, UNSAFE[setting])
     try:
         with pytest.raises(UnsafeRedis, match=f"{setting} is '{UNSAFE[setting]}'"):

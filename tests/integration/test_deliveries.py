@@ -85,9 +85,7 @@ async def test_an_unsent_result_is_kept(log: Log) -> None:
     assert life_ms(log, run, 1) <= result_keys.READ_RESULT_TTL_MS
 
 
-async def test_waiting_for_a_result_records_that_it_was_sent(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_for_a_result_records_that_it_was_sent(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
     monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
     run = await log.new_run()

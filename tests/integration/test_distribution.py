@@ -61,9 +61,7 @@ class Laptop(NamedTuple):
     python: Path
     server: str
 
-    def run(
-        self, example: str, *options: str, packages: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, example: str, *options: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
         """Run an example against the server; `packages` is a folder of additional packages."""
         program = str(ROOT / "examples" / example)
         return self._run(program, *options, packages=packages)
@@ -72,9 +70,7 @@ class Laptop(NamedTuple):
         """Run Python code in the clean environment."""
         return self._run("-c", code, *arguments)
 
-    def _run(
-        self, *arguments: str, packages: Path | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def _run(self, *arguments: str, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
         environment = {
             "PATH": os.environ["PATH"],
             "COTRAIN_BASE_URL": self.server,
@@ -238,7 +234,5 @@ size_bytes = sum(
 )
 print(json.dumps([found, size_bytes]))
 """
-    done = subprocess.run(
-        [python, "-W", "error", "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([python, "-W", "error", "-c", script], capture_output=True, text=True, check=True)
     return ClientInstall(*json.loads(done.stdout))

@@ -41,9 +41,7 @@ def test_haproxy_accepts_the_configuration(has_tls: bool, certificate: Path) -> 
     variables = {"EDGE_CERTIFICATE": str(certificate)} if has_tls else {}
     haproxy = edges.find_haproxy()
     assert haproxy
-    done = subprocess.run(
-        [haproxy, "-c", "-f", edges.CONFIG], env=variables, capture_output=True, text=True
-    )
+    done = subprocess.run([haproxy, "-c", "-f", edges.CONFIG], env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
 
@@ -70,10 +68,7 @@ def test_the_edge_limits_clients_and_states_their_address(
         "EDGE_MAX_BODY_BYTES": MAX_BODY_BYTES, "EDGE_CERTIFICATE": certificate,
         "EDGE_LISTEN_TLS": f"127.0.0.1:{tls_port}",
     }  # fmt: skip
-    with (
-        edges.edge(f"http://{direct[0]}:{direct[1]}", **variables) as url,
-        httpx.Client(base_url=url) as http,
-    ):
+    with edges.edge(f"http://{direct[0]}:{direct[1]}", **variables) as url, httpx.Client(base_url=url) as http:
         # The API counts wrong keys of the client's address, which the edge states.
         forged = [
             {"X-API-Key": f"tml-guess{number}", "X-Forwarded-For": f"192.0.2.{number}"}
@@ -107,9 +102,7 @@ def test_the_edge_limits_clients_and_states_their_address(
 
         # An admitted connection without a request ends with 408, a refused one with nothing.
         http.close()
-        ends = [
-            _last_words(held) for held in [socket.create_connection(address) for _ in range(40)]
-        ]
+        ends = [_last_words(held) for held in [socket.create_connection(address) for _ in range(40)]]
         assert ends.count(b"") > 0
         assert sum(end.startswith(b"HTTP/1.1 408 ") for end in ends) >= ADDRESS_CONNECTIONS
 

@@ -83,9 +83,7 @@ async def test_a_commit_out_of_order_is_rejected_and_writes_nothing(log: Log) ->
         assert log.everything() == before
 
 
-async def test_a_commit_releases_a_forwards_body_and_keeps_the_others(
-    log: Log,
-) -> None:
+async def test_a_commit_releases_a_forwards_body_and_keeps_the_others(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, OpKind.FORWARD)
     await log.submit(run, 2, OpKind.FORWARD, body=LARGE)
@@ -110,9 +108,7 @@ async def test_a_crashed_request_keeps_its_seq_and_does_not_run_again(log: Log) 
     assert (log.references(), log.queued()) == ({}, (0, 0, 0))
 
 
-async def test_a_snapshot_cuts_the_log_to_its_predecessor_and_releases_bodies(
-    log: Log,
-) -> None:
+async def test_a_snapshot_cuts_the_log_to_its_predecessor_and_releases_bodies(log: Log) -> None:
     run = await log.new_run()
     for seq, kind in enumerate([OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.FORWARD], 1):
         await log.submit(run, seq, kind, body=LARGE)
@@ -191,9 +187,7 @@ async def test_nothing_is_planned_for_a_worker_that_hands_over_its_runs(log: Log
     with pytest.raises(PlanOutdated):
         await log.plan()
     assert log.everything() == before
-    log.redis.set(
-        fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, is_handing_over=False))
-    )
+    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, is_handing_over=False)))
     assert (await log.plan()).cycle == 1
 
 
@@ -220,9 +214,7 @@ async def test_a_closed_run_is_removed_once_its_planned_ops_are_committed(log: L
     assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
 
 
-async def test_a_run_closed_before_it_was_planned_leaves_only_records(
-    log: Log,
-) -> None:
+async def test_a_run_closed_before_it_was_planned_leaves_only_records(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=LARGE)
     await log.intake.close_run(run)
@@ -232,9 +224,7 @@ async def test_a_run_closed_before_it_was_planned_leaves_only_records(
     assert await log.submit(run, 1, body=LARGE) == request_id(run.id, 1)  # a repeat
 
 
-async def test_files_of_a_removed_run_may_be_deleted_after_its_worker_crashed(
-    log: Log,
-) -> None:
+async def test_files_of_a_removed_run_may_be_deleted_after_its_worker_crashed(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     await log.cover(run, 0)

@@ -76,9 +76,7 @@ async def test_another_workers_start_does_not_fence_this_one(log: Log) -> None:
     assert log.result(run, 0)
 
 
-async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_epoch(
-    log: Log,
-) -> None:
+async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_epoch(log: Log) -> None:
     first, second = log.dispatch, Dispatch(log.connection, "second")
     epoch = first.epoch
     assert await first.lead()

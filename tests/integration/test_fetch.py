@@ -47,12 +47,7 @@ class ReadableHub:
                     self.end_headers()
                     return
                 tree = [
-                    {
-                        "type": "file",
-                        "path": name,
-                        "size": len(content),
-                        "oid": f"{hash(content):x}",
-                    }
+                    {"type": "file", "path": name, "size": len(content), "oid": f"{hash(content):x}"}
                     for name, content in hub.files.items()
                 ]
                 told = tree if "/tree/" in self.path else {"id": MODEL, "sha": COMMIT}
@@ -113,9 +108,7 @@ def fetch(hub: ReadableHub, home: Path, model: str) -> subprocess.CompletedProce
     )  # fmt: skip
 
 
-def test_a_model_is_fetched_once_and_complete_without_a_hub(
-    hub: ReadableHub, tmp_path: Path
-) -> None:
+def test_a_model_is_fetched_once_and_complete_without_a_hub(hub: ReadableHub, tmp_path: Path) -> None:
     first = fetch(hub, tmp_path, f"mine={MODEL}")
     assert (first.returncode, first.stdout) == (0, f"{MODEL} is fetched.\n"), first.stderr
     assert not any(path.endswith(".bin") for path in hub.asked)
@@ -146,14 +139,10 @@ def test_a_local_folder_is_not_requested_from_the_hub(hub: ReadableHub, tmp_path
 def test_a_missing_model_is_reported_in_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
     told = fetch(hub, tmp_path, "somebody/else")
     assert told.returncode == 1
-    assert told.stderr == (
-        "There is no model somebody/else on the hub, or it needs a token (HF_TOKEN).\n"
-    )
+    assert told.stderr == ("There is no model somebody/else on the hub, or it needs a token (HF_TOKEN).\n")
 
 
-def test_a_model_without_safetensors_is_reported_in_a_sentence(
-    hub: ReadableHub, tmp_path: Path
-) -> None:
+def test_a_model_without_safetensors_is_reported_in_a_sentence(hub: ReadableHub, tmp_path: Path) -> None:
     hub.files = {"config.json": b"{}", "pytorch_model.bin": b"pickled"}
     told = fetch(hub, tmp_path, MODEL)
     assert told.returncode == 1

@@ -11,13 +11,7 @@ from cotrain_store.monitoring.status import cycle_records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recorder.file import RecordedCycle, read_cycle
 from cotrain_workers.recorder.recorder import SUFFIX
-from cotrain_workers.recorder.replay import (
-    Compared,
-    compared,
-    engine_for,
-    restore_before,
-    run_again,
-)
+from cotrain_workers.recorder.replay import Compared, compared, engine_for, restore_before, run_again
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, results, submit
@@ -63,14 +57,9 @@ async def test_all_recorded_cycles_replay_to_the_same_bits(
     again = [row for cycle in cycles for row in replayed(cycle, tiny_model)]
     assert {row.verdict for row in again} == {"equal"}
     kept = {
-        (run["run"], int(seq)): digest
-        for row in rows
-        for run in row["runs"]
-        for seq, digest in run["digests"].items()
+        (run["run"], int(seq)): digest for row in rows for run in row["runs"] for seq, digest in run["digests"].items()
     }
-    shown = {
-        (row.run, row.seq): row.digest for row in again if row.what not in ("save", "state after")
-    }
+    shown = {(row.run, row.seq): row.digest for row in again if row.what not in ("save", "state after")}
     assert kept == shown
 
 

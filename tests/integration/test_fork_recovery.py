@@ -9,15 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.keys import weights_keys
-from cotrain_store.messages.ids import (
-    RequestId,
-    SamplerId,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    encode,
-    run_id,
-)
+from cotrain_store.messages.ids import RequestId, SamplerId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
@@ -37,9 +29,7 @@ A, S = TenantId("a"), SessionId("a")
 async def save(server: Stack, run: RunRecord, seq: int) -> RequestId:
     """Submit an unnamed save with the optimizer state, and wait for its commit."""
     body = SaveRequest(sampler=SamplerId(f"{run.session}:sample:0"), kind="weights")
-    request = await server.intake.submit(
-        run, seq, OpKind.SAVE, encode(body).encode(), 0, digest="save"
-    )
+    request = await server.intake.submit(run, seq, OpKind.SAVE, encode(body).encode(), 0, digest="save")
     await server.result(run, request)
     return request
 
@@ -47,10 +37,7 @@ async def save(server: Stack, run: RunRecord, seq: int) -> RequestId:
 async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
     """Accept forks of saved weights, and the second step of the program for each."""
     body = encode(LoadRequest("x", (LoadSource(WeightsRef(ref)),), True, LORA)).encode()
-    runs = [
-        RunRecord(run_id(S, number), A, S, POOL, MODEL, LORA, time.time())
-        for number in range(1, count + 1)
-    ]
+    runs = [RunRecord(run_id(S, number), A, S, POOL, MODEL, LORA, time.time()) for number in range(1, count + 1)]
     ops = [JointOp(run, 0, OpKind.LOAD, body, 0, "fork", WeightsRef(ref)) for run in runs]
     for _ in range(2):  # a repeat creates no other runs
         accepted = await server.intake.submit_together(A, ops)
@@ -60,11 +47,7 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
 
 @pytest.mark.parametrize(
     "failpoint",
-    [
-        variant(Failpoint("commit", 1)),
-        Failpoint("commit", 1, after=True),
-        Failpoint("stored", 1, of_weights=True),
-    ],
+    [variant(Failpoint("commit", 1)), Failpoint("commit", 1, after=True), Failpoint("stored", 1, of_weights=True)],
     ids=lambda failpoint: f"{failpoint.method}-{failpoint.after}",
 )
 async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is_killed(

@@ -53,11 +53,7 @@ async def trained(server: Stack, url: str, folder: Path, engine: Engine) -> tupl
 
 
 async def test_a_result_waits_for_free_space(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    disk: Callable[[float], list[int]],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, disk: Callable[[float], list[int]]
 ) -> None:
     url = empty_redis.url
     other, expected = await trained(server, url, tmp_path, engine)
@@ -71,11 +67,7 @@ async def test_a_result_waits_for_free_space(
 
 
 async def test_a_worker_stopped_on_a_full_disk_leaves_the_step_to_the_next(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    disk: Callable[[float], list[int]],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, disk: Callable[[float], list[int]]
 ) -> None:
     url = empty_redis.url
     other, expected = await trained(server, url, tmp_path, engine)

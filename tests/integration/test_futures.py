@@ -66,9 +66,7 @@ async def test_a_poll_that_runs_out_of_time_is_pending(log: Log) -> None:
         assert futures.waiters == 0
 
 
-async def test_the_sweep_finds_what_no_message_told(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_sweep_finds_what_no_message_told(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
     run = await log.new_run()
     async with log.futures() as futures:
@@ -88,16 +86,12 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await everybody_waits(futures, 1)
         with log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.set(
-                result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode()
-            )
+            at_once.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
             at_once.execute()
         assert await wait == Result.of_json({"x": 1})
 
 
-async def test_waiters_survive_a_kill_of_redis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiters_survive_a_kill_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", NEVER_S)
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log, log.futures() as futures:
@@ -164,8 +158,7 @@ async def test_leaving_while_the_subscription_is_being_made_ends(log: Log, turns
 
 
 @pytest.mark.parametrize(
-    "place",
-    ["1", "99", "-1", "", "x", "unload", "0x0", "9" * 5_000, "\u0663", " 0", "0 ", "1:0", "*"],
+    "place", ["1", "99", "-1", "", "x", "unload", "0x0", "9" * 5_000, "\u0663", " 0", "0 ", "1:0", "*"]
 )
 async def test_a_request_that_never_was_is_not_found(log: Log, place: str) -> None:
     run = await log.new_run()
@@ -266,6 +259,5 @@ async def test_a_poll_says_where_its_request_stands(log: Log) -> None:
         answer = await futures.wait(A, request_id(one.id, 2), 0.01)
         assert answer == Pending(
             "active",
-            "position 3 in its run's queue, next to 1 other tenant with work; "
-            "about 3 s for all that you have sent",
+            "position 3 in its run's queue, next to 1 other tenant with work; about 3 s for all that you have sent",
         )

@@ -85,9 +85,7 @@ async def test_a_repeated_expiry_has_no_effect(log: Log, run: RunRecord) -> None
     assert log.everything() == before
 
 
-async def test_the_missing_request_runs_after_expiry_and_failed_ones_stay_failed(
-    log: Log, run: RunRecord
-) -> None:
+async def test_the_missing_request_runs_after_expiry_and_failed_ones_stay_failed(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     told = [log.result(run, seq) for seq in (2, 3)]
     await log.submit(run, 1)
@@ -115,27 +113,21 @@ async def test_a_failed_op_counts_again_while_it_can_run(log: Log, run: RunRecor
     assert log.queued() == (0, 0, 0)
 
 
-async def test_a_run_that_ends_after_its_gap_leaves_an_empty_queue(
-    log: Log, run: RunRecord
-) -> None:
+async def test_a_run_that_ends_after_its_gap_leaves_an_empty_queue(log: Log, run: RunRecord) -> None:
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 4)
     await log.intake.close_run(run)
     assert log.queued() == (0, 0, 0)
 
 
-async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(
-    log: Log, run: RunRecord
-) -> None:
+async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(log: Log, run: RunRecord) -> None:
     await log.submit(run, 1)
     before = log.everything()
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert log.everything() == before
 
 
-async def test_a_request_after_an_expired_gap_is_as_late_as_those_before(
-    log: Log, run: RunRecord
-) -> None:
+async def test_a_request_after_an_expired_gap_is_as_late_as_those_before(log: Log, run: RunRecord) -> None:
     log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 5)
@@ -163,9 +155,7 @@ async def test_a_repeat_of_a_failed_request_gets_its_failure(log: Log, run: RunR
     assert log.queued() == (0, 0, 0)
 
 
-async def test_the_scheduler_expires_old_gaps_only(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_the_scheduler_expires_old_gaps_only(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     settings = SchedulerSettings(redis_url=empty_redis.url, data_dir=tmp_path, gap_limit_s=60)
     async with open_log(empty_redis.url, tmp_path) as log:
         old, young = await log.new_run("a"), await log.new_run("b")

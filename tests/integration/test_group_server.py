@@ -21,11 +21,7 @@ PATIENCE_S = 600
 #: One of two processes, then the other, is killed in the middle of a step; then one hangs. Each
 #: start begins with four measured passes. Each fault comes at about the second pass after them:
 #: with all runs in one pass there are five steps of two passes.
-FAULTS = (
-    "group.before_pass~member-1=kill@6,"
-    "group.before_pass~member-0=kill@12,"
-    "group.before_pass~member-1=stop@19"
-)
+FAULTS = "group.before_pass~member-1=kill@6,group.before_pass~member-0=kill@12,group.before_pass~member-1=stop@19"
 
 
 def train(serving: Serving, *only: str) -> Any:
@@ -56,9 +52,7 @@ def members_of(serving: Serving) -> list[int]:
     return sorted(member["runs"] for member in workers_of(serving)[0]["members"])
 
 
-def test_a_group_with_killed_or_hung_processes_keeps_its_numbers(
-    tmp_path: Path, base_model: str
-) -> None:
+def test_a_group_with_killed_or_hung_processes_keeps_its_numbers(tmp_path: Path, base_model: str) -> None:
     with Serving(tmp_path / "alone", [base_model], [KEY]) as serving:
         expected = train(serving)
         (worker,) = workers_of(serving)
@@ -96,6 +90,4 @@ def test_a_vllm_server_samples_for_a_group(tmp_path: Path, base_model: str) -> N
 def test_a_group_that_cannot_load_its_base_model_reports_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RuntimeError, match=f"Base model {tmp_path / 'empty'} cannot be served"):
-        Serving(
-            tmp_path / "server", [f"tiny={tmp_path / 'empty'}"], [KEY], ["--group-size=2"]
-        ).__enter__()
+        Serving(tmp_path / "server", [f"tiny={tmp_path / 'empty'}"], [KEY], ["--group-size=2"]).__enter__()

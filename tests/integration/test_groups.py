@@ -22,9 +22,7 @@ from tests.warm.popen import Popen
 MEMBERS_S = 120
 
 
-def run_group(
-    folder: Path, out: Path, size: int, recompute: str, names: Sequence[str]
-) -> list[dict[str, Any]]:
+def run_group(folder: Path, out: Path, size: int, recompute: str, names: Sequence[str]) -> list[dict[str, Any]]:
     """Run the scenarios in a group. Return the output of each member."""
     out.mkdir()
     command = [sys.executable, "-P", "-m", "tests.support.group_program"]
@@ -37,10 +35,7 @@ def run_group(
 # window. All of it takes part in a cycle of every run, and in restored runs.
 @pytest.mark.parametrize(
     ("size", "family", "tied", "recompute", "names"),
-    [
-        (2, "qwen3", False, "always", tuple(SCENARIOS)),
-        variant(3, "gemma2", True, "auto", ("together", "put_back")),
-    ],
+    [(2, "qwen3", False, "always", tuple(SCENARIOS)), variant(3, "gemma2", True, "auto", ("together", "put_back"))],
 )
 def test_a_group_computes_the_same_as_one_process(
     tmp_path: Path, size: int, family: str, tied: bool, recompute: str, names: Sequence[str]

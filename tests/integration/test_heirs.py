@@ -51,12 +51,7 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
     ids=str,
 )
 async def test_a_successor_continues_with_the_same_numbers_and_saves(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    failpoint: Failpoint,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, failpoint: Failpoint
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)

@@ -16,13 +16,7 @@ from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import (
-    HistoryEntry,
-    MetricsEntry,
-    PassEntry,
-    RunRecord,
-    StepEntry,
-)
+from cotrain_store.messages.runs import HistoryEntry, MetricsEntry, PassEntry, RunRecord, StepEntry
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.tenants.webhooks import Webhooks
@@ -190,9 +184,7 @@ async def test_a_load_excludes_pending_passes(log: Log) -> None:
     assert (point.loss_sum, point.passes) == (LOSS * 3, 1)
 
 
-async def test_metrics_are_exact_and_an_evaluation_without_all_its_forwards_has_no_value(
-    log: Log,
-) -> None:
+async def test_metrics_are_exact_and_an_evaluation_without_all_its_forwards_has_no_value(log: Log) -> None:
     run = await log.new_run()
     await train(log, run, 1, 1)
     entries: list[HistoryEntry] = [
@@ -244,9 +236,7 @@ def test_many_steps_are_thinned_to_an_even_grid_with_both_ends(log: Log, count: 
     assert log.redis.memory_usage(run_keys.steps(RunId("run")), samples=0) < 90_000
 
 
-async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(
-    samples: Samples,
-) -> None:
+async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(samples: Samples) -> None:
     log = samples.log
     run = await log.new_run()
     seq = await train(log, run, 1, 3)

@@ -8,17 +8,7 @@ import httpx
 
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RunId, WorkerId
-from tests.support.http_api import (
-    ADMIN_KEY,
-    ALICE,
-    BOB,
-    OPERATOR,
-    POOL,
-    Api,
-    pass_body,
-    running_api,
-    sample_body,
-)
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.waiting import until_true
@@ -34,9 +24,7 @@ async def ask(api: Api, method: str, path: str, json: Any = None, key: str = ADM
     return answer.json() if answer.content else None
 
 
-async def raw(
-    api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY
-) -> httpx.Response:
+async def raw(api: Api, method: str, path: str, json: Any = None, key: str = ADMIN_KEY) -> httpx.Response:
     headers = {"X-API-Key": key}
     return await api.http.request(method, f"{ADMIN}{path}", json=json, headers=headers)
 
@@ -79,10 +67,7 @@ async def test_every_quota_can_be_set_and_an_invalid_one_is_named(api: Api) -> N
     assert (await api.services.quotas.of(tenant)).tenant_limits.history_points == 7  # type: ignore[arg-type]
     for body, says in (
         ({"limits": {"ops": 0}}, "limits.ops: Input should be greater than or equal to 1"),
-        (
-            {"limits": {"ops": 10**16}},
-            f"limits.ops: Input should be less than or equal to {10**15}",
-        ),
+        ({"limits": {"ops": 10**16}}, f"limits.ops: Input should be less than or equal to {10**15}"),
         ({"limits": {"ops": "9"}}, "limits.ops: Input should be a valid integer"),
         ({"limits": {"ops": True}}, "limits.ops: Input should be a valid integer"),
         ({"limits": {"opps": 9}}, "limits.opps: Extra inputs are not permitted"),
@@ -153,9 +138,7 @@ async def test_a_run_can_be_paused_and_closed_only_through_its_tenant(api: Api) 
     assert long.json()["detail"] == "reason: String should have at most 200 characters."
 
 
-async def test_a_key_is_shown_once_expires_is_listed_and_is_revoked(
-    api: Api,
-) -> None:
+async def test_a_key_is_shown_once_expires_is_listed_and_is_revoked(api: Api) -> None:
     made = await ask(api, "POST", "tenants", {"name": HOSTILE, "days": 2})
     tenant, key = made["tenant"], made["key"]
     assert made["name"] == HOSTILE
@@ -223,9 +206,7 @@ async def test_tenants_are_listed_by_name_page_by_page_and_searched(api: Api) ->
     assert OPERATOR["X-API-Key"] == ADMIN_KEY
 
 
-async def test_a_run_is_moved_and_an_impossible_move_is_rejected(
-    api: Api,
-) -> None:
+async def test_a_run_is_moved_and_an_impossible_move_is_rejected(api: Api) -> None:
     tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
     path = f"tenants/{tenant}/runs/{run}/move"
 
@@ -245,11 +226,7 @@ async def test_a_run_is_moved_and_an_impossible_move_is_rejected(
     assert (status, detail.startswith("worker: ")) == (422, True)
     await ask(api, "POST", path, {"worker": "w1"})
     assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
-    (event,) = [
-        event
-        for event in (await ask(api, "GET", "audit"))["events"]
-        if event["event"] == "run_move"
-    ]
+    (event,) = [event for event in (await ask(api, "GET", "audit"))["events"] if event["event"] == "run_move"]
     assert event["details"] == {"run": run, "worker": "w1"}
     await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")
     assert (await refused("w1"))[0] == 400

@@ -55,9 +55,7 @@ async def test_only_a_key_can_create_tokens(api: Api) -> None:
     token = await token_of(api, ALICE)
     for method in ("POST", "GET", "DELETE"):
         path = "auth/token" if method == "POST" else "auth/apikey/me"
-        answer = await api.http.request(
-            method, f"/api/v1/{path}", headers={"X-API-Key": token}, json={}
-        )
+        answer = await api.http.request(method, f"/api/v1/{path}", headers={"X-API-Key": token}, json={})
         assert answer.status_code == 401
         assert answer.json()["detail"] == "Show the API key itself here, not a token."
         assert "www-authenticate" not in answer.headers  # a new token would not help
@@ -111,9 +109,7 @@ async def test_a_forged_token_is_rejected_and_counted(api: Api, wrong: str) -> N
     assert await status_with(api, good) == 200
 
 
-async def test_a_token_expires_within_five_seconds_of_its_key(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_token_expires_within_five_seconds_of_its_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     key = await api.services.tenants.issue("carol")
     token = await token_of(api, key)
     assert await status_with(api, token) == 200
@@ -166,10 +162,7 @@ async def test_a_key_returns_its_own_description(api: Api) -> None:
     assert answer == {
         "name": "carol's laptop",
         "note": f"cotrain keys revoke {record.id}",
-        "details": {
-            "org_details": {"name": record.tenant},
-            "user_details": {"email": "carol's laptop"},
-        },
+        "details": {"org_details": {"name": record.tenant}, "user_details": {"email": "carol's laptop"}},
     }
 
 

@@ -31,14 +31,8 @@ async def sampler(api: Api) -> str:
     return await api.new_sampler()
 
 
-async def poll(
-    api: Api, sampler: str, cursor: int = 0, clone: int = 0, key: str = ALICE, **fields: Any
-) -> Any:
-    target = {
-        "type": "sampling_session",
-        "sampling_session_id": sampler,
-        "cloned_sampler_id": clone,
-    }
+async def poll(api: Api, sampler: str, cursor: int = 0, clone: int = 0, key: str = ALICE, **fields: Any) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": clone}
     body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": [], **fields}
     return await api.post("retrieve_futures", body, key)
 
@@ -98,9 +92,7 @@ async def test_without_time_to_wait_the_answer_comes_at_once(api: Api, sampler: 
     assert ended(answer) == []
 
 
-async def test_every_clone_of_a_client_hears_of_its_own_requests_only(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
+async def test_every_clone_of_a_client_hears_of_its_own_requests_only(api: Api, worker: StandIn, sampler: str) -> None:
     await sample(api, worker, sampler, 0, 7 * CLONE)
     worker.finish(RequestId(f"{sampler}:0"), [1])
     worker.finish(RequestId(f"{sampler}:{7 * CLONE}"), [1])
@@ -114,9 +106,7 @@ async def ends_in_ms(api: Api, request: str) -> float:
     return ends - await clock_ms(redis)
 
 
-async def test_a_result_that_has_arrived_is_not_kept_for_a_day(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
+async def test_a_result_that_has_arrived_is_not_kept_for_a_day(api: Api, worker: StandIn, sampler: str) -> None:
     await sample(api, worker, sampler, 0)
     worker.finish(RequestId(f"{sampler}:0"), [1])
     cursor = (await poll(api, sampler)).json()["cursor"]
@@ -131,9 +121,7 @@ async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: 
     assert answer.status_code == 200
 
 
-async def test_nobody_acknowledges_what_is_anothers(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
+async def test_nobody_acknowledges_what_is_anothers(api: Api, worker: StandIn, sampler: str) -> None:
     bobs = await api.new_sampler(BOB)
     await api.post("asample", sample_body(bobs, 0), BOB)
     worker.claim()
@@ -156,21 +144,13 @@ async def test_another_key_of_the_tenant_takes_no_end_and_no_result_away(
     key = await other_key(api, role)
     await sample(api, worker, sampler, 0, 1)
     worker.finish(RequestId(f"{sampler}:0"), [1])
-    held = asyncio.create_task(
-        poll(api, sampler, cursor=(await poll(api, sampler)).json()["cursor"])
-    )
+    held = asyncio.create_task(poll(api, sampler, cursor=(await poll(api, sampler)).json()["cursor"]))
     await api.until_batch_held(held)
     worker.finish(RequestId(f"{sampler}:1"), [2])
     told = (await held).json()
     everything = [f"{sampler}:0", f"{sampler}:1"]
-    for cursor in (
-        told["cursor"],
-        2**53,
-        2**63 - 1,
-    ):  # one that another was given, and ones that nobody was
-        hostile = await poll(
-            api, sampler, cursor, timeout=0.0, retrieved_request_ids=everything, key=key
-        )
+    for cursor in (told["cursor"], 2**53, 2**63 - 1):  # one that another was given, and ones that nobody was
+        hostile = await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=everything, key=key)
         assert ended(hostile) == []
     assert ended(await poll(api, sampler, timeout=0.0, key=key)) == everything
     fetched = await api.post("retrieve_future", {"request_id": everything[0]}, key)
@@ -179,18 +159,14 @@ async def test_another_key_of_the_tenant_takes_no_end_and_no_result_away(
     assert await ends_in_ms(api, everything[0]) > result_keys.READ_RESULT_TTL_MS
 
 
-async def test_a_cursor_beyond_what_was_told_takes_nothing_away(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
+async def test_a_cursor_beyond_what_was_told_takes_nothing_away(api: Api, worker: StandIn, sampler: str) -> None:
     await sample(api, worker, sampler, 0)
     worker.finish(RequestId(f"{sampler}:0"), [1])
     assert ended(await poll(api, sampler, 2**53, timeout=0.0)) == []
     assert ended(await poll(api, sampler, timeout=0.0)) == [f"{sampler}:0"]
 
 
-async def test_an_end_whose_result_has_arrived_is_told_no_more(
-    api: Api, worker: StandIn, sampler: str
-) -> None:
+async def test_an_end_whose_result_has_arrived_is_told_no_more(api: Api, worker: StandIn, sampler: str) -> None:
     seqs = (0, 1, 7 * CLONE, 7 * CLONE + 1)
     await sample(api, worker, sampler, *seqs)
     for seq in seqs:
@@ -211,9 +187,7 @@ async def test_a_batch_poll_counts_as_a_poll_of_its_tenant(empty_redis: Embedded
         assert (await held).status_code == 200
 
 
-async def test_draining_answers_a_held_batch_poll_with_what_there_is(
-    api: Api, sampler: str
-) -> None:
+async def test_draining_answers_a_held_batch_poll_with_what_there_is(api: Api, sampler: str) -> None:
     held = asyncio.create_task(poll(api, sampler, cursor=0))
     await api.until_batch_held(held)
     api.services.drain()

@@ -50,9 +50,7 @@ async def test_a_pass_of_too_many_empty_datums_takes_its_seq_and_fails(api: Api)
 
 
 async def test_a_pass_without_a_run_is_rejected(api: Api) -> None:
-    answer = await api.post(
-        "forward_backward", content=empty_datums_body(), headers=PROTOBUF | ZSTD
-    )
+    answer = await api.post("forward_backward", content=empty_datums_body(), headers=PROTOBUF | ZSTD)
     assert answer.status_code == 404
 
 
@@ -65,9 +63,7 @@ async def test_more_ids_than_any_sdk_sends_are_rejected_by_field(api: Api) -> No
     assert answer.status_code == 422
     assert "retrieved_request_ids" in answer.text
     assert str(MAX_RETRIEVED) in answer.text
-    assert (
-        await api.post("retrieve_futures", {**body, "retrieved_request_ids": ids[1:]})
-    ).is_success
+    assert (await api.post("retrieve_futures", {**body, "retrieved_request_ids": ids[1:]})).is_success
 
 
 async def test_other_commands_run_between_the_ids_of_twelve_retrieves(
@@ -80,9 +76,7 @@ async def test_other_commands_run_between_the_ids_of_twelve_retrieves(
     body = {"target": target, "timeout": 0.0, "retrieved_request_ids": ids}
     max_ids, answers = 0, BatchingRedis._answers
 
-    async def watched(
-        redis: BatchingRedis, batch: list[tuple[tuple[bytes, ...], object]]
-    ) -> object:
+    async def watched(redis: BatchingRedis, batch: list[tuple[tuple[bytes, ...], object]]) -> object:
         nonlocal max_ids
         given = [argument for args, *_ in batch for argument in args]
         in_batch = sum(str(each).count(":sample:") for each in given)
@@ -113,9 +107,7 @@ async def test_open_requests_are_limited_per_tenant(api: Api) -> None:
         yield b"1}"
 
     arrived, ended = asyncio.Semaphore(0), asyncio.Event()
-    slow = [
-        asyncio.create_task(api.post("telemetry", content=slowly(), headers=JSON)) for _ in range(2)
-    ]
+    slow = [asyncio.create_task(api.post("telemetry", content=slowly(), headers=JSON)) for _ in range(2)]
     for _ in slow:
         await arrived.acquire()
     refused = await api.post("telemetry", {}, ALICE)
@@ -161,15 +153,10 @@ async def test_a_pass_of_many_datums_is_parsed_in_a_process_and_accepted(api: Ap
     assert any(child.pid for child in api.services.parser._children)
 
 
-async def test_millions_of_invalid_numbers_are_rejected_at_the_first(
-    api: Api,
-) -> None:
+async def test_millions_of_invalid_numbers_are_rejected_at_the_first(api: Api) -> None:
     """A description of each error took 14 GB and two minutes."""
     chunks = zstandard.compress(b'{"prompt": {"chunks": [' + b"1," * 100_000 + b"1]}}")
-    for path, body in (
-        ("/oai/api/v1/completions", wrong_numbers_body(100_000)),
-        ("/api/v1/asample", chunks),
-    ):
+    for path, body in (("/oai/api/v1/completions", wrong_numbers_body(100_000)), ("/api/v1/asample", chunks)):
         headers = {"x-api-key": ALICE} | JSON | ZSTD
         answer = await api.http.post(path, content=body, headers=headers)
         assert answer.status_code == 400

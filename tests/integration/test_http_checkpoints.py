@@ -11,17 +11,7 @@ from urllib.parse import unquote
 import pyrage
 import pytest
 
-from tests.support.checkpoint_requests import (
-    SAVES,
-    change,
-    copy,
-    info,
-    load,
-    result,
-    save,
-    start,
-    tenant_of,
-)
+from tests.support.checkpoint_requests import SAVES, change, copy, info, load, result, save, start, tenant_of
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
@@ -57,9 +47,7 @@ async def test_a_repeated_save_is_the_same_request(api: Api, worker: StandIn) ->
     assert other.json()["code"] == "seq_conflict"
 
 
-async def test_a_taken_name_is_kept_unless_overwriting_is_allowed(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_taken_name_is_kept_unless_overwriting_is_allowed(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, 1)
     refused = await save(api, worker, run, 2)
@@ -70,31 +58,21 @@ async def test_a_taken_name_is_kept_unless_overwriting_is_allowed(
     assert "path" in await save(api, worker, run, 3, overwrite=True)
 
 
-async def test_an_invalid_save_fails_at_its_seq_and_the_run_continues(
-    api: Api, worker: StandIn
-) -> None:
+async def test_an_invalid_save_fails_at_its_seq_and_the_run_continues(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     refused = await save(api, worker, run, 1, path="../../etc/passwd")
     assert refused["category"] == "user"
     assert refused["error"].startswith("path (the argument `name` of clients) must be a name")
     recipients = ["age1nobody"]
-    refused = await save(
-        api, worker, run, 2, "external_weights", age_encryption_recipients=recipients
-    )
-    assert refused["error"].startswith(
-        "age_encryption_recipients[0] is neither an age X25519 recipient"
-    )
+    refused = await save(api, worker, run, 2, "external_weights", age_encryption_recipients=recipients)
+    assert refused["error"].startswith("age_encryption_recipients[0] is neither an age X25519 recipient")
     good = [str(pyrage.x25519.Identity.generate().to_public())]
     kept = await save(api, worker, run, 3, "external_weights", age_encryption_recipients=good)
     assert kept["path"] == f"tinker://{run}/external_weights/a"
 
 
 @pytest.mark.parametrize(
-    ("limits", "limit"),
-    [
-        ({"checkpoints": 1}, "1 checkpoints"),
-        ({"checkpoint_bytes": 1_000}, "1000 bytes"),
-    ],
+    ("limits", "limit"), [({"checkpoints": 1}, "1 checkpoints"), ({"checkpoint_bytes": 1_000}, "1000 bytes")]
 )
 async def test_a_save_over_the_quota_fails_until_space_is_freed(
     empty_redis: EmbeddedRedis, limits: dict[str, Any], limit: str
@@ -103,9 +81,7 @@ async def test_a_save_over_the_quota_fails_until_space_is_freed(
         with stand_in(api.services) as worker:
             run, bobs = await api.new_run(), await api.new_run(BOB)
             path = (await save(api, worker, run, 1))["path"]
-            reached = (
-                f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
-            )
+            reached = f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
             for seq, kind in enumerate(SAVES, 2):
                 refused = await save(api, worker, run, seq, kind, path="b")
                 assert refused == {"error": reached, "category": "user"}
@@ -130,9 +106,7 @@ async def test_a_deleted_checkpoint_is_gone_and_its_name_is_free(api: Api, worke
     assert (await save(api, worker, run, 2))["path"] == path
 
 
-async def test_a_checkpoint_with_the_name_of_a_route_can_be_deleted(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_checkpoint_with_the_name_of_a_route_can_be_deleted(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     for seq, name in enumerate(["publish", "ttl", "archive"], 1):
         path = (await save(api, worker, run, seq, path=name))["path"]
@@ -191,9 +165,7 @@ async def events(api: Api, key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", SAVES)
-async def test_a_copy_keeps_its_kind_and_its_run_cannot_be_trained(
-    api: Api, worker: StandIn, kind: str
-) -> None:
+async def test_a_copy_keeps_its_kind_and_its_run_cannot_be_trained(api: Api, worker: StandIn, kind: str) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, kind))["path"]
     copied = (await copy(api, path)).json()["tinker_path"]
@@ -236,9 +208,7 @@ async def test_a_copy_is_placed_in_a_session(api: Api, worker: StandIn) -> None:
     slot = {"session_id": session, "model_seq_id": 5, "ttl_seconds": HOUR_S}
     answers = [(await copy(api, path, **slot)).json() for _ in range(2)]
     assert answers == [{"tinker_path": f"tinker://{session}:train:5/weights/a"}] * 2
-    record = await api.services.records.checkpoint(
-        (await tenant_of(api)).id, answers[0]["tinker_path"]
-    )
+    record = await api.services.records.checkpoint((await tenant_of(api)).id, answers[0]["tinker_path"])
     assert record.expires_at is not None
 
 
@@ -297,10 +267,7 @@ async def test_names_cannot_lead_to_other_paths(api: Api, worker: StandIn) -> No
         target = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}{then}"
         status, detail = await ask_raw(api, method, target)
         assert status in {400, 404, 405}, target
-        assert (
-            status != 400
-            or detail == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
-        )
+        assert status != 400 or detail == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
     assert (await info(api, path)).status_code == 200
 
 
@@ -362,10 +329,7 @@ async def test_an_invalid_path_is_rejected_on_every_route(api: Api, worker: Stan
         path = wrong.format(run=run)
         for answer in (await info(api, path), await start(api, path), await copy(api, path)):
             assert answer.status_code == 400, path
-            assert (
-                answer.json()["detail"]
-                == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
-            )
+            assert answer.json()["detail"] == "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."
         failed = await result(api, worker, await load(api, run, seq, path))
         assert failed == {
             "error": "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",

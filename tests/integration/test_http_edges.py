@@ -94,9 +94,7 @@ async def test_metadata_with_a_number_that_json_does_not_have_is_refused(
         ):
             text = json.dumps({**body, "user_metadata": {"a": [{"b": "?"}]}})
             content = text.replace('"?"', number).encode()
-            answer = await api.post(
-                call, content=content, headers={"Content-Type": "application/json"}
-            )
+            answer = await api.post(call, content=content, headers={"Content-Type": "application/json"})
             assert answer.status_code == 400, call
             assert answer.json()["detail"].startswith("user_metadata holds NaN, an infinity, or a")
 
@@ -146,18 +144,14 @@ async def test_one_tenant_cannot_hold_every_connection(empty_redis: EmbeddedRedi
         await api.until_held(held)
         second = await api.post("retrieve_future", {"request_id": f"{alices}:0"})
         assert (second.status_code, second.headers["retry-after"]) == (429, "1")
-        other = asyncio.create_task(
-            api.post("retrieve_future", {"request_id": f"{bobs}:0"}, key=BOB)
-        )
+        other = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{bobs}:0"}, key=BOB))
         await api.until_held(held, other)
         api.services.drain()
         assert (await held).status_code == (await other).status_code == 408
         assert not api.services.polls_by_tenant.total()
 
 
-async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_held(
-    own_redis: EmbeddedRedis,
-) -> None:
+async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_held(own_redis: EmbeddedRedis) -> None:
     async with running_api(own_redis.url) as api:
         run, sampler = await api.new_run(), await api.new_sampler()
         own_redis.kill()
@@ -178,9 +172,7 @@ async def test_while_redis_is_away_submits_say_when_to_come_back_and_polls_are_h
             assert poll.json()["queue_state"] == "paused_capacity"
         readiness = await api.http.get("/readyz")
         assert readiness.json()["reasons"][0] == "Redis does not answer."
-        assert (
-            "cotrain_redis_up 0.0" in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
-        )
+        assert "cotrain_redis_up 0.0" in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
         assert (await api.http.get("/healthz")).status_code == 200
         own_redis.restart()
         answer = await api.post("forward_backward", pass_body(run, 1))
@@ -200,13 +192,9 @@ async def test_a_redis_that_stands_still_is_told_and_not_waited_for(
                 answer = await api.http.get("/status", headers=OPERATOR)
         finally:
             own_redis.go_on()
-        assert [line for line in metrics if line.startswith("cotrain_redis_up")] == [
-            "cotrain_redis_up 0.0"
-        ]
+        assert [line for line in metrics if line.startswith("cotrain_redis_up")] == ["cotrain_redis_up 0.0"]
         assert (answer.status_code, answer.json()["code"]) == (503, "store_unavailable")
-        assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][
-            0
-        ] == "No scheduler is running."
+        assert (await api.http.get("/status", headers=OPERATOR)).json()["reasons"][0] == "No scheduler is running."
 
 
 async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: EmbeddedRedis) -> None:
@@ -215,10 +203,7 @@ async def test_a_poll_by_a_key_not_seen_lately_is_held_as_well(own_redis: Embedd
         request = {"request_id": f"{await api.new_run(key)}:0"}
         api.services.tenants._known.clear()
         own_redis.kill()
-        for poll in (
-            await api.post("retrieve_future", request, key),
-            await api.post("retrieve_future", request),
-        ):
+        for poll in (await api.post("retrieve_future", request, key), await api.post("retrieve_future", request)):
             assert poll.status_code == 408
         own_redis.restart()
 
@@ -244,33 +229,23 @@ def test_what_operators_are_told_to_watch_is_there() -> None:
 
 def counted() -> list[float]:
     """Read how many passes and samples this process accepted, and how many it had accepted before."""
-    names = [
-        ("accepted", {"op": "forward_backward"}),
-        ("accepted", {"op": "sample"}),
-        ("duplicate", {}),
-    ]
+    names = [("accepted", {"op": "forward_backward"}), ("accepted", {"op": "sample"}), ("duplicate", {})]
     return [
         REGISTRIES[Source.API].get_sample_value(f"cotrain_requests_{name}_total", labels) or 0.0
         for name, labels in names
     ]
 
 
-async def test_a_base_model_that_is_served_no_more_takes_no_new_runs(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_base_model_that_is_served_no_more_takes_no_new_runs(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, base_models="other") as api:
         assert (await api.get("get_server_capabilities")).json()["supported_models"] == []
         session = (await api.post("create_session", {})).json()["session_id"]
-        refused = await api.post(
-            "create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
-        )
+        refused = await api.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"})
     assert refused.status_code == 400
     assert refused.json()["detail"].startswith("Base model 'tiny/model' is not served here.")
 
 
-async def test_no_number_of_the_fleet_is_exported_by_each_process(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_no_number_of_the_fleet_is_exported_by_each_process(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         await api.new_run()
         of_process, of_fleet = [
@@ -320,9 +295,7 @@ async def test_a_crash_is_answered_with_a_reference_and_nothing_of_what_happened
 
 
 async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
-    empty_redis: EmbeddedRedis,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure_logs("api", "debug")
     # A cached logger would go on writing to the stream of this test after it has ended.
@@ -334,9 +307,7 @@ async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
             await api.post("forward_backward", pass_body(run, 2, loss_fn=CANARY_TEXT))
             await api.post("forward_backward", pass_body(run, 2, loss_fn="other"))
             await api.post("create_model", {"session_id": CANARY_TEXT, "base_model": CANARY_TEXT})
-            await api.post(
-                "save_weights_for_sampler", {"model_id": run, "seq_id": 3, "path": CANARY_TEXT}
-            )
+            await api.post("save_weights_for_sampler", {"model_id": run, "seq_id": 3, "path": CANARY_TEXT})
             sampler = await api.new_sampler()
             source = {"session_id": run.partition(":")[0], "sampling_session_seq_id": 0}
             for path in (CANARY_TEXT, f"tinker://{run}/weights/{CANARY_TEXT}"):
@@ -364,9 +335,7 @@ async def test_no_key_token_or_text_of_a_tenant_gets_into_the_log(
     assert logging.getLogger("uvicorn.access").handlers == []
 
 
-async def test_every_answer_has_an_id_that_its_client_may_choose(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_every_answer_has_an_id_that_its_client_may_choose(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         chosen = {"X-Request-Id": "mine-1"}
         for answer in (
@@ -391,9 +360,7 @@ async def test_lines_name_their_request_and_each_answer_is_one_where_that_is_ask
         async with running_api(empty_redis.url, access_log=True) as api:
             run = await api.new_run()
             alice = (await api.services.tenants.authenticate(ALICE)).id
-            await api.post(
-                "forward_backward?token=hidden", pass_body(run, 1), headers={"X-Request-Id": "mine"}
-            )
+            await api.post("forward_backward?token=hidden", pass_body(run, 1), headers={"X-Request-Id": "mine"})
             await api.http.get("/healthz")
     finally:
         structlog.reset_defaults()
@@ -402,11 +369,7 @@ async def test_lines_name_their_request_and_each_answer_is_one_where_that_is_ask
     accepted, answered = [line for line in lines if line.get("http_request") == "mine"]
     assert (accepted["event"], accepted["level"]) == ("request_accepted", "debug")
     assert accepted["request"] == f"{run}:1"
-    assert (answered["event"], answered["method"], answered["code"]) == (
-        "request_answered",
-        "POST",
-        200,
-    )
+    assert (answered["event"], answered["method"], answered["code"]) == ("request_answered", "POST", 200)
     for line in (accepted, answered):
         assert (line["tenant"], line["run"], line["seq"]) == (alice, run, 1)
     assert lines[-1]["route"] == "/healthz"

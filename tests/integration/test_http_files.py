@@ -48,9 +48,7 @@ def folder(api: Api) -> Path:
     return folder
 
 
-async def save(
-    api: Api, worker: StandIn, kind: str = "external_weights", **fields: Any
-) -> tuple[str, str]:
+async def save(api: Api, worker: StandIn, kind: str = "external_weights", **fields: Any) -> tuple[str, str]:
     """Save as `a`. Return the checkpoint's URL and its weights."""
     run = fields.pop("run", None) or await api.new_run()
     body = {"model_id": run, "seq_id": 1, "path": "a", **fields}
@@ -91,9 +89,7 @@ async def test_every_file_of_a_checkpoint_can_be_fetched_without_a_key(
         assert name in answer.headers["content-disposition"]
 
 
-async def test_downloads_of_a_tenant_wait_only_for_its_own(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_downloads_of_a_tenant_wait_only_for_its_own(api: Api, worker: StandIn, folder: Path) -> None:
     api.services.downloads = TenantSlots(at_once=1)
     checkpoint, _ = await save(api, worker, "weights")
     url = (await urls_of(api, checkpoint))["adapter_config.json"]
@@ -113,9 +109,7 @@ async def test_downloads_of_a_tenant_wait_only_for_its_own(
 
 
 @pytest.mark.parametrize("name", CONTENTS)
-async def test_a_damaged_file_is_never_sent(
-    api: Api, worker: StandIn, folder: Path, name: str
-) -> None:
+async def test_a_damaged_file_is_never_sent(api: Api, worker: StandIn, folder: Path, name: str) -> None:
     checkpoint, _ = await save(api, worker, "weights")
     urls = await urls_of(api, checkpoint)
     archive = (await api.get(f"{checkpoint}/archive")).headers["location"]
@@ -165,10 +159,7 @@ async def test_an_interrupted_download_resumes(api: Api, worker: StandIn, folder
     checkpoint, _ = await save(api, worker)
     url = (await urls_of(api, checkpoint))["adapter_model.safetensors"]
     answer = await fetch(api, url, range="bytes=6990-")
-    assert (answer.status_code, answer.content) == (
-        206,
-        CONTENTS["adapter_model.safetensors"][6990:],
-    )
+    assert (answer.status_code, answer.content) == (206, CONTENTS["adapter_model.safetensors"][6990:])
 
 
 async def test_our_client_resumes_the_download_of_an_earlier_process(
@@ -194,9 +185,7 @@ async def test_links_contain_their_expiry(api: Api, worker: StandIn, folder: Pat
     assert LINK_LIFE_S - 60 < left_s <= LINK_LIFE_S
 
 
-async def test_an_encrypted_checkpoint_serves_only_encrypted_files(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_an_encrypted_checkpoint_serves_only_encrypted_files(api: Api, worker: StandIn, folder: Path) -> None:
     reader = str(pyrage.x25519.Identity.generate().to_public())
     checkpoint, ref = await save(api, worker, age_encryption_recipients=[reader])
     encrypted = api.services.settings.data_dir / "external" / external_folder(WeightsRef(ref))
@@ -268,18 +257,12 @@ async def test_a_modified_link_is_rejected(api: Api, worker: StandIn, folder: Pa
     assert (await fetch(api, url)).status_code == 200
 
 
-async def test_expired_and_foreign_links_are_rejected(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_expired_and_foreign_links_are_rejected(api: Api, worker: StandIn, folder: Path) -> None:
     _, ref = await save(api, worker)
     tenant = (await api.services.tenants.authenticate(ALICE)).id
     run = ref.rpartition(":")[0]
     link = Link(
-        tenant,
-        f"tinker://{run}/external_weights/a",
-        WeightsRef(ref),
-        "adapter_config.json",
-        int(time.time()) + 60,
+        tenant, f"tinker://{run}/external_weights/a", WeightsRef(ref), "adapter_config.json", int(time.time()) + 60
     )
     signer = api.services.signer
     other = Signer((b"x" * 32, b"y" * 32))
@@ -310,9 +293,7 @@ async def test_a_link_ends_with_its_checkpoint(api: Api, worker: StandIn, folder
     assert said(await fetch(api, new)) == GONE
 
 
-async def test_a_readers_link_ends_when_the_checkpoint_is_unpublished(
-    api: Api, worker: StandIn, folder: Path
-) -> None:
+async def test_a_readers_link_ends_when_the_checkpoint_is_unpublished(api: Api, worker: StandIn, folder: Path) -> None:
     checkpoint, _ = await save(api, worker)
     assert (await api.get(f"{checkpoint}/external_weights_urls", BOB)).status_code == 404
     await api.post(f"{checkpoint}/publish")
@@ -334,14 +315,9 @@ async def test_symbolic_links_are_not_followed(api: Api, worker: StandIn, folder
     assert said(await fetch(api, location)) == GONE
 
 
-async def test_links_use_the_address_by_which_the_client_reached_the_server(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_links_use_the_address_by_which_the_client_reached_the_server(empty_redis: EmbeddedRedis) -> None:
     public = {"public_url": "https://gpu.example/cotrain/"}
-    for settings, base in [
-        ({}, "http://localhost/api"),
-        (public, "https://gpu.example/cotrain/api"),
-    ]:
+    for settings, base in [({}, "http://localhost/api"), (public, "https://gpu.example/cotrain/api")]:
         async with running_api(empty_redis.url, **settings) as api:
             with stand_in(api.services) as worker:
                 checkpoint, _ = await save(api, worker)

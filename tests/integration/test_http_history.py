@@ -27,9 +27,7 @@ async def answer_of(api: Api, path: str, **headers: str) -> Any:
     return await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": ALICE, **headers})
 
 
-async def test_a_history_has_a_point_for_each_step_to_the_last_digit(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_history_has_a_point_for_each_step_to_the_last_digit(api: Api, worker: StandIn) -> None:
     run = await trained(api, worker)
     history = await got(api, f"training_runs/{run}/history")
     assert history["training_run_id"] == run
@@ -38,9 +36,7 @@ async def test_a_history_has_a_point_for_each_step_to_the_last_digit(
         ("optim_step", 1, 1, 2), ("optim_step", 2, 1, 4), ("optim_step", 3, 1, 6),
     ]  # fmt: skip
     assert [p["loss_sum"] for p in points] == [loss_of(seq) for seq in (1, 3, 5)]
-    assert {(p["grad_norm"], p["learning_rate"], p["weight_sum"]) for p in points} == {
-        (NORM, RATE, 3.0)
-    }
+    assert {(p["grad_norm"], p["learning_rate"], p["weight_sum"]) for p in points} == {(NORM, RATE, 3.0)}
     later = await got(api, f"training_runs/{run}/history?after_step=2")
     assert later["points"] == points[2:]
 
@@ -57,9 +53,7 @@ async def test_a_table_has_the_same_numbers(api: Api, worker: StandIn) -> None:
     assert [float(row["loss_sum"]) for row in rows] == [point["loss_sum"] for point in points]
 
 
-async def test_a_run_without_steps_has_no_points_and_another_tenants_is_not_there(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_run_without_steps_has_no_points_and_another_tenants_is_not_there(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     assert (await got(api, f"training_runs/{run}/history"))["points"] == []
     foreign = await api.get(f"training_runs/{run}/history", BOB)

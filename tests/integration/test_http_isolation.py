@@ -17,25 +17,8 @@ from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
 from cotrain_store.keys import fleet_keys
 from tests.support.draws import variant
-from tests.support.http_api import (
-    ADMIN_KEY,
-    ALICE,
-    BOB,
-    OPERATOR,
-    POOL,
-    Api,
-    pass_body,
-    running_api,
-    sample_body,
-)
-from tests.support.id_questions import (
-    Question,
-    ask,
-    ids_of,
-    questions_of,
-    unasked_fields,
-    unknown_ids,
-)
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api, sample_body
+from tests.support.id_questions import Question, ask, ids_of, questions_of, unasked_fields, unknown_ids
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
 
@@ -143,9 +126,7 @@ def strings(ids: Any) -> set[str]:
     return {value for value in ids.values() if isinstance(value, str)}
 
 
-@pytest.mark.parametrize(
-    "key", ["", "tml-alice_secret-of-bob", *map(variant, ("tml-nobody_x", "sk-x", "Bearer"))]
-)
+@pytest.mark.parametrize("key", ["", "tml-alice_secret-of-bob", *map(variant, ("tml-nobody_x", "sk-x", "Bearer"))])
 async def test_without_a_valid_key_every_route_is_closed_before_the_body_is_read(
     empty_redis: EmbeddedRedis, key: str
 ) -> None:
@@ -157,9 +138,7 @@ async def test_without_a_valid_key_every_route_is_closed_before_the_body_is_read
             assert answer.status_code in {401, 429}, question.name
 
 
-async def test_an_address_with_wrong_keys_is_throttled_but_a_right_key_works(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_an_address_with_wrong_keys_is_throttled_but_a_right_key_works(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         codes = [(await api.post("client/config", {}, "tml-x_y")).status_code for _ in range(11)]
         assert codes == [401] * 10 + [429]
@@ -180,18 +159,14 @@ async def test_a_tenant_sees_only_its_own_queue(empty_redis: EmbeddedRedis) -> N
         assert everything["pools"][0]["samples"]["waiting"] == 1
 
 
-async def test_the_operator_sees_tenant_names_next_to_ids(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_the_operator_sees_tenant_names_next_to_ids(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         key = await api.services.tenants.issue("ada")
         ada = await api.services.tenants.authenticate(key)
         await api.services.tenants.issue("ada's laptop", tenant=ada.id)
         await api.new_run(key=key)
         rows = [{"run": "r", "tenant": ada.id}, {"run": "s", "tenant": "without-a-key"}]
-        await api.services.connection.lpush(
-            fleet_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows})
-        )
+        await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows}))
         [pool] = (await api.http.get("/status", headers=OPERATOR)).json()["pools"]
         named = [(row["tenant"], row["tenant_name"]) for row in pool["tenants"]]
         assert named == [(ada.id, "ada")]
@@ -214,11 +189,7 @@ async def test_the_operator_sees_tenant_names_next_to_ids(
     ],
 )
 async def test_metrics_are_only_for_the_operator(
-    empty_redis: EmbeddedRedis,
-    address: str,
-    headers: dict[str, str],
-    settings: dict[str, str | None],
-    code: int,
+    empty_redis: EmbeddedRedis, address: str, headers: dict[str, str], settings: dict[str, str | None], code: int
 ) -> None:
     async with running_api(empty_redis.url, address, **settings) as api:
         assert (await api.http.get("/metrics", headers=headers)).status_code == code
@@ -226,9 +197,7 @@ async def test_metrics_are_only_for_the_operator(
         assert ("redis" in whole) == (code == 200)
 
 
-async def test_without_a_key_in_the_settings_the_key_file_opens_operator_routes(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_without_a_key_in_the_settings_the_key_file_opens_operator_routes(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, "192.0.2.1", admin_key=None) as api:
         kept = api.services.settings.data_dir / "admin-key"
         assert kept.stat().st_mode & 0o077 == 0

@@ -14,10 +14,7 @@ from tests.support.stand_in import StandIn
 
 
 async def runs(api: Api, query: str = "", key: str = ALICE) -> list[str]:
-    return [
-        run["training_run_id"]
-        for run in (await got(api, f"training_runs?{query}", key))["training_runs"]
-    ]
+    return [run["training_run_id"] for run in (await got(api, f"training_runs?{query}", key))["training_runs"]]
 
 
 async def change(api: Api, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -52,9 +49,7 @@ async def test_a_run_made_while_somebody_pages_hides_none(api: Api) -> None:
     assert set(first) | set(await runs(api, "limit=3&offset=2")) == set(made)
 
 
-async def test_a_run_is_shown_with_what_its_client_said_and_saved(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_run_is_shown_with_what_its_client_said_and_saved(api: Api, worker: StandIn) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {
         "session_id": session,
@@ -80,9 +75,7 @@ async def test_a_run_is_shown_with_what_its_client_said_and_saved(
 
 async def test_a_stopped_run_is_shown_as_corrupted(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
-    record = await api.services.records.run(
-        (await api.services.tenants.authenticate(ALICE)).id, run
-    )
+    record = await api.services.records.run((await api.services.tenants.authenticate(ALICE)).id, run)
     worker.execution.fail_run(run, record.tenant)
     assert (await got(api, f"training_runs/{run}"))["corrupted"] is True
 
@@ -100,14 +93,10 @@ async def test_runs_are_listed_by_the_project_of_their_session(api: Api) -> None
     ]
 
 
-async def test_a_run_is_accessible_to_others_while_something_of_it_is_published(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_run_is_accessible_to_others_while_something_of_it_is_published(api: Api, worker: StandIn) -> None:
     own, foreign = await api.new_run(BOB), await api.new_run()
     await save(api, worker, foreign, "secret", "shared")
-    assert (
-        await api.get(f"training_runs/{foreign}?access_scope=accessible", BOB)
-    ).status_code == 404
+    assert (await api.get(f"training_runs/{foreign}?access_scope=accessible", BOB)).status_code == 404
     await publish(api, foreign, "shared")
     assert await runs(api, "access_scope=accessible", BOB) == [foreign, own]
     assert await runs(api, "access_scope=owned", BOB) == [own]
@@ -151,23 +140,16 @@ async def names(api: Api, path: str, **headers: str) -> tuple[list[str], int | N
     return listed, cursor and cursor["total_count"]
 
 
-async def test_pages_of_checkpoints_hold_each_once_the_newest_first(
-    api: Api, worker: StandIn
-) -> None:
+async def test_pages_of_checkpoints_hold_each_once_the_newest_first(api: Api, worker: StandIn) -> None:
     first, second = await api.new_run(), await api.new_run()
     await save(api, worker, first, "a", "b")
     await save(api, worker, second, "c")
     assert await names(api, "checkpoints?limit=2") == (["weights/c", "weights/b"], 3)
     assert await names(api, "checkpoints?limit=2&offset=2") == (["weights/a"], 3)
-    assert await names(api, f"training_runs/{first}/checkpoints") == (
-        ["weights/b", "weights/a"],
-        None,
-    )
+    assert await names(api, f"training_runs/{first}/checkpoints") == (["weights/b", "weights/a"], None)
 
 
-async def test_checkpoints_are_found_by_exact_metadata_type_and_base_model(
-    api: Api, worker: StandIn
-) -> None:
+async def test_checkpoints_are_found_by_exact_metadata_type_and_base_model(api: Api, worker: StandIn) -> None:
     run, foreign = await api.new_run(), await api.new_run(BOB)
     kinds = ("save_weights", "save_weights", "save_weights_for_sampler", "save_weights")
     for seq, (name, kind) in enumerate(zip("abcd", kinds, strict=True), 1):
@@ -214,9 +196,7 @@ async def test_a_save_is_in_no_list_until_its_files_are_durable(api: Api, worker
     assert await names(api, "checkpoints") == (["weights/a"], 1)
 
 
-async def test_what_is_deleted_or_expired_is_in_no_list_and_not_counted(
-    api: Api, worker: StandIn
-) -> None:
+async def test_what_is_deleted_or_expired_is_in_no_list_and_not_counted(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, "a", "b", "c")
     await change(api, "DELETE", f"training_runs/{run}/checkpoints/weights/a")
@@ -226,9 +206,7 @@ async def test_what_is_deleted_or_expired_is_in_no_list_and_not_counted(
     assert await names(api, f"training_runs/{run}/checkpoints") == (["weights/c"], None)
 
 
-@pytest.mark.parametrize(
-    ("version", "sees"), [("0.22.3", 2), ("0.25.0", 2), ("0.30.0", 3), ("0.38.0", 3)]
-)
+@pytest.mark.parametrize(("version", "sees"), [("0.22.3", 2), ("0.25.0", 2), ("0.30.0", 3), ("0.38.0", 3)])
 async def test_sdks_that_know_no_external_checkpoints_see_none(
     api: Api, worker: StandIn, version: str, sees: int
 ) -> None:

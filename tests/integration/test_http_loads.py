@@ -8,33 +8,20 @@ import pytest
 
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import WeightsRecord
-from tests.support.checkpoint_requests import (
-    LOCKED,
-    change,
-    info,
-    load,
-    result,
-    save,
-    start,
-    tenant_of,
-)
+from tests.support.checkpoint_requests import LOCKED, change, info, load, result, save, start, tenant_of
 from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.stand_in import StandIn
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
-async def test_a_load_into_a_run_answers_with_its_path(
-    api: Api, worker: StandIn, kind: str
-) -> None:
+async def test_a_load_into_a_run_answers_with_its_path(api: Api, worker: StandIn, kind: str) -> None:
     run, other = await api.new_run(), await api.new_run()
     path = (await save(api, worker, run, 1, kind))["path"]
     answer = await result(api, worker, await load(api, other, 1, path))
     assert answer == {"path": path, "model_id": other, "type": "load_weights"}
 
 
-async def test_a_load_sent_again_is_the_same_request_whatever_became_of_its_path(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_load_sent_again_is_the_same_request_whatever_became_of_its_path(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     first = await load(api, run, 2, path)
@@ -53,10 +40,7 @@ async def test_a_load_that_cannot_be_fails_in_its_place(api: Api, worker: StandI
     export = (await save(api, worker, run, 3, "external_weights", **LOCKED))["path"]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"path": path[:-1] + "b"}, "Checkpoint not found."),
-        (
-            {"path": "tinker://a/b"},
-            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
-        ),
+        ({"path": "tinker://a/b"}, "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."),
         ({"path": None}, "path: Input should be a valid string."),
         ({"path": path}, "The checkpoint has rank 4, train_attn=True"),
         ({"path": export}, "Encrypted external_weights are for download only"),
@@ -76,10 +60,7 @@ async def test_an_encrypted_export_is_not_sampled_from(api: Api, worker: StandIn
     run = await api.new_run()
     path = (await save(api, worker, run, 1, "external_weights"))["path"]
     sampler = {"session_id": run.partition(":")[0], "sampling_session_seq_id": 0}
-    assert (
-        "sampling_session_id"
-        in (await api.post("create_sampling_session", {**sampler, "model_path": path})).json()
-    )
+    assert "sampling_session_id" in (await api.post("create_sampling_session", {**sampler, "model_path": path})).json()
     path = (await save(api, worker, run, 2, "external_weights", **LOCKED))["path"]
     sampler["sampling_session_seq_id"] = 1
     refused = await api.post("create_sampling_session", {**sampler, "model_path": path})
@@ -89,14 +70,10 @@ async def test_an_encrypted_export_is_not_sampled_from(api: Api, worker: StandIn
     headers = {"X-API-Key": ALICE}
     refused = await api.http.post("/oai/api/v1/completions", json=asked, headers=headers)
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith(
-        "Encrypted external_weights are for download only"
-    )
+    assert refused.json()["error"]["message"].startswith("Encrypted external_weights are for download only")
 
 
-async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(api: Api, worker: StandIn) -> None:
     run = await api.new_run(train_unembed=False)
     path = (await save(api, worker, run, 1))["path"]
     answer = await start(api, path, user_metadata={"renderer": "qwen3"})
@@ -112,9 +89,7 @@ async def test_a_run_started_by_a_load_is_what_the_checkpoint_was(
     assert "path" in await save(api, worker, model, 1)
 
 
-async def test_a_run_started_twice_is_one_whatever_became_of_its_path(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_run_started_twice_is_one_whatever_became_of_its_path(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     first = await start(api, path)
@@ -135,11 +110,7 @@ async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: 
     bare = (await save(api, worker, run, 2, "sampler_weights"))["path"]
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"path": path + "b"}, 404, "Checkpoint not found."),
-        (
-            {"path": "nothing"},
-            400,
-            "The checkpoint path is malformed. Use tinker://<run>/weights/<name>.",
-        ),
+        ({"path": "nothing"}, 400, "The checkpoint path is malformed. Use tinker://<run>/weights/<name>."),
         ({"path": bare}, 400, "This checkpoint has no optimizer state; load it without."),
         ({"path": path, "base_model": "other"}, 400, "The checkpoint is of base model tiny/model."),
         (
@@ -159,9 +130,7 @@ async def test_a_run_that_cannot_be_started_so_is_refused_now(api: Api, worker: 
     assert (await start(api, path, base_model=POOL.base_model)).status_code == 200
 
 
-async def test_a_load_holds_on_to_weights_that_are_deleted_meanwhile(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_load_holds_on_to_weights_that_are_deleted_meanwhile(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1))["path"]
     queued = await load(api, run, 2, path)
@@ -194,9 +163,7 @@ async def test_weights_that_go_between_the_look_and_the_load_fail_it_alone(
 # ---- Share ---------------------------------------------------------------------------------------
 
 
-async def test_nobody_else_can_use_a_checkpoint_until_it_is_published(
-    api: Api, worker: StandIn
-) -> None:
+async def test_nobody_else_can_use_a_checkpoint_until_it_is_published(api: Api, worker: StandIn) -> None:
     run, bobs = await api.new_run(), await api.new_run(BOB)
     path = (await save(api, worker, run, 1))["path"]
 
@@ -204,11 +171,7 @@ async def test_nobody_else_can_use_a_checkpoint_until_it_is_published(
         seq = next(places)
         loaded = await result(api, worker, await load(api, bobs, seq, path, key=BOB), BOB)
         session = bobs.partition(":")[0]
-        sampler = {
-            "session_id": session,
-            "sampling_session_seq_id": seq,
-            "model_path": path,
-        }
+        sampler = {"session_id": session, "sampling_session_seq_id": seq, "model_path": path}
         return [
             "path" in loaded,
             (await info(api, path, BOB)).status_code == 200,
@@ -233,9 +196,7 @@ async def test_nobody_else_can_use_a_checkpoint_until_it_is_published(
     assert await bob_can() == [False] * 5
 
 
-async def test_a_key_of_its_owner_opens_a_checkpoint_to_another_tenant(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_key_of_its_owner_opens_a_checkpoint_to_another_tenant(api: Api, worker: StandIn) -> None:
     run, bobs = await api.new_run(), await api.new_run(BOB)
     path = (await save(api, worker, run, 1))["path"]
     token: dict[str, Any] = {"key": BOB, "weights_access_token": ALICE}

@@ -70,12 +70,7 @@ async def test_without_a_number_a_request_follows_all_requests_sent_before(api: 
 
     assert answer.json() == {"request_id": f"{run}:2", "model_id": run}
     kinds = {seq: op.kind for seq, op in (await logged(api, run)).items()}
-    assert kinds == {
-        0: OpKind.CREATE,
-        1: OpKind.FORWARD_BACKWARD,
-        2: OpKind.REVERSE_KL,
-        3: OpKind.FORWARD_BACKWARD,
-    }
+    assert kinds == {0: OpKind.CREATE, 1: OpKind.FORWARD_BACKWARD, 2: OpKind.REVERSE_KL, 3: OpKind.FORWARD_BACKWARD}
 
 
 async def test_with_a_number_a_request_takes_that_seq(api: Api) -> None:
@@ -104,9 +99,7 @@ async def test_the_base_model_is_a_reference_without_weights(api: Api) -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "_for_sampler"])
-async def test_a_checkpoint_used_as_a_reference_is_kept(
-    api: Api, worker: StandIn, kind: str
-) -> None:
+async def test_a_checkpoint_used_as_a_reference_is_kept(api: Api, worker: StandIn, kind: str) -> None:
     teacher, run = await api.new_run(), await api.new_run()
     path = await saved(api, worker, teacher, kind)
     await pull(api, run, reference_model_path=path)
@@ -117,23 +110,18 @@ async def test_a_checkpoint_used_as_a_reference_is_kept(
     assert any(f"{run}:1" in user.decode() for user in users)
 
 
-async def test_a_published_checkpoint_is_a_reference_for_every_tenant(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_published_checkpoint_is_a_reference_for_every_tenant(api: Api, worker: StandIn) -> None:
     teacher, run = await api.new_run(), await api.new_run(BOB)
     path = await saved(api, worker, teacher)
     hidden = await pull(api, run, reference_model_path=path, key=BOB)
     published = await api.http.post(
-        f"/api/v1/training_runs/{teacher}/checkpoints/weights/a/publish",
-        headers={"X-API-Key": ALICE},
+        f"/api/v1/training_runs/{teacher}/checkpoints/weights/a/publish", headers={"X-API-Key": ALICE}
     )
     assert published.status_code < 300, published.text
     await pull(api, run, reference_model_path=path, key=BOB)
     await worker.run_log()
 
-    assert (await result(api, hidden, BOB))[
-        "error"
-    ] == "reference_model_path: Checkpoint not found."
+    assert (await result(api, hidden, BOB))["error"] == "reference_model_path: Checkpoint not found."
     assert decode_reverse_kl(await body_of(api, run, 2)).reference == f"{teacher}:1"
 
 
@@ -246,8 +234,7 @@ async def test_a_sum_of_ranks_over_the_limit_is_rejected(api: Api, worker: Stand
 
     assert answer.status_code == 400
     assert answer.json()["detail"] == (
-        f"The ranks of the sources add up to {4 * (most + 1)}: rank must be between 1 and "
-        f"{POOL.max_rank}."
+        f"The ranks of the sources add up to {4 * (most + 1)}: rank must be between 1 and {POOL.max_rank}."
     )
     assert (await mix(api, [path] * most, [0.1] * most)).status_code == 200
 
@@ -258,9 +245,7 @@ async def test_a_foreign_checkpoint_cannot_be_interpolated(api: Api, worker: Sta
     assert (await mix(api, [path], [1.0], key=BOB)).status_code == 404
 
 
-async def test_over_the_checkpoint_quota_interpolations_are_rejected(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_over_the_checkpoint_quota_interpolations_are_rejected(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"checkpoints": 1}) as api:
         with stand_in(api.services) as worker:
             path = await saved(api, worker, await api.new_run())
@@ -270,9 +255,7 @@ async def test_over_the_checkpoint_quota_interpolations_are_rejected(
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
 
 
-async def test_a_queue_with_space_for_half_an_interpolation_leaves_no_run(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_queue_with_space_for_half_an_interpolation_leaves_no_run(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"ops": 2}) as api:
         with stand_in(api.services) as worker:
             path = await saved(api, worker, await api.new_run())

@@ -33,9 +33,7 @@ async def unread_bytes(api: Api) -> list[Any]:
     return [(await api.http.get("/status", headers=key)).json()["unread_bytes"] for key in keys]
 
 
-async def test_sessions_over_the_quota_are_rejected_until_one_is_finished(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_sessions_over_the_quota_are_rejected_until_one_is_finished(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"sessions": 2}) as api:
         first = (await api.post("create_session", {})).json()["session_id"]
         assert (await api.post("create_session", {})).status_code == 200
@@ -46,19 +44,12 @@ async def test_sessions_over_the_quota_are_rejected_until_one_is_finished(
         assert (await api.post("create_session", {})).status_code == 200
 
 
-async def test_runs_over_the_byte_quota_are_rejected_on_every_route(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_runs_over_the_byte_quota_are_rejected_on_every_route(empty_redis: EmbeddedRedis) -> None:
     weight = 3 * 16 * 4 * 100  # of a run of rank 4
     async with running_api(empty_redis.url, quotas={"run_bytes": 2 * weight}) as api:
         run = await api.new_run()
         session = run.partition(":")[0]
-        body = {
-            "session_id": session,
-            "model_seq_id": 1,
-            "base_model": POOL.base_model,
-            "lora_config": {"rank": 8},
-        }
+        body = {"session_id": session, "model_seq_id": 1, "base_model": POOL.base_model, "lora_config": {"rank": 8}}
         over = await api.post("create_model", body)
         assert refusal(over) == (429, "run_bytes_quota_reached")
         assert f"hold {weight} bytes, and this run would hold {2 * weight}" in over.json()["detail"]
@@ -77,21 +68,14 @@ async def test_runs_over_the_byte_quota_are_rejected_on_every_route(
         own = (await api.get("usage")).json()["stored"]
         assert own["runs"] == 2 * weight
         assert own["checkpoints"] > 0
-        assert (await api.http.get("/status", headers={"X-API-Key": ALICE})).json()[
-            "run_bytes"
-        ] == 2 * weight
+        assert (await api.http.get("/status", headers={"X-API-Key": ALICE})).json()["run_bytes"] == 2 * weight
         everything = (await api.http.get("/status", headers=OPERATOR)).json()
         assert list(everything["run_bytes"].values()) == [2 * weight]
         scrape = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
-        assert (
-            f'cotrain_run_bytes{{tenant="{next(iter(everything["run_bytes"]))}"}} {2.0 * weight}'
-            in scrape
-        )
+        assert f'cotrain_run_bytes{{tenant="{next(iter(everything["run_bytes"]))}"}} {2.0 * weight}' in scrape
 
 
-async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         body = {"session_id": session, "base_model": POOL.base_model}
@@ -103,9 +87,7 @@ async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(
         assert again.json() == first.json()
 
 
-async def test_an_unnamed_save_waits_for_its_sampler_quota_but_a_repeat_does_not(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_an_unnamed_save_waits_for_its_sampler_quota_but_a_repeat_does_not(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         run = await api.new_run()
         with stand_in(api.services) as worker:
@@ -126,9 +108,7 @@ async def test_an_unnamed_save_waits_for_its_sampler_quota_but_a_repeat_does_not
             assert (await api.post("save_weights_for_sampler", another)).status_code == 200
 
 
-async def test_a_tenant_with_unread_results_is_told_to_fetch_and_can_continue(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_tenant_with_unread_results_is_told_to_fetch_and_can_continue(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"unread_bytes": 60}) as api:
         run = await api.new_run()
         with stand_in(api.services) as worker:
@@ -156,9 +136,7 @@ async def records_kept(api: Api) -> dict[str, int]:
     return {key.decode(): int(await redis.get(key)) for key in keys}
 
 
-async def test_ended_sessions_and_runs_count_permanently_and_repeats_do_not(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_ended_sessions_and_runs_count_permanently_and_repeats_do_not(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"record_bytes": 5_000}) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
         run = {
@@ -184,9 +162,7 @@ async def test_ended_sessions_and_runs_count_permanently_and_repeats_do_not(
         assert (await api.post("create_session", {}, BOB)).status_code == 200
 
 
-async def test_a_run_over_the_record_quota_is_rejected_in_a_live_session(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_run_over_the_record_quota_is_rejected_in_a_live_session(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"record_bytes": 1_500}) as api:
         await api.new_run()
         session = (await api.get("sessions")).json()["sessions"][0]
@@ -196,13 +172,9 @@ async def test_a_run_over_the_record_quota_is_rejected_in_a_live_session(
 
 
 @pytest.mark.parametrize(
-    "notes",
-    [{"user_metadata": {"a": "x" * 70_000}}, {"tags": ["x" * 1_000] * 70}],
-    ids=["metadata", "tags"],
+    "notes", [{"user_metadata": {"a": "x" * 70_000}}, {"tags": ["x" * 1_000] * 70}], ids=["metadata", "tags"]
 )
-async def test_large_metadata_of_a_session_is_rejected(
-    empty_redis: EmbeddedRedis, notes: dict[str, Any]
-) -> None:
+async def test_large_metadata_of_a_session_is_rejected(empty_redis: EmbeddedRedis, notes: dict[str, Any]) -> None:
     async with running_api(empty_redis.url) as api:
         over = await api.post("create_session", notes)
         assert (over.status_code, over.json()["code"]) == (400, "invalid")
@@ -218,11 +190,7 @@ async def test_without_memory_no_permanent_object_is_created(
         session = (await api.post("create_session", {})).json()["session_id"]
         monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
         monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-9)
-        sampler = {
-            "session_id": session,
-            "sampling_session_seq_id": 0,
-            "base_model": POOL.base_model,
-        }
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": POOL.base_model}
         for path, body in (("create_session", {}), ("create_sampling_session", sampler)):
             assert refusal(await api.post(path, body)) == (429, "store_full")
 

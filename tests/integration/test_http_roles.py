@@ -23,26 +23,8 @@ from cotrain_server.ui.access.session import COOKIE
 from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import SyncConnection
-from tests.support.http_api import (
-    ADMIN_KEY,
-    ALICE,
-    BOB,
-    POOL,
-    Api,
-    pass_body,
-    running_api,
-    sample_body,
-)
-from tests.support.operations import (
-    ADMIN,
-    CHECKPOINT,
-    EXTERNAL,
-    Operation,
-    Things,
-    operations,
-    path_of,
-    send,
-)
+from tests.support.http_api import ADMIN_KEY, ALICE, BOB, POOL, Api, pass_body, running_api, sample_body
+from tests.support.operations import ADMIN, CHECKPOINT, EXTERNAL, Operation, Things, operations, path_of, send
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 from tests.support.ui import log_in
@@ -126,9 +108,7 @@ def test_every_operation_of_the_openapi_is_sent() -> None:
 
     documented = {
         f"{method.upper()} {path}"
-        for path, methods in get_openapi(title="", version="", routes=ROUTES.routes)[
-            "paths"
-        ].items()
+        for path, methods in get_openapi(title="", version="", routes=ROUTES.routes)["paths"].items()
         for method in methods
     }
     asked = {operation.name.replace(":path}", "}") for operation in operations()}
@@ -158,9 +138,7 @@ async def make_things(api: Api) -> Things:
         worker.finish(RequestId(f"{sampler}:1"), [3])
         await api.post("asample", sample_body(sampler, 3))
         await api.post("forward_backward", pass_body(run, 2))
-    cycle = CYCLE | {
-        "runs": [{"run": run, "tenant": tenant.id, "tokens": 3, "ops": {}, "failed": 0}]
-    }
+    cycle = CYCLE | {"runs": [{"run": run, "tenant": tenant.id, "tokens": 3, "ops": {}, "failed": 0}]}
     await api.services.connection.lset(fleet_keys.cycles(POOL.id), 0, json.dumps(cycle))
     headers = {"X-API-Key": ALICE}
     await api.http.put("/api/v1/webhook", json={"url": URL}, headers=headers)
@@ -176,9 +154,7 @@ async def make_things(api: Api) -> Things:
         "pool_id": POOL.id, "worker_id": "w0", "pool": POOL.id, "cycle": "1",
         "token": link.split("/")[-2], "file": link.split("/")[-1], "model": POOL.base_model, "upload_id": upload["upload_id"],
     }  # fmt: skip
-    return Things(
-        ids, run, session, sampler, f"tinker://{run}/weights/a", (SECRET, URL, tenant.key_id)
-    )
+    return Things(ids, run, session, sampler, f"tinker://{run}/weights/a", (SECRET, URL, tenant.key_id))
 
 
 async def caller_of(api: Api, key: str) -> Caller:
@@ -227,9 +203,7 @@ def is_read(operation: Operation, things: Things) -> bool:
     return operation.method == "GET" or bool(READING_POSTS.fullmatch(path_of(operation, things)))
 
 
-async def test_a_viewer_reads_everything_and_changes_nothing(
-    empty_redis: EmbeddedRedis, redis: SyncConnection
-) -> None:
+async def test_a_viewer_reads_everything_and_changes_nothing(empty_redis: EmbeddedRedis, redis: SyncConnection) -> None:
     async with fresh_api(empty_redis.url) as api:
         things = await make_things(api)
         tenant = TenantId(things.ids["tenant_id"])
@@ -248,9 +222,7 @@ async def test_a_viewer_reads_everything_and_changes_nothing(
                 for refused in (answer, await token.ask(api, operation, things)):
                     assert refused.status_code == refusal, (operation.name, refused.text)
             assert changed(before, state_of(redis)) == set(), operation.name
-    assert (
-        changed(before, state_of(redis)) == set()
-    )  # nor is anything written when the process ends
+    assert changed(before, state_of(redis)) == set()  # nor is anything written when the process ends
 
 
 def is_hidden(operation: Operation, things: Things) -> bool:
@@ -266,11 +238,7 @@ async def test_callers_without_permission_change_and_read_nothing(
         tenants, tenant = api.services.tenants, TenantId(things.ids["tenant_id"])
         stranger = await tenants.authenticate(BOB)
         key = await tenants.issue("old", tenant=tenant, not_after=time.time() + 3600)
-        callers = {
-            "foreign": await caller_of(api, BOB),
-            "expired": await caller_of(api, key),
-            "none": Caller({}),
-        }
+        callers = {"foreign": await caller_of(api, BOB), "expired": await caller_of(api, key), "none": Caller({})}
         row = tenant_keys.api_key((await tenants.key(key)).id)
         await api.services.connection.hset(row, "not_after", "1.0")
     forged = replace(things, ids={**things.ids, "token": things.ids["token"] + "x"})

@@ -30,11 +30,7 @@ async def save(api: Api, worker: StandIn, run: str, seq: int, **fields: Any) -> 
 
 
 async def session_on(api: Api, path: str, number: int, run: str, key: str = ALICE) -> Any:
-    body = {
-        "session_id": run.partition(":")[0],
-        "sampling_session_seq_id": number,
-        "model_path": path,
-    }
+    body = {"session_id": run.partition(":")[0], "sampling_session_seq_id": number, "model_path": path}
     return await api.post("create_sampling_session", body, key)
 
 
@@ -42,21 +38,12 @@ async def test_a_sampler_of_a_base_model_needs_no_training(api: Api) -> None:
     session = await new_session(api)
     body = {"session_id": session, "sampling_session_seq_id": 3, "base_model": POOL.base_model}
     answer = await api.post("create_sampling_session", body)
-    assert answer.json() == {
-        "sampling_session_id": f"{session}:sample:3",
-        "type": "create_sampling_session",
-    }
+    assert answer.json() == {"sampling_session_id": f"{session}:sample:3", "type": "create_sampling_session"}
     info = await api.get(f"samplers/{session}:sample:3")
-    assert info.json() == {
-        "sampler_id": f"{session}:sample:3",
-        "base_model": "tiny/model",
-        "model_path": None,
-    }
+    assert info.json() == {"sampler_id": f"{session}:sample:3", "base_model": "tiny/model", "model_path": None}
 
 
-async def test_a_repeated_sampler_is_the_same_and_a_new_one_needs_a_new_number(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_repeated_sampler_is_the_same_and_a_new_one_needs_a_new_number(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, path="a"))["path"]
     answers = [await session_on(api, path, 0, run) for _ in range(2)]
@@ -66,9 +53,7 @@ async def test_a_repeated_sampler_is_the_same_and_a_new_one_needs_a_new_number(
     assert (refused.status_code, refused.json()["code"]) == (400, "seq_conflict")
 
 
-async def test_a_repeated_sampler_keeps_its_weights_after_its_name_moved(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_repeated_sampler_keeps_its_weights_after_its_name_moved(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, path="best"))["path"]
     sampler = (await session_on(api, path, 0, run)).json()["sampling_session_id"]
@@ -82,11 +67,7 @@ async def test_a_repeated_sampler_keeps_its_weights_after_its_name_moved(
     ("source", "code", "message"),
     [
         ({}, 400, "One of base_model and model_path is needed."),
-        (
-            {"base_model": "other"},
-            400,
-            "Base model 'other' is not served here. Available: tiny/model.",
-        ),
+        ({"base_model": "other"}, 400, "Base model 'other' is not served here. Available: tiny/model."),
         (
             {"model_path": "tinker://run/../../etc"},
             400,
@@ -121,10 +102,7 @@ async def test_a_sampler_of_missing_weights_is_rejected_with_a_reason(
 async def test_named_weights_are_sampled_by_their_path(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     saved = await save(api, worker, run, 1, path="step-1")
-    assert saved == {
-        "path": f"tinker://{run}/sampler_weights/step-1",
-        "type": "save_weights_for_sampler",
-    }
+    assert saved == {"path": f"tinker://{run}/sampler_weights/step-1", "type": "save_weights_for_sampler"}
     sampler = (await session_on(api, saved["path"], 0, run)).json()["sampling_session_id"]
     info = (await api.get(f"samplers/{sampler}")).json()
     assert (info["base_model"], info["model_path"]) == ("tiny/model", saved["path"])
@@ -132,9 +110,7 @@ async def test_named_weights_are_sampled_by_their_path(api: Api, worker: StandIn
     assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
-async def test_a_reused_name_moves_and_older_samplers_keep_their_weights(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_reused_name_moves_and_older_samplers_keep_their_weights(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     path = (await save(api, worker, run, 1, path="best"))["path"]
     before = (await session_on(api, path, 0, run)).json()["sampling_session_id"]
@@ -150,19 +126,13 @@ async def test_an_unnamed_save_is_a_sampler_at_once(api: Api, worker: StandIn) -
     run = await api.new_run()
     saved = await save(api, worker, run, 1, sampling_session_seq_id=5)
     sampler = f"{run.partition(':')[0]}:sample:5"
-    assert saved == {
-        "path": None,
-        "sampling_session_id": sampler,
-        "type": "save_weights_for_sampler",
-    }
+    assert saved == {"path": None, "sampling_session_id": sampler, "type": "save_weights_for_sampler"}
     assert (await api.get(f"samplers/{sampler}")).json()["base_model"] == "tiny/model"
     await api.post("asample", sample_body(sampler, 0))
     assert [claimed.weights for claimed in worker.claim()] == [f"{run}:1"]
 
 
-async def test_a_save_after_a_lost_answer_is_repeated_under_another_number(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_save_after_a_lost_answer_is_repeated_under_another_number(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     body = {"model_id": run, "seq_id": 1, "kind": "snapshot", "sampling_session_seq_id": 5}
     lost = await api.post("save_weights_for_sampler", body)
@@ -186,10 +156,7 @@ async def test_foreign_weights_cannot_be_sampled(api: Api, worker: StandIn) -> N
 async def test_a_sample_is_accepted_at_once_with_an_id_per_sequence(api: Api) -> None:
     sampler = await api.new_sampler()
     answer = await api.post("asample", sample_body(sampler, 7, num_samples=2))
-    assert answer.json() == {
-        "request_id": f"{sampler}:7",
-        "sample_sequence_ids": [f"{sampler}:7:0", f"{sampler}:7:1"],
-    }
+    assert answer.json() == {"request_id": f"{sampler}:7", "sample_sequence_ids": [f"{sampler}:7:0", f"{sampler}:7:1"]}
 
 
 async def test_a_repeated_sample_is_the_same_and_runs_once(api: Api, worker: StandIn) -> None:
@@ -229,9 +196,7 @@ async def test_an_invalid_sample_is_rejected_at_once_and_its_number_stays_free(
     assert (await api.post("asample", sample_body(sampler, 0))).status_code == 200
 
 
-async def test_only_a_tenant_over_its_quota_is_throttled(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_only_a_tenant_over_its_quota_is_throttled(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"samples": 2}) as api:
         alices, bobs = await api.new_sampler(), await api.new_sampler(BOB)
         with stand_in(api.services) as worker:
@@ -246,9 +211,7 @@ async def test_only_a_tenant_over_its_quota_is_throttled(
             assert (await api.post("asample", sample_body(alices, 2))).status_code == 200
 
 
-async def test_a_result_is_pending_then_available_and_can_be_read_twice(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_result_is_pending_then_available_and_can_be_read_twice(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     assert (await api.post("retrieve_future", future)).status_code == 408
@@ -284,9 +247,7 @@ async def test_a_failed_sample_is_a_200_with_an_error(api: Api, worker: StandIn)
     assert answer.json() == {"error": "too long", "category": "user"}
 
 
-async def test_an_expired_result_is_answered_410_so_that_sdks_sample_again(
-    api: Api, worker: StandIn
-) -> None:
+async def test_an_expired_result_is_answered_410_so_that_sdks_sample_again(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     worker.claim()
@@ -312,9 +273,7 @@ async def test_a_cancelled_sample_fails_before_it_runs(api: Api, worker: StandIn
     assert worker.claim() == []
 
 
-async def test_the_worker_is_notified_of_a_cancelled_running_sample(
-    api: Api, worker: StandIn
-) -> None:
+async def test_the_worker_is_notified_of_a_cancelled_running_sample(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     worker.claim()
@@ -322,9 +281,7 @@ async def test_the_worker_is_notified_of_a_cancelled_running_sample(
     assert worker.sampling.cancelled() == [f"{sampler}:0"]
 
 
-async def test_cancelling_a_finished_or_unknown_request_has_no_effect(
-    api: Api, worker: StandIn
-) -> None:
+async def test_cancelling_a_finished_or_unknown_request_has_no_effect(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     run = await api.new_run()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
@@ -339,9 +296,7 @@ async def test_cancelling_a_finished_or_unknown_request_has_no_effect(
     assert "sequences" in (await api.post("retrieve_future", future)).json()
 
 
-async def test_a_finished_session_rejects_samples_and_keeps_its_results(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_finished_session_rejects_samples_and_keeps_its_results(api: Api, worker: StandIn) -> None:
     sampler = await api.new_sampler()
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     worker.claim()

@@ -35,12 +35,7 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import FILES, stand_in
 from tests.support.waiting import PATIENCE_S
 
-CHECKS = [
-    not_a_server_error,
-    status_code_conformance,
-    content_type_conformance,
-    response_schema_conformance,
-]
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 CALL_BY_KIND = {
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -66,18 +61,13 @@ schemathesis.serializer.alias("application/x-protobuf", "application/octet-strea
 
 
 @pytest.fixture(scope="module")
-def server(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+def server(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run the API in a thread, as uvicorn runs it."""
     folder = tmp_path_factory.mktemp("api")
     redis_server.flush()
     publish_pool(redis_server.url, folder)
     its_settings = ServerSettings(
-        redis_url=redis_server.url,
-        data_dir=folder,
-        api_keys=(ALICE, BOB),
-        disk_reserve_bytes=0,
+        redis_url=redis_server.url, data_dir=folder, api_keys=(ALICE, BOB), disk_reserve_bytes=0
     )
     config = uvicorn.Config(create_app(its_settings, long_poll_s=0.05), port=0, log_config=None)
     running = uvicorn.Server(config)
@@ -111,9 +101,7 @@ def test_no_valid_request_causes_a_server_error(server: Server, operations: list
     assert answered["served"] > answered["refused"] / 3
 
 
-def test_no_request_that_violates_the_schema_causes_a_server_error(
-    server: Server, operations: list[Any]
-) -> None:
+def test_no_request_that_violates_the_schema_causes_a_server_error(server: Server, operations: list[Any]) -> None:
     answered = fuzz(server, operations, GenerationMode.NEGATIVE, examples(3, at_least=1))
     assert answered["refused"] > answered["served"]
 
@@ -125,17 +113,12 @@ def fuzz(server: Server, operations: list[Any], mode: GenerationMode, most: int)
     for operation in operations:
 
         @settings(max_examples=most, suppress_health_check=list(HealthCheck))
-        @given(
-            case=operation.as_strategy(generation_mode=mode),
-            asks_for_real=st.sampled_from([True, True, False]),
-        )
+        @given(case=operation.as_strategy(generation_mode=mode), asks_for_real=st.sampled_from([True, True, False]))
         def ask(case: Any, asks_for_real: bool) -> None:
             assume(len(str(case.query)) < LONGEST_QUERY)
             if asks_for_real:  # use existing objects, where more can fail than a 404
                 put_in(case, real)
-            answer = case.call_and_validate(
-                headers={"X-API-Key": ALICE}, checks=CHECKS, timeout=PATIENCE_S
-            )
+            answer = case.call_and_validate(headers={"X-API-Key": ALICE}, checks=CHECKS, timeout=PATIENCE_S)
             answered["served" if answer.status_code < 400 else "refused"] += 1
 
         if mode is GenerationMode.POSITIVE or can_be_wrong(operation):

@@ -28,9 +28,7 @@ async def test_a_session_is_shown_with_its_runs_and_samplers(api: Api) -> None:
     body = {"session_id": session, "base_model": POOL.base_model}
     for number in range(11):
         await api.post("create_model", {**body, "model_seq_id": number})
-    sampler = (
-        await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
-    ).json()
+    sampler = (await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})).json()
     assert await got(api, f"sessions/{session}") == {
         "training_run_ids": [f"{session}:train:{number}" for number in range(11)],
         "sampler_ids": [sampler["sampling_session_id"]],
@@ -41,9 +39,7 @@ async def test_a_session_is_shown_with_its_runs_and_samplers(api: Api) -> None:
 
 def cycle_of(number: int, *runs: str) -> dict[str, Any]:
     """Make a cycle's record as a worker does."""
-    rows = [
-        {"run": run, "tenant": "t", "tokens": 3, "ops": {"save": 1}, "failed": 0} for run in runs
-    ]
+    rows = [{"run": run, "tenant": "t", "tokens": 3, "ops": {"save": 1}, "failed": 0} for run in runs]
     times = {"planned_at": 1.0, "started_at": 2.0, "duration_ms": 3.0}
     waves = {"wave_ms": 1.0, "optim_ms": 1.0, "sampling_ms": 0.0}
     return {"cycle": number, "outcome": "ok", "runs": rows, **times, **waves}
@@ -68,9 +64,7 @@ async def test_a_trace_shows_the_cycles_of_its_own_session_alone(api: Api) -> No
     assert foreign not in trace.text
 
 
-async def test_a_link_to_a_checkpoint_is_none_to_a_trace_and_the_other_way_round(
-    api: Api, worker: StandIn
-) -> None:
+async def test_a_link_to_a_checkpoint_is_none_to_a_trace_and_the_other_way_round(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, "a", call="save_weights_external")
     await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle_of(1, run)))
@@ -121,11 +115,7 @@ async def test_a_search_finds_by_status_project_and_name(api: Api, worker: Stand
     assert await found(api, display_name="NIGHT") == [done, active]
     assert await found(api, project_ids=["p1"]) == [active]
     assert await found(api, session_id=done) == [done]
-    assert await found(api, owner={"type": "user", "owner_urns": [tenant]}) == [
-        failed,
-        done,
-        active,
-    ]
+    assert await found(api, owner={"type": "user", "owner_urns": [tenant]}) == [failed, done, active]
     assert (await search(api, BOB, owner={"type": "accessible"}))["sessions"] == []
 
 

@@ -33,9 +33,7 @@ async def test_a_tokenizer_is_sent_as_its_worker_wrote_it(empty_redis: EmbeddedR
         assert json.loads(raw.content)["files"] == files
 
 
-async def test_a_missing_tokenizer_is_reported(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_missing_tokenizer_is_reported(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         none = await api.get(QUESTION)
         assert none.status_code == 400
@@ -58,9 +56,7 @@ async def tokenizer_id(api: Api, base_model: str) -> str:
     return named
 
 
-async def test_on_this_host_sdks_get_the_folder_of_a_tokenizer_without_a_hub(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_on_this_host_sdks_get_the_folder_of_a_tokenizer_without_a_hub(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         data_dir: Path = api.services.settings.data_dir
         assert await tokenizer_id(api, "mine") == "mine"  # no files were written

@@ -105,9 +105,7 @@ async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) 
     headers = {"content-type": PROTOBUF}
     plain = await api.post("forward_backward", content=binary, headers=headers)
     small = await api.post(
-        "forward_backward",
-        content=zstandard.compress(binary),
-        headers=headers | {"content-encoding": "zstd"},
+        "forward_backward", content=zstandard.compress(binary), headers=headers | {"content-encoding": "zstd"}
     )
     as_json = await api.post("forward_backward", pass_body(run, 1))
     assert plain.json() == small.json() == as_json.json()
@@ -155,9 +153,7 @@ async def test_a_pending_future_is_answered_408_so_that_sdks_poll_again(api: Api
     }
 
 
-async def test_a_held_poll_is_answered_as_soon_as_its_result_exists(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_held_poll_is_answered_as_soon_as_its_result_exists(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, long_poll_s=40) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
@@ -181,16 +177,12 @@ async def test_a_failed_op_is_a_200_with_an_error(api: Api) -> None:
     assert (answer.status_code, answer.json()) == (200, {"error": "no", "category": "user"})
 
 
-async def test_a_pass_is_answered_as_protobuf_if_accepted_and_else_as_json(
-    api: Api,
-) -> None:
+async def test_a_pass_is_answered_as_protobuf_if_accepted_and_else_as_json(api: Api) -> None:
     run = await api.new_run()
     payload = encode_pass_output([np.array([-1.0, -2.0])], {"loss:sum": 3.0})
     await finish(api, f"{run}:0", Result(ResultKind.PASS, payload))
     poll = {"request_id": f"{run}:0"}
-    binary = await api.post(
-        "retrieve_future", poll, headers={"accept": f"{PROTOBUF}, application/json"}
-    )
+    binary = await api.post("retrieve_future", poll, headers={"accept": f"{PROTOBUF}, application/json"})
     assert binary.headers["content-type"] == PROTOBUF
     assert decode_pass_output(binary.content).metrics == {"loss:sum": 3.0}
     as_json = await api.post("retrieve_future", poll, headers={"accept": "application/json"})
@@ -208,9 +200,7 @@ async def test_a_client_that_hangs_up_frees_its_waiter(empty_redis: EmbeddedRedi
         assert api.services.futures.waiters == 0
 
 
-async def test_draining_answers_every_held_poll_and_changes_readyz(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_draining_answers_every_held_poll_and_changes_readyz(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, long_poll_s=40) as api:
         run = await api.new_run()
         poll = asyncio.create_task(api.post("retrieve_future", {"request_id": f"{run}:0"}))
@@ -229,10 +219,7 @@ async def test_creating_a_run_twice_is_one_run(api: Api) -> None:
     assert (
         answers[0].json()
         == answers[1].json()
-        == {
-            "request_id": f"{session}:train:0:0",
-            "model_id": f"{session}:train:0",
-        }
+        == {"request_id": f"{session}:train:0:0", "model_id": f"{session}:train:0"}
     )
 
 
@@ -241,26 +228,14 @@ async def test_creating_a_run_twice_is_one_run(api: Api) -> None:
     [
         ({"lora_config": {"rank": 0}}, "rank must be between 1 and 128."),
         ({"lora_config": {"rank": 10**9}}, "rank must be between 1 and 128."),
+        ({"base_model": "../etc/passwd"}, "Base model '../etc/passwd' is not served here. Available: tiny/model."),
         (
-            {"base_model": "../etc/passwd"},
-            "Base model '../etc/passwd' is not served here. Available: tiny/model.",
-        ),
-        (
-            {
-                "lora_config": {
-                    "rank": 1,
-                    "train_mlp": False,
-                    "train_attn": False,
-                    "train_unembed": False,
-                }
-            },
+            {"lora_config": {"rank": 1, "train_mlp": False, "train_attn": False, "train_unembed": False}},
             "lora_config: at least one of train_attn, train_mlp, train_unembed is needed.",
         ),
     ],
 )
-async def test_an_invalid_run_is_rejected_with_a_reason(
-    api: Api, change: dict[str, object], message: str
-) -> None:
+async def test_an_invalid_run_is_rejected_with_a_reason(api: Api, change: dict[str, object], message: str) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model, **change}
     answer = await api.post("create_model", body)
@@ -290,9 +265,7 @@ async def test_a_run_reports_its_alpha(api: Api) -> None:
     body = {"session_id": session, "base_model": POOL.base_model}
     alphas = []
     for number, config in enumerate(({"rank": 2}, {"rank": 2, "alpha": 7.5, "dropout": 0})):
-        made = await api.post(
-            "create_model", {**body, "model_seq_id": number, "lora_config": config}
-        )
+        made = await api.post("create_model", {**body, "model_seq_id": number, "lora_config": config})
         info = await api.post("get_info", {"model_id": made.json()["model_id"]})
         alphas.append(info.json()["lora_alpha"])
     assert alphas == [32.0, 7.5]
@@ -318,9 +291,7 @@ async def test_unloading_a_run_resolves_and_ends_it(api: Api) -> None:
     assert (await api.post("optim_step", {"model_id": run, "seq_id": 1})).status_code == 400
 
 
-async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_full_queue_is_answered_429_with_a_time_to_wait(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"ops": 2}) as api:
         run = await api.new_run()
         assert (await api.post("forward_backward", pass_body(run, 1))).status_code == 200
@@ -330,9 +301,7 @@ async def test_a_full_queue_is_answered_429_with_a_time_to_wait(
         assert answer.headers["retry-after"] == "5"
 
 
-async def test_a_request_too_large_for_an_empty_queue_fails_without_retry(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_request_too_large_for_an_empty_queue_fails_without_retry(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"tokens": 2}) as api:
         run = await api.new_run()
         for seq, tokens in ((1, [1, 2, 3]), (2, [1, 2])):
@@ -351,9 +320,7 @@ async def test_each_sdk_receives_its_settings(api: Api) -> None:
     assert old["proto_write_fwdbwd"]
 
 
-async def test_a_request_of_the_advertised_size_fits_a_body(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_request_of_the_advertised_size_fits_a_body(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, max_body_bytes=1_000_000) as api:
         told = (await api.post("client/config", {"sdk_version": "0.38.0"})).json()
     assert told["cotrain_max_pass_bytes"] == 1_000_000
@@ -368,9 +335,7 @@ async def test_clients_on_other_hosts_are_asked_to_compress(empty_redis: Embedde
 
 
 async def test_base_models_and_their_context_are_listed(api: Api) -> None:
-    answer = await api.http.get(
-        "/api/v1/get_server_capabilities", headers={"X-API-Key": "tml-bob_secret-of-bob"}
-    )
+    answer = await api.http.get("/api/v1/get_server_capabilities", headers={"X-API-Key": "tml-bob_secret-of-bob"})
     assert answer.json() == {
         "supported_models": [
             {

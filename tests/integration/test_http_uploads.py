@@ -37,9 +37,7 @@ from tests.support.uploads import adapter, config, q_proj, tar
 GOOD = tar(adapter(), "w:gz")
 
 
-async def upload(
-    api: Api, content: Any = GOOD, key: str = ALICE, headers: Any = None, **query: Any
-) -> httpx.Response:
+async def upload(api: Api, content: Any = GOOD, key: str = ALICE, headers: Any = None, **query: Any) -> httpx.Response:
     whole = {"base_model": POOL.base_model, "name": "mine", **query}
     return await api.http.post(
         "/api/v1/training_runs/upload",
@@ -107,9 +105,7 @@ async def test_a_repeated_upload_is_the_same_upload(api: Api, when: str) -> None
             run = await api.services.records.run(await tenant(api), first.json()["model_id"])
             await api.services.intake.close_run(run)
     assert (await upload(api, **place)).json() == first.json()
-    other = await upload(
-        api, tar(adapter(**{"adapter_config.json": config(lora_alpha=1)})), **place
-    )
+    other = await upload(api, tar(adapter(**{"adapter_config.json": config(lora_alpha=1)})), **place)
     assert other.status_code == 400
 
 
@@ -123,10 +119,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         b"hello" * 300,
         "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
     ),
-    "nothing": (
-        b"",
-        "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder.",
-    ),
+    "nothing": (b"", "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder."),
     "hostile": (tar({"../x": b"1", **adapter()}), "Archive contains a forbidden member: ../x."),
     "pickle": (
         tar({"adapter_model.bin": b"1", "adapter_config.json": config()}),
@@ -143,9 +136,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("content", "detail"), REFUSED.values(), ids=REFUSED)
-async def test_an_invalid_adapter_is_rejected_at_once_and_leaves_no_run(
-    api: Api, content: bytes, detail: str
-) -> None:
+async def test_an_invalid_adapter_is_rejected_at_once_and_leaves_no_run(api: Api, content: bytes, detail: str) -> None:
     answer = await upload(api, content)
     assert answer.status_code == 400
     assert detail in answer.json()["detail"]
@@ -154,9 +145,7 @@ async def test_an_invalid_adapter_is_rejected_at_once_and_leaves_no_run(
     assert not any((api.services.settings.data_dir / "uploads").iterdir())
 
 
-async def test_hostile_archives_are_rejected_and_write_only_to_the_data_folder(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_hostile_archives_are_rejected_and_write_only_to_the_data_folder(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, max_upload_bytes=2**20) as api:
         data = api.services.settings.data_dir
         before = set(data.rglob("*"))
@@ -214,9 +203,7 @@ sys.addaudithook(_note)
         ({"session_id": "x" * 32, "model_seq_id": -1}, 422),
     ],
 )
-async def test_an_invalid_query_is_rejected_before_the_body_is_read(
-    api: Api, query: dict[str, Any], code: int
-) -> None:
+async def test_an_invalid_query_is_rejected_before_the_body_is_read(api: Api, query: dict[str, Any], code: int) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"x"
         raise AssertionError("somebody reads on")
@@ -241,9 +228,7 @@ async def test_without_a_key_no_byte_is_read(api: Api) -> None:
     assert (await upload(api, key="tml-nobody_secret")).status_code == 401
 
 
-async def test_an_upload_over_the_limit_is_rejected_in_every_format(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_an_upload_over_the_limit_is_rejected_in_every_format(empty_redis: EmbeddedRedis) -> None:
     async def undeclared() -> AsyncIterator[bytes]:
         for _ in range(64):
             yield bytes(1024)
@@ -258,9 +243,7 @@ async def test_an_upload_over_the_limit_is_rejected_in_every_format(
         assert (await upload(api, headers=gzipped)).status_code == 415
 
 
-async def test_a_client_that_stops_sending_is_disconnected(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_stops_sending_is_disconnected(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     async def silent() -> AsyncIterator[bytes]:
         yield GOOD[:10]
         await asyncio.Event().wait()
@@ -299,9 +282,7 @@ async def test_a_full_quota_rejects_at_once(empty_redis: EmbeddedRedis) -> None:
     assert answer.json()["detail"].startswith("Checkpoint storage quota reached (1 checkpoints).")
 
 
-async def test_a_queue_with_space_for_half_an_upload_leaves_no_run(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_queue_with_space_for_half_an_upload_leaves_no_run(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"ops": 1}) as api:
         answer = await upload(api)
         assert (answer.status_code, answer.json()["code"]) == (429, "queue_full")
@@ -313,9 +294,7 @@ async def upload_as_mint_does(api: Api, content: bytes, worker: StandIn | None) 
     """POST the form of MinT's quickstart while the worker runs the queued ops."""
     files = {"file": ("step-100.tar.gz", content, "application/gzip")}
     headers = {"X-API-Key": ALICE}
-    posting = asyncio.create_task(
-        api.http.post("/api/v1/checkpoints/upload", files=files, headers=headers)
-    )
+    posting = asyncio.create_task(api.http.post("/api/v1/checkpoints/upload", files=files, headers=headers))
     while worker and not posting.done():
         await worker.run_log()
         await asyncio.sleep(0.01)
@@ -325,9 +304,7 @@ async def upload_as_mint_does(api: Api, content: bytes, worker: StandIn | None) 
 async def test_a_mint_form_is_answered_after_its_checkpoint_exists(api: Api) -> None:
     named = config(base_model_name_or_path=POOL.base_model)
     with stand_in(api.services) as worker:
-        answer = await upload_as_mint_does(
-            api, tar(adapter(**{"adapter_config.json": named}), "w:gz"), worker
-        )
+        answer = await upload_as_mint_does(api, tar(adapter(**{"adapter_config.json": named}), "w:gz"), worker)
     assert answer.status_code == 200, answer.text
     (path,) = answer.json().values()
     checkpoint = await api.services.records.checkpoint(await tenant(api), path)
@@ -344,9 +321,7 @@ async def test_a_form_without_a_valid_adapter_is_rejected_by_name(api: Api) -> N
         answer = await upload_as_mint_does(api, content, None)
         assert answer.status_code == 400
         assert says in answer.json()["detail"]
-    plain = await api.http.post(
-        "/api/v1/checkpoints/upload", content=GOOD, headers={"X-API-Key": ALICE}
-    )
+    plain = await api.http.post("/api/v1/checkpoints/upload", content=GOOD, headers={"X-API-Key": ALICE})
     assert plain.status_code == 415
 
 
@@ -384,9 +359,7 @@ def pending(api: Api) -> set[Path]:
     return {path for path in folder.rglob("*") if path.is_file()}
 
 
-async def test_files_sent_by_links_become_a_checkpoint_once(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_files_sent_by_links_become_a_checkpoint_once(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_server.routes.uploads.FINISH_PATIENCE_S", 0.0)
     started = await start(api, destination_project_id="p")
     assert set(started["urls"]) == {"adapter_config.json", "adapter_model.safetensors"}

@@ -59,8 +59,7 @@ async def test_usage_is_reported_by_hour_and_session(api: Api, worker: StandIn) 
     }
     trained, sampled = run.partition(":")[0], sampler.partition(":")[0]
     amounts = {
-        name: event["event_info"].get("token_count", event["event_info"].get("count"))
-        for name, event in told.items()
+        name: event["event_info"].get("token_count", event["event_info"].get("count")) for name, event in told.items()
     }
     assert amounts == {
         (trained, "training", None): 3,
@@ -82,9 +81,7 @@ async def test_an_invalid_window_is_a_bad_request(api: Api) -> None:
         assert "a full UTC hour" in answer.json()["detail"]
 
 
-async def test_our_own_usage_contains_the_device_time_of_each_run(
-    api: Api, worker: StandIn
-) -> None:
+async def test_our_own_usage_contains_the_device_time_of_each_run(api: Api, worker: StandIn) -> None:
     run, sampler = await train(api, worker), await sample(api, worker)
     body = await got(api, "usage")
     by_source = {source["source"]: source["amounts"] for source in body["sources"]}
@@ -107,9 +104,7 @@ async def test_current_storage_is_reported_by_project(api: Api, worker: StandIn)
     run = await train(api, worker)
     await train(api, worker)
     session, headers = run.partition(":")[0], {"X-API-Key": ALICE}
-    await api.http.put(
-        f"/api/v1/sessions/{session}/project", headers=headers, json={"project_id": "nightly"}
-    )
+    await api.http.put(f"/api/v1/sessions/{session}/project", headers=headers, json={"project_id": "nightly"})
     size = FILES[1]
     items = (await got(api, "billing/usage/checkpoints/current"))["data"]
     told = [(item["project_id"], item["checkpoint_count"], item["size_bytes"]) for item in items]
@@ -123,9 +118,7 @@ async def test_current_storage_is_reported_by_project(api: Api, worker: StandIn)
     }
 
 
-async def test_the_audit_log_lists_a_day_of_one_tenant_by_resource(
-    api: Api, worker: StandIn
-) -> None:
+async def test_the_audit_log_lists_a_day_of_one_tenant_by_resource(api: Api, worker: StandIn) -> None:
     run = await train(api, worker)
     checkpoint = f"training_runs/{run}/checkpoints/weights/a"
     await api.post(f"{checkpoint}/publish")
@@ -154,9 +147,7 @@ async def test_a_day_of_the_audit_log_ends_at_midnight(api: Api) -> None:
         ("after", day + 24 * HOUR),
     ):
         row = {"event": name, "details": "{}"}
-        await api.services.connection.xadd(
-            tenant_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7"
-        )
+        await api.services.connection.xadd(tenant_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7")
     entries = (await got(api, "audit", day="2026-07-13"))["entries"]
     assert [entry["event"] for entry in entries] == ["on", "still"]
     for day_of_no_time in ("0001-01-01", "9999-12-31"):

@@ -55,9 +55,7 @@ def status_of(address: Address, path: str, *headers: str, version: str = "1.1") 
     return int(answers(address, "\r\n".join(lines).encode()).split()[1])
 
 
-def test_ambiguous_or_spoofed_requests_are_rejected(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_ambiguous_or_spoofed_requests_are_rejected(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     with api_process(empty_redis.url, tmp_path) as address:
         smuggled = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
         for route in (b"/healthz", b"/api/v1/client/config"):
@@ -92,10 +90,7 @@ def test_only_trusted_proxies_may_set_the_client_address(
             for number in range(FAILURES_PER_MINUTE + 1)
         ]  # fmt: skip
         assert statuses == [401] * FAILURES_PER_MINUTE + [last]
-        assert (
-            status_of(address, "/api/v1/get_server_capabilities", "Host: x", f"X-API-Key: {ALICE}")
-            == 200
-        )
+        assert status_of(address, "/api/v1/get_server_capabilities", "Host: x", f"X-API-Key: {ALICE}") == 200
 
 
 def test_an_api_process_starts_no_math_threads() -> None:
@@ -106,20 +101,14 @@ def test_an_api_process_starts_no_math_threads() -> None:
         print(len(os.listdir("/proc/self/task")))
     """
     environment = {k: v for k, v in os.environ.items() if not k.endswith("_NUM_THREADS")}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == "1\n"
 
 
 def test_a_short_key_in_the_settings_stops_the_process_with_a_sentence(
     empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    for name, value in (
-        ("ADMIN_KEY", "fifteen-letters"),
-        ("API_KEYS", "tml-dev_d3v"),
-        ("PORT", "x"),
-    ):
+    for name, value in (("ADMIN_KEY", "fifteen-letters"), ("API_KEYS", "tml-dev_d3v"), ("PORT", "x")):
         environment = {
             **os.environ, "COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path),
             f"COTRAIN_{name}": value,

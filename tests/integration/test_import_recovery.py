@@ -40,9 +40,7 @@ def an_import(inputs: int = 64) -> bytes:
 async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
     """Queue both ops of an upload, as the route does."""
     session = SessionId("a")
-    run = RunRecord(
-        run_id(session, model_seq), TenantId("a"), session, POOL, MODEL, LORA, time.time()
-    )
+    run = RunRecord(run_id(session, model_seq), TenantId("a"), session, POOL, MODEL, LORA, time.time())
     await server.intake.create_run(run, kind=OpKind.IMPORT, body=body)
     save = encode(SaveRequest(name="mine", kind="weights", last=True)).encode()
     await server.intake.submit(run, 1, OpKind.SAVE, save, 0, digest="1")

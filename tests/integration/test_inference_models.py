@@ -52,9 +52,7 @@ async def sampled(api: Api, worker: StandIn, model: str, key: str = ALICE) -> Cl
     return claims[0]
 
 
-async def test_a_path_names_its_weights_with_and_without_the_base_model(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_path_names_its_weights_with_and_without_the_base_model(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         run = await api.new_run()
         path = await save(api, worker, run, 1, "good")
@@ -63,9 +61,7 @@ async def test_a_path_names_its_weights_with_and_without_the_base_model(
             assert (await sampled(api, worker, model)).weights == f"{run}:1"
 
 
-async def test_one_sampler_serves_all_requests_until_the_name_moves(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_one_sampler_serves_all_requests_until_the_name_moves(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         run = await api.new_run()
         path = await save(api, worker, run, 1, "best")
@@ -79,9 +75,7 @@ async def test_one_sampler_serves_all_requests_until_the_name_moves(
         assert moved.sampler != first.sampler
 
 
-async def test_no_client_is_notified_of_a_result_that_nobody_polls(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_no_client_is_notified_of_a_result_that_nobody_polls(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         claimed = await sampled(api, worker, POOL.base_model)
         assert await api.services.connection.keys(f"cotrain:completions:{claimed.sampler}:*") == []
@@ -119,6 +113,4 @@ async def test_a_stopping_server_cancels_its_requests(empty_redis: EmbeddedRedis
         answer = await asking
         assert answer.status_code == 503
         assert float(answer.headers["retry-after"]) > 0
-        await until(
-            lambda: not count_waiting(worker.sampling._redis, POOL.id)
-        )  # cancelled concurrently
+        await until(lambda: not count_waiting(worker.sampling._redis, POOL.id))  # cancelled concurrently

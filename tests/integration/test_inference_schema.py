@@ -20,9 +20,7 @@ from tests.support.waiting import PATIENCE_S
 CHECKS = [not_a_server_error, response_schema_conformance]
 
 
-def test_no_request_in_another_apis_words_is_our_error(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_no_request_in_another_apis_words_is_our_error(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     headers = {"Authorization": f"Bearer {ALICE}"}
     with talking_api(empty_redis.url, tmp_path) as talking:
         url = f"{talking.address}/openapi.json"
@@ -32,9 +30,7 @@ def test_no_request_in_another_apis_words_is_our_error(
         assert len(operations) == 10
         for operation in operations:
 
-            @settings(
-                max_examples=examples(12, at_least=4), suppress_health_check=list(HealthCheck)
-            )
+            @settings(max_examples=examples(12, at_least=4), suppress_health_check=list(HealthCheck))
             @given(case=operation.as_strategy())
             def ask(case: Any) -> None:
                 if isinstance(case.body, dict):  # past the 404, where there is more to break

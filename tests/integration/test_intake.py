@@ -262,14 +262,10 @@ async def test_a_run_and_its_save_are_accepted_together_or_not_at_all(
         assert log.result(first, 0)
 
 
-async def test_the_bytes_of_a_run_and_of_its_save_count_together(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_the_bytes_of_a_run_and_of_its_save_count_together(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     async with open_log(empty_redis.url, tmp_path, TenantLimits(bytes=7)) as log:
         with refused(Reason.QUEUE_FULL):
-            await log.intake.create_run(
-                record_of("a"), kind=OpKind.LOAD, body=b"load", save=b"save"
-            )
+            await log.intake.create_run(record_of("a"), kind=OpKind.LOAD, body=b"load", save=b"save")
         await log.intake.create_run(record_of("a"), kind=OpKind.LOAD, body=b"lo", save=b"save")
 
 
@@ -299,9 +295,7 @@ async def test_below_the_disk_reserve_new_requests_are_rejected(
             assert log.everything() == before
 
 
-async def test_a_full_disk_rejects_and_leaves_nothing(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_disk_rejects_and_leaves_nothing(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_space(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -347,9 +341,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
             await emptied.submit(run, 2)
 
 
-async def test_without_redis_requests_are_rejected_and_accepted_afterwards(
-    tmp_path: Path,
-) -> None:
+async def test_without_redis_requests_are_rejected_and_accepted_afterwards(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             run = await log.new_run()
@@ -387,9 +379,7 @@ async def test_requests_across_kills_of_redis_are_accepted_once_each(tmp_path: P
     with EmbeddedRedis() as server:
         async with open_log(server.url, tmp_path) as log:
             runs = [await log.new_run(f"t{number}") for number in range(4)]
-            submits = [
-                asyncio.create_task(accepted(log, run, seq)) for seq in range(1, 60) for run in runs
-            ]
+            submits = [asyncio.create_task(accepted(log, run, seq)) for seq in range(1, 60) for run in runs]
             for _ in range(3):
                 await asyncio.sleep(0.02)
                 await asyncio.to_thread(server.kill)

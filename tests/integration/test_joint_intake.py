@@ -69,9 +69,7 @@ async def test_an_ended_run_does_not_affect_the_others(log: Log, runs: list[RunR
     assert len((await log.plan()).ops) == 2 * (RUNS - 1)
 
 
-async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(
-    log: Log, runs: list[RunRecord]
-) -> None:
+async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(log: Log, runs: list[RunRecord]) -> None:
     intake = intake_of(log, replace(TenantLimits(), ops=5))
     with refused(Reason.QUEUE_FULL):
         await intake.submit_together(A, ops_of(runs))
@@ -86,9 +84,7 @@ async def test_a_full_queue_accepts_a_part_and_the_repeat_the_remainder(
     assert {op.run for op in (await log.plan()).ops} <= {run.id for run in runs}
 
 
-async def test_a_body_is_removed_with_the_last_log_that_needs_it(
-    log: Log, runs: list[RunRecord]
-) -> None:
+async def test_a_body_is_removed_with_the_last_log_that_needs_it(log: Log, runs: list[RunRecord]) -> None:
     await intake_of(log).submit_together(A, ops_of(runs))
     await log.run_all()
     for left, run in zip((3, 2, 1, 0), runs, strict=True):

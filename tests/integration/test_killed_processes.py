@@ -33,10 +33,7 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import stack, worker
 from tests.support.tiny_models import build_tiny
 
-POISON = {
-    "error": "Request repeatedly crashed the worker; it was not applied.",
-    "category": "server",
-}
+POISON = {"error": "Request repeatedly crashed the worker; it was not applied.", "category": "server"}
 
 
 async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
@@ -47,9 +44,7 @@ async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
     with EmbeddedRedis() as redis_server:
         url, folder = redis_server.url, tmp_path / "alone"
         async with stack(url, folder) as alone:
-            expected = [
-                await train_undisturbed(alone, url, folder, engine, lora=lora) for lora in loras
-            ]
+            expected = [await train_undisturbed(alone, url, folder, engine, lora=lora) for lora in loras]
         redis_server.flush()
 
         settings = settings_of(url, tmp_path, model)
@@ -128,9 +123,7 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
         await connection.aclose()
         mine = await asyncio.to_thread(restored_digest, url, tmp_path, engine, guilty.id)
         assert mine == engine.adapters.state(without.id).digest()
-        assert (
-            await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
-        )
+        assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
 
 
 async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at_most(
@@ -174,6 +167,4 @@ async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at
                 await asyncio.to_thread(scheduler.stop)
         spool.close()
         await connection.aclose()
-        assert (
-            await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
-        )
+        assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest

@@ -14,9 +14,7 @@ from tests.support.redis_server import EmbeddedRedis
 POOLS = [PoolId("p"), PoolId("q")]
 
 
-async def test_the_busiest_tenants_of_all_pools_come_first(
-    empty_redis: EmbeddedRedis, redis: SyncConnection
-) -> None:
+async def test_the_busiest_tenants_of_all_pools_come_first(empty_redis: EmbeddedRedis, redis: SyncConnection) -> None:
     now = time.time()
     for pool, back, counts in (
         ("p", 0, {"cycles": 2, "tokens|t-a": 900, "device_s|t-a": 0.5, "device_s|t-b": 2}),

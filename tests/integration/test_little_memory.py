@@ -40,12 +40,7 @@ def limit_rows(engine: Engine) -> Iterator[LimitRows]:
 
 
 async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    limit_rows: LimitRows,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, limit_rows: LimitRows
 ) -> None:
     """Its last bits differ there, which is no reason to stop the run."""
     url = empty_redis.url
@@ -65,11 +60,7 @@ async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
 
 
 async def test_a_request_that_exceeds_memory_fails_alone_also_in_a_replay(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    limit_rows: LimitRows,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, limit_rows: LimitRows
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)

@@ -21,27 +21,19 @@ def body_of(*refs: WeightsRef, lora: LoraSpec | None = None) -> bytes:
     return encode(LoadRequest("tinker://…", sources, optimizer=True, lora=lora)).encode()
 
 
-async def load(
-    samples: Samples, run: RunRecord, seq: int, *refs: WeightsRef, digest: str = "d"
-) -> RequestId:
-    return await samples.log.intake.submit(
-        run, seq, OpKind.LOAD, body_of(*refs), 0, digest, uses=refs
-    )
+async def load(samples: Samples, run: RunRecord, seq: int, *refs: WeightsRef, digest: str = "d") -> RequestId:
+    return await samples.log.intake.submit(run, seq, OpKind.LOAD, body_of(*refs), 0, digest, uses=refs)
 
 
 def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
-    samples.log.redis.delete(
-        weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
-    )
+    samples.log.redis.delete(weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
     return [weights.ref for weights in samples.saved.unused_weights()]
 
 
-async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(
-    samples: Samples,
-) -> None:
+async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(samples: Samples) -> None:
     run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
     await load(samples, other, 1, checkpoint.weights)
@@ -78,9 +70,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
 
 
 @pytest.mark.parametrize("is_planned", [False, True])
-async def test_a_closed_run_needs_its_loads_no_more_once_its_log_is_gone(
-    samples: Samples, is_planned: bool
-) -> None:
+async def test_a_closed_run_needs_its_loads_no_more_once_its_log_is_gone(samples: Samples, is_planned: bool) -> None:
     run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
     checkpoint = await samples.checkpoint(run, 1, "x")
     await samples.log.run_all()
@@ -122,9 +112,7 @@ async def test_weights_that_are_gone_or_owed_cannot_be_loaded(samples: Samples) 
         with pytest.raises(WeightsDeleted):
             await load(samples, other, 1, *refs)
     with pytest.raises(WeightsDeleted):
-        await samples.log.intake.create_run(
-            record_of("a", "new"), kind=OpKind.LOAD, body=body_of(owed), uses=[owed]
-        )
+        await samples.log.intake.create_run(record_of("a", "new"), kind=OpKind.LOAD, body=body_of(owed), uses=[owed])
     assert samples.log.everything() == before
 
 
@@ -181,9 +169,7 @@ async def test_nothing_is_loaded_into_a_closed_run(samples: Samples) -> None:
         await load(samples, other, 1, checkpoint.weights)
 
 
-async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was(
-    samples: Samples,
-) -> None:
+async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was(samples: Samples) -> None:
     run = await samples.log.new_run()
     redis = samples.log.redis
     listed = redis.zrange(tenant_keys.training_runs(run.tenant), 0, -1, withscores=True)

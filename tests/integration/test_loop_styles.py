@@ -36,10 +36,7 @@ BATCH = [
 
 
 def sync_naive(run: TrainingClient) -> Pairs:
-    return [
-        (run.forward_backward(BATCH, LOSS).result(), run.optim_step(ADAM).result())
-        for _ in range(STEPS)
-    ]
+    return [(run.forward_backward(BATCH, LOSS).result(), run.optim_step(ADAM).result()) for _ in range(STEPS)]
 
 
 def sync_submit_both(run: TrainingClient) -> Pairs:
@@ -82,10 +79,7 @@ async def bios_overlapped_passes(run: TrainingClient) -> Pairs:
 
 
 async def tinker_and_bios_pipelined(run: TrainingClient) -> Pairs:
-    sent = [
-        (await run.forward_backward_async(BATCH, LOSS), await run.optim_step_async(ADAM))
-        for _ in range(STEPS)
-    ]
+    sent = [(await run.forward_backward_async(BATCH, LOSS), await run.optim_step_async(ADAM)) for _ in range(STEPS)]
     return [(await passed, await stepped) for passed, stepped in sent]
 
 
@@ -116,13 +110,7 @@ async def mint_step_sent_behind_the_passes(run: TrainingClient) -> Pairs:
     return pairs
 
 
-WAITING = (
-    sync_naive,
-    tinker_and_bios_naive,
-    bios_overlapped_passes,
-    mint_anti_pattern,
-    mint_gathered_before_the_step,
-)
+WAITING = (sync_naive, tinker_and_bios_naive, bios_overlapped_passes, mint_anti_pattern, mint_gathered_before_the_step)
 TOGETHER = (
     sync_submit_both,
     sync_pipelined,
@@ -150,8 +138,7 @@ def in_one_cycle(service: ServiceClient, loop: Loop) -> list[bool]:
     run = service.create_lora_training_client("tiny", rank=2, seed=0)
     pairs = asyncio.run(loop(run)) if inspect.iscoroutinefunction(loop) else loop(run)
     cycles = [
-        (passed.metrics["clock_cycle:unique"], stepped.metrics["clock_cycle:unique"])
-        for passed, stepped in pairs
+        (passed.metrics["clock_cycle:unique"], stepped.metrics["clock_cycle:unique"]) for passed, stepped in pairs
     ]
     assert all(passed <= stepped for passed, stepped in cycles)
     return [passed == stepped for passed, stepped in cycles]
@@ -163,7 +150,5 @@ def test_a_loop_that_waits_for_the_pass_never_shares_its_cycle(shared: Shared, l
 
 
 @pytest.mark.parametrize("loop", TOGETHER, ids=lambda loop: loop.__name__)
-def test_a_loop_that_sends_the_step_after_the_pass_shares_its_cycle(
-    shared: Shared, loop: Loop
-) -> None:
+def test_a_loop_that_sends_the_step_after_the_pass_shares_its_cycle(shared: Shared, loop: Loop) -> None:
     assert any(shared[loop])

@@ -29,9 +29,7 @@ worker.main()
 """
 
 
-def test_a_lost_device_ends_the_process_with_its_own_status(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_a_lost_device_ends_the_process_with_its_own_status(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     settings = settings_of(empty_redis.url, tmp_path, tmp_path / "no-model")
     ended = run([sys.executable, "-c", WORKER], env=environment_of(settings), timeout=PATIENCE_S)
     said = ended.stdout + ended.stderr

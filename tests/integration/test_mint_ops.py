@@ -159,8 +159,7 @@ async def interpolate(
     """Ask for a combination as the API does: a load that makes a run, and the save that ends it."""
     lora = LoraSpec(rank=rank, seed=7)
     run = RunRecord(
-        *(run_id(SessionId(session), 0), TenantId("a"), SessionId(session), POOL, MODEL, lora),
-        created_at=time.time(),
+        *(run_id(SessionId(session), 0), TenantId("a"), SessionId(session), POOL, MODEL, lora), created_at=time.time()
     )
     refs = tuple(LoadSource(checkpoint.weights, factor) for factor, checkpoint in sources)
     load = encode(LoadRequest("x", refs, optimizer=False, lora=lora)).encode()
@@ -172,17 +171,12 @@ async def interpolate(
 
 @pytest.mark.parametrize("failpoint", [None, variant(FAILPOINTS[0]), FAILPOINTS[1]], ids=str)
 async def test_an_interpolation_is_the_exact_mix_and_ends_its_run(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    failpoint: Failpoint | None,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint | None
 ) -> None:
     url = empty_redis.url
     with worker(url, tmp_path, engine):
         one, other = [
-            await taught(server, name, LoraSpec(rank=rank, seed=rank))
-            for name, rank in (("one", 4), ("other", 2))
+            await taught(server, name, LoraSpec(rank=rank, seed=rank)) for name, rank in (("one", 4), ("other", 2))
         ]
     run, request = await interpolate(server, "mix", [(0.75, one), (0.25, other)], rank=6)
     if failpoint:
@@ -190,10 +184,7 @@ async def test_an_interpolation_is_the_exact_mix_and_ends_its_run(
             pass
     with worker(url, tmp_path, engine) as loop:
         answer = (await server.result(run, request)).json()
-        sources = [
-            (0.75, loop._weights.host(one.weights)),
-            (0.25, loop._weights.host(other.weights)),
-        ]
+        sources = [(0.75, loop._weights.host(one.weights)), (0.25, loop._weights.host(other.weights))]
         found = loop._weights.host(ref := WeightsRef(request))
 
     assert answer["path"] == f"tinker://{run.id}/sampler_weights/mixed"

@@ -54,14 +54,10 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
             await moves.ask(POOL, run.id, OLD)
         with refused(Reason.WORKER_NOT_FOUND):
             await moves.ask(POOL, run.id, NEW)
-        second.enter_context(
-            worker(url, tmp_path, other, worker_id=NEW, tuning=snapshots(ops=1000))
-        )
+        second.enter_context(worker(url, tmp_path, other, worker_id=NEW, tuning=snapshots(ops=1000)))
         await until(lambda: heartbeat(redis, NEW))
         under_way = await submit(server, run, 3, STEP + 2)
-        await moves.ask(
-            POOL, run.id, NEW
-        )  # an optimizer step and a gradient that waits lie before it
+        await moves.ask(POOL, run.id, NEW)  # an optimizer step and a gradient that waits lie before it
         answers += await results(server, run, under_way)
         await until(lambda: owner(redis, run) == NEW)
         assert (await server.dispatch.view(POOL)).moves == []
@@ -113,9 +109,7 @@ async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
             answers += await results(server, run, under_way)
             await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
     assert answers == expected
-    states = [
-        each.adapters.state(run.id).digest() for each in (engine, other) if run.id in each.adapters
-    ]
+    states = [each.adapters.state(run.id).digest() for each in (engine, other) if run.id in each.adapters]
     assert digest in states
 
 

@@ -14,12 +14,7 @@ from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, Wei
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import (
-    CheckpointKind,
-    CheckpointRecord,
-    SaveRecords,
-    external_folder,
-)
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, external_folder
 from cotrain_store.results.futures import Pending
 from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_store.weights.saved_weights import SavedWeights
@@ -133,9 +128,7 @@ async def test_a_waiter_gets_what_a_save_resolves_to(samples: Samples) -> None:
         assert await held == Result.of_json({"seq": 1})
 
 
-async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired(
-    samples: Samples,
-) -> None:
+async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired(samples: Samples) -> None:
     run = await samples.log.new_run()
     request = RequestId(f"{run.id}:1")
     await samples.save(run, 1, name="x")
@@ -187,8 +180,7 @@ async def test_of_two_saves_of_one_name_in_one_step_the_first_has_it(samples: Sa
 
 
 @pytest.mark.parametrize(
-    ("kind", "overwrite"),
-    [("weights", True), ("sampler_weights", False), ("external_weights", False)],
+    ("kind", "overwrite"), [("weights", True), ("sampler_weights", False), ("external_weights", False)]
 )
 async def test_an_overwritten_checkpoint_stays_until_its_successor_is_stored(
     samples: Samples, kind: CheckpointKind, overwrite: bool
@@ -208,9 +200,7 @@ async def test_an_overwritten_checkpoint_stays_until_its_successor_is_stored(
 
 
 @pytest.mark.parametrize("deleted", [False, True])
-async def test_a_late_store_of_an_older_save_does_not_move_the_name_back(
-    samples: Samples, deleted: bool
-) -> None:
+async def test_a_late_store_of_an_older_save_does_not_move_the_name_back(samples: Samples, deleted: bool) -> None:
     run = await samples.log.new_run()
     for seq in (1, 2):
         await samples.save(run, seq, name="x", kind="weights", overwrite=True)
@@ -300,9 +290,7 @@ async def test_a_worker_ends_a_run_whose_last_save_failed(samples: Samples) -> N
         samples.log.execution.close_run(run.id, run.tenant)
 
 
-async def test_external_files_tell_their_size_and_are_known_by_their_folder(
-    samples: Samples,
-) -> None:
+async def test_external_files_tell_their_size_and_are_known_by_their_folder(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x", kind="external_weights", external=True)
     samples.stored(run, 1, size=123)
@@ -358,9 +346,7 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
 @pytest.mark.parametrize(
     "text", ["", "\0", "é\u2028😀", '"\\', "\ud83d"], ids=["none", "nul", "wide", "quoted", "half"]
 )
-async def test_whatever_a_tenant_notes_is_kept_as_far_as_it_is_unicode(
-    samples: Samples, text: str
-) -> None:
+async def test_whatever_a_tenant_notes_is_kept_as_far_as_it_is_unicode(samples: Samples, text: str) -> None:
     run = replace(await samples.log.new_run(), user_metadata={text: text})
     await samples.checkpoint(run, 1, "x", user_metadata={text: text})
     checkpoint = await found(samples, run, kind="sampler_weights")
@@ -368,9 +354,7 @@ async def test_whatever_a_tenant_notes_is_kept_as_far_as_it_is_unicode(
     kept = text.replace("\ud83d", "?")
     assert checkpoint.user_metadata == {kept: kept}
     assert (
-        await Checkpoints(samples.log.connection).publish(
-            A, run.id, "sampler_weights", "x", public=True
-        )
+        await Checkpoints(samples.log.connection).publish(A, run.id, "sampler_weights", "x", public=True)
     ).user_metadata == {kept: kept}
     other = replace(run, id=run_id(SessionId("other"), 0))
     await samples.log.intake.create_run(other)

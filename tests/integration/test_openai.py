@@ -12,14 +12,7 @@ import pytest
 from cotrain_store.redis_client.connection import open_sync_connection
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.talking import (
-    CACHED_TOKENS,
-    EOS,
-    VOCABULARY,
-    Script,
-    Talking,
-    talking_api,
-)
+from tests.support.talking import CACHED_TOKENS, EOS, VOCABULARY, Script, Talking, talking_api
 
 MODEL = POOL.base_model
 HI: Any = [{"role": "user", "content": "Hi"}]
@@ -28,13 +21,9 @@ WORDS = "Grüße 🙂 fin"
 
 
 @pytest.fixture(scope="module")
-def served(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Talking]:
+def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talking]:
     redis_server.flush()
-    with talking_api(
-        redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 4}
-    ) as talking:
+    with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), quotas={"samples": 4}) as talking:
         yield talking
 
 
@@ -100,9 +89,7 @@ def test_a_chat_is_streamed_in_whole_characters(client: openai.OpenAI, script: S
     assert script.seen[0].stream
 
 
-async def test_an_async_client_streams_the_usage(
-    async_client: openai.AsyncOpenAI, script: Script
-) -> None:
+async def test_an_async_client_streams_the_usage(async_client: openai.AsyncOpenAI, script: Script) -> None:
     stream = await async_client.chat.completions.create(
         model=MODEL, messages=HI, stream=True, n=2, stream_options={"include_usage": True}
     )
@@ -125,9 +112,7 @@ def test_missed_stream_events_come_with_the_result(client: openai.OpenAI, script
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_stop_string_is_not_part_of_the_text(
-    client: openai.OpenAI, script: Script, is_streamed: bool
-) -> None:
+def test_a_stop_string_is_not_part_of_the_text(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.text = "one, two, three"
     asked: Any = {"model": MODEL, "messages": HI, "stop": [", t", "never"]}
     if is_streamed:
@@ -155,9 +140,7 @@ def test_an_empty_answer_is_valid(client: openai.OpenAI, script: Script) -> None
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_log_probs_name_the_likeliest_tokens(
-    client: openai.OpenAI, script: Script, is_streamed: bool
-) -> None:
+def test_log_probs_name_the_likeliest_tokens(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.text = "Hé"
     asked: Any = {"model": MODEL, "messages": HI, "logprobs": True, "top_logprobs": 2}
     if is_streamed:
@@ -209,22 +192,16 @@ def test_every_prompt_has_its_choices(client: openai.OpenAI, script: Script) -> 
     answer = client.completions.create(model=MODEL, prompt=prompts, n=2, max_tokens=1, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert {choice.text for choice in answer.choices} == {"H"}
-    assert sorted(body.prompt for body in script.seen) == sorted(
-        [tuple(ids("Hi")), tuple(ids("there"))]
-    )
+    assert sorted(body.prompt for body in script.seen) == sorted([tuple(ids("Hi")), tuple(ids("there"))])
     assert {body.seed for body in script.seen} == {5}
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 4
     assert answer.usage.prompt_tokens == len(ids("Hi") + ids("there"))
 
 
-def test_a_completion_echoes_its_prompt_with_log_probs(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_a_completion_echoes_its_prompt_with_log_probs(client: openai.OpenAI, script: Script) -> None:
     """The request that evaluation harnesses send."""
-    answer = client.completions.create(
-        model=MODEL, prompt="Hi you", echo=True, logprobs=1, max_tokens=1
-    )
+    answer = client.completions.create(model=MODEL, prompt="Hi you", echo=True, logprobs=1, max_tokens=1)
     (choice,) = answer.choices
     assert choice.text == "Hi youH"
     logprobs = choice.logprobs
@@ -270,9 +247,7 @@ def test_an_invalid_request_is_rejected_and_names_its_field(
     assert script.seen == []
 
 
-@pytest.mark.parametrize(
-    "model", ["tiny/unknown", "tinker://nobody:train:0/sampler_weights/x", f"{MODEL};tiny/model"]
-)
+@pytest.mark.parametrize("model", ["tiny/unknown", "tinker://nobody:train:0/sampler_weights/x", f"{MODEL};tiny/model"])
 def test_an_unknown_model_is_not_found(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model=model, messages=HI)
@@ -293,9 +268,7 @@ def test_a_wrong_key_is_rejected(served: Talking) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_failed_generation_is_an_error(
-    client: openai.OpenAI, script: Script, is_streamed: bool
-) -> None:
+def test_a_failed_generation_is_an_error(client: openai.OpenAI, script: Script, is_streamed: bool) -> None:
     script.failure = "The weights are gone."
     asked: Any = {"model": MODEL, "messages": HI, "stream": is_streamed}
     with pytest.raises(openai.APIError, match="The weights are gone"):

@@ -43,9 +43,7 @@ def engine(tiny_model: Path) -> Engine:
 
 
 @pytest.fixture
-async def server(
-    empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Stack]:
+async def server(empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     async with stack(empty_redis.url, tmp_path, period_s=PERIOD_S) as opened:
         yield opened
@@ -86,9 +84,7 @@ def whole(engine: Engine) -> tuple[list[Any], str]:
 
 def cycle_of(result: Result) -> int:
     if result.kind is ResultKind.PASS:
-        metrics: Mapping[str, float] = wire_pb2.ForwardBackwardOutput.FromString(
-            result.payload
-        ).metrics
+        metrics: Mapping[str, float] = wire_pb2.ForwardBackwardOutput.FromString(result.payload).metrics
         return int(metrics[CYCLE_METRIC])
     return int(result.json()["metrics"][CYCLE_METRIC])
 
@@ -117,12 +113,7 @@ async def answers_of(server: Stack, run: RunRecord, requests: list[RequestId]) -
 
 
 async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_at_most_one(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    whole: tuple[list[Any], str],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, whole: tuple[list[Any], str]
 ) -> None:
     """Its ops run at the latest in the cycle after the one that is running when they are accepted."""
     expected, digest = whole
@@ -199,12 +190,7 @@ async def test_a_crashed_step_runs_its_pass_to_the_end(
 
 
 async def test_a_worker_replaced_in_the_middle_of_a_pass_restarts_it(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    whole: tuple[list[Any], str],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, whole: tuple[list[Any], str]
 ) -> None:
     expected, digest = whole
     run = await server.create("a", "a", LORA)
@@ -286,9 +272,7 @@ async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
                 begin(step)
 
             loop._execution.begin = begun  # type: ignore[method-assign]
-            results = [
-                await server.result(run, each) for run, each in zip(runs, requests, strict=True)
-            ]
+            results = [await server.result(run, each) for run, each in zip(runs, requests, strict=True)]
     assert max(divided) == len(runs)
     assert all(count <= 1 for count, passes in zip(decoded, divided, strict=True) if passes > 1)
     assert [without_cycle(result) for result in results] == whole[0][:1] * len(runs)

@@ -34,11 +34,7 @@ async def until_said(server: Stack, run: RunRecord, request: RequestId, reason: 
 
 
 async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
-    server: Stack,
-    engine: Engine,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = PauseRecords(server.dispatch._redis)
     with worker(empty_redis.url, tmp_path, engine):
@@ -49,20 +45,14 @@ async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
         await policy_was_read(server, monkeypatch)
         waits = await server.forward_backward(ada, 2, sequences(2, 1, 8))
         await server.result(bob, await server.forward_backward(bob, 1, sequences(1, 1, 8)))
-        await until_said(
-            server, ada, waits, "the operator has paused this tenant: the bill is open"
-        )
+        await until_said(server, ada, waits, "the operator has paused this tenant: the bill is open")
         assert await pauses.resume_tenant(ADA)
         await server.result(ada, waits)
         assert not await pauses.resume_tenant(ADA)
 
 
 async def test_a_paused_run_waits_alone_and_its_pause_ends_with_it(
-    server: Stack,
-    engine: Engine,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses = PauseRecords(server.dispatch._redis)
     with worker(empty_redis.url, tmp_path, engine):
@@ -81,9 +71,7 @@ async def test_a_paused_run_waits_alone_and_its_pause_ends_with_it(
         assert not (await read_pauses(server.dispatch._redis)).runs
 
 
-async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(
-    samples: Samples,
-) -> None:
+async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(samples: Samples) -> None:
     pauses = PauseRecords(samples.log.connection)
     a = await samples.submit(await samples.sampler("a"), 0, 1)
     b = await samples.submit(await samples.sampler("b"), 0, 1)
@@ -94,9 +82,7 @@ async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(
     assert samples.claim() == a
 
 
-async def test_a_pause_is_read_back_and_unknown_fields_are_ignored(
-    log: Log,
-) -> None:
+async def test_a_pause_is_read_back_and_unknown_fields_are_ignored(log: Log) -> None:
     await PauseRecords(log.connection).pause_tenant(ADA, "why")
     log.redis.hset(tenant_keys.paused_tenants(), "t", '{"since": 5.0, "colour": "red"}')
     pauses = await read_pauses(log.connection)

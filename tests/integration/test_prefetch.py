@@ -102,9 +102,7 @@ async def test_prefetch_ends_at_a_gap(log: Log) -> None:
     assert len(log.execution.logs.behind(step, 1)) == 2
 
 
-async def test_prefetched_bodies_are_few_and_short_lived(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_prefetched_bodies_are_few_and_short_lived(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
     monkeypatch.setattr(prefetch, "MAX_BYTES", 2 * len(BODY))
     looker = Prefetcher(log.execution)

@@ -39,8 +39,7 @@ RANGE = "20s"
 PAUSE_S = 2.0
 
 pytestmark = pytest.mark.skipif(
-    PROMETHEUS is None,
-    reason="prometheus is not installed: NO BOARD IS TESTED (Debian: prometheus)",
+    PROMETHEUS is None, reason="prometheus is not installed: NO BOARD IS TESTED (Debian: prometheus)"
 )
 
 
@@ -78,9 +77,7 @@ def watched(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     ports = {"COTRAIN_METRICS_PORT": str(first := free_port())}
     keys = [f"{name}={key}" for name, key in KEYS.items()]
     with contextlib.ExitStack() as stack:
-        serving = stack.enter_context(
-            Serving(folder / "data", [f"tiny={tiny_model}"], keys, settings=ports)
-        )
+        serving = stack.enter_context(Serving(folder / "data", [f"tiny={tiny_model}"], keys, settings=ports))
         second, second_metrics = free_port(), free_port()
         assert second_metrics not in range(first, first + 3)
         settings = {
@@ -169,8 +166,7 @@ def work(address: str, key: str, over: threading.Event) -> None:
             run.save_state("same-name", overwrite=True).result(PATIENCE_S)
             sampler = run.save_weights_and_get_sampling_client()
             samples = [
-                sampler.sample(ModelInput.from_ints([1, 2, 3]), 4, SamplingParams(max_tokens=64))
-                for _ in range(4)
+                sampler.sample(ModelInput.from_ints([1, 2, 3]), 4, SamplingParams(max_tokens=64)) for _ in range(4)
             ]
             for sample in samples:
                 sample.result(PATIENCE_S)
@@ -182,10 +178,7 @@ def test_every_expression_of_the_boards_and_of_the_alerts_has_a_value(watched: W
 
 
 def test_every_process_is_scraped_and_the_rules_are_in_force(watched: Watched) -> None:
-    up = {
-        each["metric"]["job"]: float(each["value"][1])
-        for each in watched.query("sum by (job) (up)")
-    }
+    up = {each["metric"]["job"]: float(each["value"][1]) for each in watched.query("sum by (job) (up)")}
     assert up == {"cotrain-api": 2, "cotrain-fleet": 1, "cotrain-scheduler": 1, "cotrain-worker": 1}
     with urllib.request.urlopen(f"{watched.url}/api/v1/rules") as answer:
         (group,) = json.load(answer)["data"]["groups"]
@@ -201,9 +194,7 @@ def test_each_metric_comes_from_one_kind_of_process(watched: Watched) -> None:
 
 
 def test_nothing_is_counted_twice(watched: Watched) -> None:
-    request = urllib.request.Request(
-        f"{watched.serving.address}/status", headers=watched.serving.operator
-    )
+    request = urllib.request.Request(f"{watched.serving.address}/status", headers=watched.serving.operator)
     with urllib.request.urlopen(request) as answer:
         (pool,) = json.load(answer)["pools"]
     counters = pool["counters"]
@@ -217,10 +208,7 @@ def test_nothing_is_counted_twice(watched: Watched) -> None:
     samples = counters["sample_requests"]
     assert value('sum(cotrain_requests_accepted_total{op="sample"})') == samples
     assert value("sum(cotrain_sample_time_to_first_token_seconds_count)") == samples
-    each = {
-        tenant["metric"]["tenant"]
-        for tenant in watched.query("cotrain_tenant_device_seconds_total")
-    }
+    each = {tenant["metric"]["tenant"] for tenant in watched.query("cotrain_tenant_device_seconds_total")}
     assert len(each) == len(KEYS)
     assert value("sum(cotrain_runs)") == len(KEYS)  # closed with their sessions
 

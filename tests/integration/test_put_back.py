@@ -107,9 +107,7 @@ async def test_a_plan_from_before_the_put_back_is_rejected(log: Log) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "failed"])
 @pytest.mark.parametrize("when", ["during", "after"])
-async def test_a_run_that_ends_with_an_open_pass_fails_pending_ops(
-    log: Log, how: str, when: str
-) -> None:
+async def test_a_run_that_ends_with_an_open_pass_fails_pending_ops(log: Log, how: str, when: str) -> None:
     run, step = await half_done(log)
     if when == "after":
         log.commit(step, opened={(run.id, 1): 3})

@@ -81,9 +81,7 @@ async def led(log: Log) -> Log:
     return log
 
 
-async def test_what_came_while_nobody_listened_is_planned(
-    led: Log, empty_redis: EmbeddedRedis
-) -> None:
+async def test_what_came_while_nobody_listened_is_planned(led: Log, empty_redis: EmbeddedRedis) -> None:
     async with scheduling(empty_redis.url, "one") as dispatch:
         run = await led.new_run()
         await ran(led, run, 0)
@@ -145,9 +143,7 @@ async def test_redis_starts_again_and_the_queue_is_read_anew(tmp_path: Path) -> 
                 await until(functools.partial(has_read, dispatch, reads))
 
 
-async def test_two_schedulers_take_turns_and_each_op_is_planned_once(
-    led: Log, empty_redis: EmbeddedRedis
-) -> None:
+async def test_two_schedulers_take_turns_and_each_op_is_planned_once(led: Log, empty_redis: EmbeddedRedis) -> None:
     async with scheduling(empty_redis.url, "one") as one:
         run = await led.new_run()
         await ran(led, run, 0)

@@ -80,9 +80,7 @@ async def test_a_large_request_over_the_quota_is_not_written(samples: Samples) -
     log, run, sampler = samples.log, await samples.log.new_run(), await samples.sampler()
     await log.run_all()
     full = limited(log, unread(log))
-    full_too = SampleIntake(
-        log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log)))
-    )
+    full_too = SampleIntake(log.connection, log.spool, always(SampleLimits(unread_bytes=unread(log))))
     before = log.everything()
     for _ in range(2):
         with refused(Reason.UNREAD_QUOTA_REACHED):
@@ -209,9 +207,7 @@ async def test_samplers_count_from_the_save_that_requests_them(samples: Samples)
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await save_for(intake, run, 2, other)
     with refused(Reason.SAMPLER_QUOTA_REACHED):
-        await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(
-            sampler_record()
-        )
+        await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(sampler_record())
     assert await save_for(intake, run, 1, sampler) == first
     assert log.everything() == before
     log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})

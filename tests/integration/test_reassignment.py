@@ -62,9 +62,7 @@ async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> No
     log.commit(moved)
     assert log.result(run, 1)
     assert log.queued() == (0, 0, 0)
-    assert not log.redis.exists(
-        fleet_keys.open_steps(POOL, WORKER), fleet_keys.open_steps(POOL, HEIR)
-    )
+    assert not log.redis.exists(fleet_keys.open_steps(POOL, WORKER), fleet_keys.open_steps(POOL, HEIR))
 
 
 async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: Log) -> None:
@@ -237,9 +235,7 @@ async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change:
     assert log.everything() == before
 
 
-async def test_a_second_time_changes_nothing_and_a_replaced_scheduler_gives_nothing_away(
-    log: Log,
-) -> None:
+async def test_a_second_time_changes_nothing_and_a_replaced_scheduler_gives_nothing_away(log: Log) -> None:
     await log.new_run()
     await log.plan()
     enter(log, HEIR)

@@ -73,12 +73,7 @@ async def test_a_worker_killed_anywhere_leaves_no_trace_in_the_numbers(
 @pytest.mark.parametrize("debt_ops", [1, 1000])
 @pytest.mark.parametrize("is_killed", [True, False])
 async def test_a_gradient_that_waits_for_its_step_survives(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    is_killed: bool,
-    debt_ops: int,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, is_killed: bool, debt_ops: int
 ) -> None:
     """From its log after a kill, from its recovery copy after a drain or an early copy."""
     url = empty_redis.url
@@ -87,9 +82,7 @@ async def test_a_gradient_that_waits_for_its_step_survives(
     requests = await submit(server, run, 1, 3)
     if is_killed:
         after_commit = Failpoint("commit", 1, after=True)
-        async with dying_worker(
-            url, tmp_path, engine, after_commit, tuning=snapshots(ops=debt_ops)
-        ):
+        async with dying_worker(url, tmp_path, engine, after_commit, tuning=snapshots(ops=debt_ops)):
             pass
     else:
         with worker(url, tmp_path, engine, tuning=snapshots(ops=debt_ops)):
@@ -145,13 +138,7 @@ async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written
     ],
 )
 async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothing_else(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    damage: str,
-    copies: int,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, damage: str, copies: int
 ) -> None:
     """From its predecessor, or from the beginning of the run; then there is a good copy again."""
     url = empty_redis.url

@@ -82,11 +82,7 @@ def port(tmp_path: Path) -> Iterator[int]:
     port = free_port()
     lines = (ROOT / "docker" / "redis" / "users-by-process.acl").read_text()
     users = tmp_path / "users.acl"
-    users.write_text(
-        re.sub(
-            r"\{password of (.+?)\}", lambda of: hashlib.sha256(of[1].encode()).hexdigest(), lines
-        )
-    )
+    users.write_text(re.sub(r"\{password of (.+?)\}", lambda of: hashlib.sha256(of[1].encode()).hexdigest(), lines))
     (tmp_path / "redis").mkdir()
     command = redis_command(find_redis_binary(), tmp_path / "redis", tmp_path / "redis" / "s")
     command[command.index("--port") + 1] = str(port)
@@ -111,10 +107,7 @@ async def test_each_kind_of_process_works_with_the_rights_of_its_user(
     def settings(user: str) -> dict[str, str]:
         return settings_of(url_of(user, port), tmp_path, tiny_model)
 
-    of_scheduler = {
-        name: settings("cotrain-scheduler")[name]
-        for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")
-    }
+    of_scheduler = {name: settings("cotrain-scheduler")[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
     connection = open_connection(url_of("cotrain-api", port))
     spool = Spool(tmp_path / "spool", new_writer("api"))
     with (
@@ -136,20 +129,14 @@ async def test_each_kind_of_process_works_with_the_rights_of_its_user(
 
 
 @pytest.mark.parametrize("user", USERS)
-def test_no_user_administers_redis_and_workers_read_no_keys_of_tenants(
-    port: int, user: str
-) -> None:
+def test_no_user_administers_redis_and_workers_read_no_keys_of_tenants(port: int, user: str) -> None:
     with redis.Redis.from_url(url_of(user, port)) as connection:
         for forbidden in ("FLUSHALL", "CONFIG SET maxmemory 1", "ACL LIST", "SHUTDOWN", "KEYS *"):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 connection.execute_command(*forbidden.split())
         with pytest.raises(redis.exceptions.NoPermissionError):
             connection.get("another programs key")
-        for secret in (
-            tenant_keys.api_key("x"),
-            tenant_keys.api_keys(),
-            tenant_keys.signing_secret(),
-        ):
+        for secret in (tenant_keys.api_key("x"), tenant_keys.api_keys(), tenant_keys.signing_secret()):
             may_read = contextlib.nullcontext() if user == "cotrain-api" else pytest.raises(
                 redis.exceptions.NoPermissionError
             )  # fmt: skip
@@ -158,8 +145,5 @@ def test_no_user_administers_redis_and_workers_read_no_keys_of_tenants(
 
 
 def test_without_a_user_redis_answers_nothing(port: int) -> None:
-    with (
-        redis.Redis(port=port) as connection,
-        pytest.raises(redis.exceptions.AuthenticationError),
-    ):
+    with redis.Redis(port=port) as connection, pytest.raises(redis.exceptions.AuthenticationError):
         connection.ping()

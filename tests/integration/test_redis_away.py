@@ -21,23 +21,14 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.sampling import (
-    LONG,
-    base_sampler,
-    sample,
-    sampled,
-    saved_sampler,
-    submit_sample,
-)
+from tests.support.sampling import LONG, base_sampler, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import POOL, Stack, make_worker, snapshots, stack, worker
 
 #: In several steps of the decoder, so that others are claimed and looked for between them.
 SOME = replace(LONG, max_tokens=24)
 
 
-def unreliable(
-    execution: Any, method: str, *, losses: float, then_does: bool, lost: Callable[[], None]
-) -> None:
+def unreliable(execution: Any, method: str, *, losses: float, then_does: bool, lost: Callable[[], None]) -> None:
     """Lose the connection in the first calls of a method: before its effect, or after it."""
     original = getattr(execution, method)
     calls = 0
@@ -58,12 +49,7 @@ def unreliable(
 @pytest.mark.parametrize("then_does", [variant(False), True], ids=["before", "after"])
 @pytest.mark.parametrize("method", ["commit", "bodies", "position", "register_snapshot"])
 async def test_a_lost_connection_applies_nothing_twice(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    method: str,
-    then_does: bool,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, method: str, then_does: bool
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine)
@@ -110,9 +96,7 @@ async def test_a_worker_leaves_in_order_without_redis(tmp_path: Path, engine: En
             redis_server.restart()
 
 
-async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(
-    tmp_path: Path, engine: Engine
-) -> None:
+async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(tmp_path: Path, engine: Engine) -> None:
     with EmbeddedRedis() as redis_server:
         url = redis_server.url
         async with stack(url, tmp_path) as server:
@@ -157,9 +141,7 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
         before = redis.hgetall(run_keys.log(POOL, run.id))
-        assert old._execution.epoch < int(
-            redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker))
-        )
+        assert old._execution.epoch < int(redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker)))
     assert redis.hget(run_keys.log(POOL, run.id), "done") == before[b"done"]
     assert engine.adapters.state(run.id).digest() == digest
 
@@ -167,12 +149,7 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
 @pytest.mark.parametrize("then_does", [variant(False), True], ids=["before", "after"])
 @pytest.mark.parametrize("method", ["claim", "resolve", "cancelled", "weights", "stored"])
 async def test_a_lost_connection_loses_no_sample_and_no_weights(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    method: str,
-    then_does: bool,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, method: str, then_does: bool
 ) -> None:
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine):
@@ -245,10 +222,7 @@ async def test_a_commit_waits_for_a_redis_that_has_no_memory_left(
 
 
 async def test_a_worker_gives_signs_of_life_again_once_redis_has_memory(
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
     crowded = Crowded(empty_redis)

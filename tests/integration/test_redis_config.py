@@ -38,9 +38,7 @@ def options() -> dict[str, str]:
 
 def embedded_options() -> dict[str, str]:
     _, *flags = redis_command(Path("redis-server"), Path("/data"), Path("/run/redis.sock"))
-    return {
-        name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)
-    }
+    return {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +85,7 @@ def container_environment(folder: Path) -> dict[str, str]:
 
 def test_nothing_is_answered_without_the_password(url: str, folder: Path) -> None:
     bare = f"unix://{folder}/s"
-    with (
-        redis.Redis.from_url(bare) as stranger,
-        pytest.raises(redis.exceptions.AuthenticationError),
-    ):
+    with redis.Redis.from_url(bare) as stranger, pytest.raises(redis.exceptions.AuthenticationError):
         stranger.get("cotrain:schema")
     with redis.Redis.from_url(url) as ours:
         assert ours.ping()

@@ -112,12 +112,9 @@ def test_a_snapshot_whose_checksum_ends_in_zeros_is_valid(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
-    [("middle", "The log of accepted requests is damaged"), ("newer", "A newer Redis or Valkey")],
+    ("damage", "says"), [("middle", "The log of accepted requests is damaged"), ("newer", "A newer Redis or Valkey")]
 )
-def test_an_unreadable_log_stops_the_server_with_a_sentence(
-    tmp_path: Path, damage: str, says: str
-) -> None:
+def test_an_unreadable_log_stops_the_server_with_a_sentence(tmp_path: Path, damage: str, says: str) -> None:
     folder, binary = DataFolder(tmp_path), find_redis_binary()
     file = filled(binary, folder.redis, is_rewritten=damage == "newer")
     if damage == "newer":

@@ -104,9 +104,7 @@ def own_redis() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.mark.parametrize("code", REFUSING)
-async def test_a_request_is_answered_503_and_taken_afterwards(
-    own_redis: EmbeddedRedis, code: str
-) -> None:
+async def test_a_request_is_answered_503_and_taken_afterwards(own_redis: EmbeddedRedis, code: str) -> None:
     own_redis.flush()
     async with running_api(own_redis.url) as api:
         run = await api.new_run()

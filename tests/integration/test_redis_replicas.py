@@ -126,9 +126,7 @@ async def test_a_read_does_not_wait_for_the_writes_of_others(
     await connection.aclose()
 
 
-async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(
-    replicas: RedisReplicas,
-) -> None:
+async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(replicas: RedisReplicas) -> None:
     connection = open_batching_connection(replicas.url("?replicas=1"))
     await connection.hset("numbers", "1", "1")
     answers: list[object] = await asyncio.gather(

@@ -24,26 +24,14 @@ from cotrain_workers.recovery import resident_runs as keeper_module
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 from cotrain_workers.worker.loop import MARGIN_S
 from tests.support.bodies import sequences
-from tests.support.program import (
-    LORA,
-    PROGRAM,
-    restored_digest,
-    results,
-    snapshot_files,
-    submit,
-    undisturbed,
-)
+from tests.support.program import LORA, PROGRAM, restored_digest, results, snapshot_files, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, snapshots, worker
 from tests.support.waiting import PATIENCE_S, files_below, until
 
 
 async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine)
@@ -66,11 +54,7 @@ async def test_runs_that_take_turns_on_the_device_train_as_if_there_was_room(
 
 
 async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = empty_redis.url
     expected, digest = await undisturbed(server, url, tmp_path, engine)
@@ -89,21 +73,13 @@ async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
 
 
 async def test_a_run_rests_and_leaves_memory_while_the_host_s_time_is_set_back(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     earlier = itertools.count(time.time(), -60)
-    clocks = SimpleNamespace(
-        time=lambda: next(earlier), monotonic=time.monotonic, perf_counter=time.perf_counter
-    )
+    clocks = SimpleNamespace(time=lambda: next(earlier), monotonic=time.monotonic, perf_counter=time.perf_counter)
     monkeypatch.setattr(keeper_module, "time", clocks)
     run = await server.create("a", "a", LORA)
-    with worker(
-        empty_redis.url, tmp_path, engine, tuning=snapshots(idle_s=1e-6, evict_idle_s=1e-6)
-    ) as loop:
+    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(idle_s=1e-6, evict_idle_s=1e-6)) as loop:
         await results(server, run, await submit(server, run, 1, 1))
         await until(lambda: loop._residents.runs == 0)
 
@@ -168,9 +144,7 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await server.result(run, await server.forward_backward(run, 5, large))
         assert int(redis.hvals(result_keys.spool_segment_refs())[0]) == 1
         await server.intake.close_run(run)
-        await until(
-            lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._residents.runs == 0
-        )
+        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._residents.runs == 0)
         await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))
     assert run.id not in engine.adapters
     assert redis.hlen(result_keys.spool_segment_refs()) == 0
@@ -202,10 +176,7 @@ async def test_files_that_look_old_and_are_not_wanted_yet_stay(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     run = await server.create("a", "a", LORA)
-    young = [
-        tmp_path / "spool" / "api-orphan",
-        tmp_path / "snapshots" / "ab" / ".1-gone-1.safetensors.0f",
-    ]
+    young = [tmp_path / "spool" / "api-orphan", tmp_path / "snapshots" / "ab" / ".1-gone-1.safetensors.0f"]
     for path in young:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
@@ -226,9 +197,7 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
     for path in (living, dead):
         path.write_bytes(b"x")
     redis.sadd(fleet_keys.workers(POOL), "w9")
-    beat = WorkerHeartbeat(
-        WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0
-    )
+    beat = WorkerHeartbeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0)
     redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
         # Before, w9 would be the only one that the run could go to.

@@ -38,14 +38,7 @@ class Host:
     """Three runs with a log and no snapshot, whose worker was killed; their next requests wait for
     a new one."""
 
-    def __init__(
-        self,
-        server: Stack,
-        runs: list[RunRecord],
-        folder: Path,
-        worker: Process,
-        scheduler: Process,
-    ) -> None:
+    def __init__(self, server: Stack, runs: list[RunRecord], folder: Path, worker: Process, scheduler: Process) -> None:
         self.server, self.runs, self.worker = server, runs, worker
         self._scheduler = scheduler
         self._log = folder / "worker.log"
@@ -92,10 +85,7 @@ async def killed_worker(
                 for run, requests in zip(runs, sent, strict=True):
                     await results(server, run, requests)
                 await asyncio.to_thread(first.kill)
-            environment |= {
-                "COTRAIN_FAILPOINTS": failpoints,
-                "COTRAIN_FAILPOINTS_LOG": str(folder / "reached"),
-            }
+            environment |= {"COTRAIN_FAILPOINTS": failpoints, "COTRAIN_FAILPOINTS_LOG": str(folder / "reached")}
             with Process("cotrain_workers", environment, log) as second:
                 yield Host(server, runs, folder, second, scheduler)
     spool.close()
@@ -119,9 +109,7 @@ async def test_two_kills_during_restores_lose_no_restored_run(
         assert len(await answers) == len(NAMES)
         await asyncio.to_thread(host.worker.stop)
         # A run with a copy that committed its request before the kill is not restored again.
-        expected = {
-            run.id: 7 * (copy == b"-1") for run, copy in zip(host.runs, copies, strict=True)
-        }
+        expected = {run.id: 7 * (copy == b"-1") for run, copy in zip(host.runs, copies, strict=True)}
         last = {event["run"]: event["replayed"] for event in host.events("run_restored")[before:]}
         assert 7 in last.values()
         assert last.items() <= expected.items()
@@ -134,17 +122,13 @@ async def test_a_worker_stopped_during_a_restore_has_not_crashed(
 ) -> None:
     """Send SIGTERM after one of three runs is restored: the worker exits with status 0, and no
     crash is counted."""
-    async with killed_worker(
-        empty_redis.url, tmp_path, tiny_model, "worker.replayed=stop@1"
-    ) as host:
+    async with killed_worker(empty_redis.url, tmp_path, tiny_model, "worker.replayed=stop@1") as host:
         answers = asyncio.create_task(host.go_on())
         await until(lambda: host.worker.is_stopped)
         host.worker.send(signal.SIGTERM)
         host.worker.send(signal.SIGCONT)
         await asyncio.to_thread(host.worker.await_end)
-        assert [event["progress"] for event in host.events("restore_stopped")] == [
-            "1 of 3 runs, 9 of 27 ops"
-        ]
+        assert [event["progress"] for event in host.events("restore_stopped")] == ["1 of 3 runs, 9 of 27 ops"]
         assert all(int(count) <= 0 for count in redis.hvals(fleet_keys.starts(POOL)))
         assert not redis.exists(fleet_keys.crash_counts(POOL))
         host.worker.start()

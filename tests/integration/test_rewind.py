@@ -18,15 +18,7 @@ from cotrain_workers.recovery import run_lifecycle
 from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
-from tests.support.program import (
-    LORA,
-    computed,
-    numbers_of,
-    restored_digest,
-    results,
-    submit,
-    undisturbed,
-)
+from tests.support.program import LORA, computed, numbers_of, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, snapshots, worker
 
@@ -58,12 +50,7 @@ async def back_and_on(server: Stack, run: RunRecord) -> tuple[list[RequestId], l
     ids=str,
 )
 async def test_a_run_goes_on_from_an_earlier_step_with_the_same_numbers(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    failpoint: Failpoint | None,
-    ops: int,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint | None, ops: int
 ) -> None:
     url, tuning = empty_redis.url, snapshots(ops=ops)
     expected, digest = await undisturbed(server, url, tmp_path, engine, LAST)
@@ -145,11 +132,7 @@ def test_rewinds_of_a_tenant_take_a_share_of_the_time() -> None:
 
 
 async def test_a_rewind_beyond_its_share_is_refused_and_the_run_continues(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lifecycle, "REWINDS_S", 0.0)
     run = await server.create("a", "a", LORA)

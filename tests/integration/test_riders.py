@@ -32,18 +32,14 @@ A = TenantId("a")
 
 async def ride(log: Log, run: RunRecord, content: str = "r", key: str = "") -> int:
     """Submit an unnumbered op. Return its position."""
-    request = await log.intake.submit(
-        run, None, OpKind.REVERSE_KL, content.encode(), 3, content, idempotency_key=key
-    )
+    request = await log.intake.submit(run, None, OpKind.REVERSE_KL, content.encode(), 3, content, idempotency_key=key)
     return place(request)
 
 
 async def send(log: Log, run: RunRecord, seq: int) -> int:
     """Submit the client's op of that seq. Return its position."""
     content = f"op {seq}"
-    request = await log.intake.submit(
-        run, seq, OpKind.FORWARD_BACKWARD, content.encode(), 3, content
-    )
+    request = await log.intake.submit(run, seq, OpKind.FORWARD_BACKWARD, content.encode(), 3, content)
     return place(request)
 
 
@@ -112,9 +108,7 @@ async def test_a_repeated_seq_after_unnumbered_ops_gets_the_same_request(log: Lo
     assert log.everything() == before
 
 
-async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.oplog.execution.DIGESTS_KEPT", 2)
     assert DIGESTS_KEPT > 2
     run = await log.new_run()
@@ -153,9 +147,7 @@ async def test_a_closed_run_rejects_unnumbered_ops(log: Log) -> None:
     assert "unloaded" in result.json()["error"]
     await executed(log)
     assert log.execution.forget(run.id)
-    assert not log.redis.exists(
-        run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id)
-    )
+    assert not log.redis.exists(run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id))
 
 
 async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
@@ -201,9 +193,7 @@ def test_any_interleaving_gives_one_order_with_every_op_once(
         asyncio.run(_interleave(redis_server.url, Path(folder), arrivals, events))
 
 
-async def _interleave(
-    url: str, folder: Path, arrivals: list[int], events: list[tuple[str, str | int]]
-) -> None:
+async def _interleave(url: str, folder: Path, arrivals: list[int], events: list[tuple[str, str | int]]) -> None:
     count = len(arrivals)
     waiting = sorted(range(1, count + 1), key=lambda seq: (seq + arrivals[seq - 1], seq))
     order: list[str] = []

@@ -70,9 +70,7 @@ async def test_planned_and_waiting_ops_fail_and_later_ones_run(samples: Samples)
     assert log.queued() == (0, 0, 0)
 
 
-async def test_only_the_file_remains_and_precedes_the_next_snapshot(
-    samples: Samples,
-) -> None:
+async def test_only_the_file_remains_and_precedes_the_next_snapshot(samples: Samples) -> None:
     log = samples.log
     run, checkpoint = await run_with_a_checkpoint(samples)
     log.execution.register_snapshot(run.id, 2, "f2", "sha 2")

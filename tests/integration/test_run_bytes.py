@@ -61,9 +61,7 @@ async def drop(log: Log, run: RunRecord) -> None:
     assert log.execution.forget(run.id)
 
 
-async def test_a_run_that_would_hold_too_much_is_not_made_until_another_one_is_dropped(
-    log: Log,
-) -> None:
+async def test_a_run_that_would_hold_too_much_is_not_made_until_another_one_is_dropped(log: Log) -> None:
     intake = intake_of(log, run_bytes=7 * STATE)
     first, second, third = runs_of("a", 3)
     await intake.create_run(first)
@@ -87,9 +85,7 @@ async def test_a_run_that_would_hold_too_much_is_not_made_until_another_one_is_d
 
 
 async def test_a_run_that_alone_holds_more_than_all_may_is_refused_for_good(log: Log) -> None:
-    with refused(
-        Reason.RUN_TOO_LARGE, match="A run of this rank holds 4800 bytes. The quota run_bytes of"
-    ):
+    with refused(Reason.RUN_TOO_LARGE, match="A run of this rank holds 4800 bytes. The quota run_bytes of"):
         await intake_of(log, run_bytes=4_799).create_run(record_of("a"))
 
 
@@ -148,9 +144,7 @@ async def test_one_tenant_takes_no_more_than_three_quarters_of_what_is_free(
         await log.intake.create_run(other[1])
 
 
-async def test_a_disk_without_room_for_copies_takes_no_run(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_without_room_for_copies_takes_no_run(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     free: list[Any] = [0, 2 * STATE, 3 * STATE]
     for there in free:
         monkeypatch.setattr(Capacity, "free_disk_bytes", there)

@@ -53,13 +53,7 @@ async def test_runs_are_found_by_their_tags_and_the_words_of_their_notes(api: Ap
 
 async def test_a_run_is_made_with_a_note_and_tags(api: Api) -> None:
     session = (await api.post("create_session", {})).json()["session_id"]
-    body = {
-        "session_id": session,
-        "model_seq_id": 0,
-        "base_model": POOL.base_model,
-        "note": "first",
-        "tags": ["x"],
-    }
+    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model, "note": "first", "tags": ["x"]}
     for _ in range(2):
         run = (await api.post("create_model", body)).json()["model_id"]
         assert await listed(api, "tag=x&text=first") == [run]
@@ -68,12 +62,7 @@ async def test_a_run_is_made_with_a_note_and_tags(api: Api) -> None:
 async def test_labels_have_limits_and_belong_to_their_tenant(api: Api) -> None:
     run = await api.new_run()
     assert (await label(api, run, BOB, note="mine")).status_code == 404
-    for wrong in (
-        {"note": "x" * 2_001},
-        {"tags": ["x" * 65]},
-        {"tags": [""]},
-        {"tags": ["x"] * 17},
-    ):
+    for wrong in ({"note": "x" * 2_001}, {"tags": ["x" * 65]}, {"tags": [""]}, {"tags": ["x"] * 17}):
         assert (await label(api, run, **wrong)).status_code == 422
     assert (await label(api, run, note="\U0001f600" * 2_000)).status_code == 200
 

@@ -46,9 +46,7 @@ def described(redis: Any, run: RunRecord | None = None) -> list[str]:
     if run is None:
         return sorted(names)
     of_run = [name for name in names if run.session in name]
-    return sorted(
-        name.replace(run.id, "<run>").replace(run.session, "<session>") for name in of_run
-    )
+    return sorted(name.replace(run.id, "<run>").replace(run.session, "<session>") for name in of_run)
 
 
 async def test_an_unloaded_run_leaves_only_its_record(

@@ -33,12 +33,7 @@ async def test_a_claim_gives_what_was_asked(samples: Samples) -> None:
     small = await samples.intake.submit(sampler, 0, BODY)
     large = await samples.intake.submit(sampler, 179788117000000000, LARGE_BODY)
     first, second = samples.sampling.claim(9)
-    assert (first.request, first.body, second.request, second.body) == (
-        small,
-        BODY,
-        large,
-        LARGE_BODY,
-    )
+    assert (first.request, first.body, second.request, second.body) == (small, BODY, large, LARGE_BODY)
     assert (first.tenant, first.sampler, first.weights) == (sampler.tenant, sampler.id, None)
     assert (first.starts, first.deaths) == (0, 0)
     assert samples.load()[:2] == (0, 2)
@@ -69,9 +64,7 @@ async def test_a_claim_takes_no_more_than_asked_for(samples: Samples) -> None:
     assert count_waiting(samples.log.redis, POOL) == 0
 
 
-async def test_a_claim_whose_answer_was_lost_is_not_lost(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_claim_whose_answer_was_lost_is_not_lost(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection repeats the claim itself, or its caller does after an error."""
     requests = await samples.submit(await samples.sampler(), *range(6))
     claim = samples.sampling._claim
@@ -129,9 +122,7 @@ async def test_one_large_claim_is_as_fair_as_many_small_ones(samples: Samples) -
     assert all(first != second for first, second in pairwise(owners))
 
 
-async def test_weights_that_are_not_stored_are_sampled_by_the_worker_that_has_them(
-    samples: Samples,
-) -> None:
+async def test_weights_that_are_not_stored_are_sampled_by_the_worker_that_has_them(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
     fresh = await samples.records.sampler(run.tenant, sampler_record().id)
@@ -152,9 +143,7 @@ async def test_weights_that_are_not_stored_are_sampled_by_the_worker_that_has_th
     assert [claimed.request for claimed in other.claim(9)] == [stored]
 
 
-async def test_a_turn_is_not_lost_while_only_another_worker_could_take_it(
-    samples: Samples,
-) -> None:
+async def test_a_turn_is_not_lost_while_only_another_worker_could_take_it(samples: Samples) -> None:
     run = await samples.log.new_run("a")
     await samples.save(run, 1, sampler=0)
     fresh = await samples.records.sampler(run.tenant, sampler_record("a").id)
@@ -166,9 +155,7 @@ async def test_a_turn_is_not_lost_while_only_another_worker_could_take_it(
     assert samples.claim() == [of_a, of_b[1]]
 
 
-async def test_what_waits_for_a_worker_that_is_gone_runs_elsewhere_once_it_can(
-    samples: Samples,
-) -> None:
+async def test_what_waits_for_a_worker_that_is_gone_runs_elsewhere_once_it_can(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
     fresh = await samples.records.sampler(run.tenant, sampler_record().id)
@@ -193,11 +180,7 @@ async def test_a_result_frees_all_that_its_request_held(samples: Samples) -> Non
     assert (samples.load(), samples.log.references()) == ((0, 0, 0), {})
     record = samples.log.redis.hgetall(run_keys.sample(request))
     assert set(record) == {b"state", b"tenant", b"digest", b"failed", b"size"}
-    named = (
-        f"cotrain:sampler:{sampler_record().id}",
-        result_keys.result(request),
-        run_keys.sample(request),
-    )
+    named = (f"cotrain:sampler:{sampler_record().id}", result_keys.result(request), run_keys.sample(request))
     assert left >= {name.encode() for name in named}
     assert not {name for name in left if b"waiting" in name or b"claimed" in name}
     assert counted(samples) == {"sample_requests": 1}

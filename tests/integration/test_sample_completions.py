@@ -30,9 +30,7 @@ def names(ended: list[Completion]) -> list[RequestId]:
     return [completion.request for completion in ended]
 
 
-async def test_what_ended_is_told_oldest_first_with_the_size_of_its_result(
-    samples: Samples,
-) -> None:
+async def test_what_ended_is_told_oldest_first_with_the_size_of_its_result(samples: Samples) -> None:
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, 2, 1, 0)
     samples.claim()
@@ -64,9 +62,7 @@ async def test_what_was_told_is_told_again_until_its_cursor_comes_back(samples: 
         assert await completions.wait(sampler, 0, end, 0.0) == ([], end)
 
 
-async def test_many_ends_within_one_millisecond_are_all_told(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_ends_within_one_millisecond_are_all_told(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is one lost that comes when all before it are told and forgotten."""
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(40))
@@ -97,9 +93,7 @@ async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: 
         assert names((await completions.wait(sampler, 0, cursor, 0.0))[0]) == requests[3:]
 
 
-async def test_so_many_are_told_by_one_answer(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_so_many_are_told_by_one_answer(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.sampling.completions.LIMITS", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
@@ -170,18 +164,14 @@ async def test_a_poll_that_runs_out_of_time_keeps_its_cursor(samples: Samples) -
         assert await completions.wait(sampler, 0, 2**63 - 1, 0.0) == ([], 2**63 - 1)
 
 
-async def test_a_poll_without_a_timeout_is_held_for_a_while(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_poll_without_a_timeout_is_held_for_a_while(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.sampling.completions.HOLD_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         assert await completions.wait(sampler, 0, 0, None) == ([], 0)
 
 
-async def test_the_sweep_finds_what_no_message_told(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
@@ -254,10 +244,7 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
     async with samples.completions() as completions:
         await completions.acknowledge(sampler, [requests[0], requests[2], foreign, *hostile])
         await completions.acknowledge(sampler, [])
-    lives = [
-        life_ms(samples.log.redis, result_keys.result(r))
-        for r in (requests[0], requests[1], foreign)
-    ]
+    lives = [life_ms(samples.log.redis, result_keys.result(r)) for r in (requests[0], requests[1], foreign)]
     assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
     assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
     assert life_ms(samples.log.redis, run_keys.sample(requests[0])) > lives[0]

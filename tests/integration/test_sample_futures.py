@@ -48,9 +48,7 @@ async def test_a_poll_says_where_its_request_stands(samples: Samples) -> None:
     first, _, last = await samples.submit(sampler, 0, 1, 2)
     await samples.submit(other, 0)
     each = len(BODY.prompt) + (BODY.max_tokens or 0)
-    beat = WorkerHeartbeat(
-        WORKER, 1, "serving", "cpu", 1.0, 0, 0, 0.0, sample_tokens_per_s=each / 10
-    )
+    beat = WorkerHeartbeat(WORKER, 1, "serving", "cpu", 1.0, 0, 0, 0.0, sample_tokens_per_s=each / 10)
     samples.log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     told = (
         "one of your 3 sample requests ({}), next to 1 other tenant with work; "
@@ -104,9 +102,7 @@ async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> Non
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(
-    samples: Samples, is_known: bool
-) -> None:
+async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(samples: Samples, is_known: bool) -> None:
     (request,) = await samples.submit(await samples.sampler(), 0)
     samples.resolve(*samples.claim())
     if not is_known:
@@ -120,9 +116,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(
         assert str(foreign.value) == str(unknown.value)
 
 
-@pytest.mark.parametrize(
-    "place", ["", "x", "-1", "1:0", " 0", "0 ", "\u0663", "9" * 5_000, "*", "\ud800", "0\n"]
-)
+@pytest.mark.parametrize("place", ["", "x", "-1", "1:0", " 0", "0 ", "\u0663", "9" * 5_000, "*", "\ud800", "0\n"])
 async def test_what_is_no_place_names_no_request(samples: Samples, place: str) -> None:
     sampler = await samples.sampler()
     async with samples.log.futures() as futures:
@@ -131,9 +125,7 @@ async def test_what_is_no_place_names_no_request(samples: Samples, place: str) -
         assert not isinstance(unknown.value, SampleExpired)
 
 
-async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
-    samples: Samples,
-) -> None:
+async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(samples: Samples) -> None:
     session = await samples.records.create_session(A)
     first, second = f"{session.id}:sample:0", "asleep:sample:0"
     deliveries = DeliveryLog(samples.log.connection)
@@ -159,9 +151,7 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     assert told == [1, 2]
 
 
-async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_session(
-    samples: Samples,
-) -> None:
+async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_session(samples: Samples) -> None:
     session = await samples.records.create_session(A, key_id="own")
     sampler = await samples.records.create_sampler(
         replace(sampler_record("a"), id=sampler_id(session.id, 0), session=session.id)
@@ -182,9 +172,7 @@ async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_
     assert left_ms[1] <= (result_keys.READ_RESULT_TTL_MS, 1)
 
 
-async def test_waiting_for_a_result_notes_that_it_was_sent(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_waiting_for_a_result_notes_that_it_was_sent(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.results.futures.SWEEP_S", 0.02)
     monkeypatch.setattr("cotrain_store.results.delivery.READ_AFTER_S", 0.0)
     sampler = await samples.sampler()

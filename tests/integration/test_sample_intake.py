@@ -82,9 +82,7 @@ async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
         await samples.submit(sampler, 0)
-        assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(
-            idle_ms, abs=60e3
-        )
+        assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(idle_ms, abs=60e3)
 
 
 async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Samples) -> None:
@@ -96,9 +94,7 @@ async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Sample
     assert samples.log.everything() == before
 
 
-async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
-    samples: Samples,
-) -> None:
+async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(samples: Samples) -> None:
     session = await samples.records.create_session(A)
     record = replace(sampler_record(), session=session.id)
     sampler = await samples.records.create_sampler(record)
@@ -114,9 +110,7 @@ async def test_a_finished_session_samples_no_more_but_gets_what_it_asked_for(
     assert samples.result(request) == RESULT
 
 
-async def test_one_request_alone_is_taken_whatever_it_may_come_to(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+async def test_one_request_alone_is_taken_whatever_it_may_come_to(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     async with open_samples(empty_redis.url, tmp_path, SampleLimits(tokens=10)) as samples:
         sampler = await samples.sampler()
         (first,) = await samples.submit(sampler, 0)
@@ -138,9 +132,7 @@ async def test_one_request_alone_is_taken_whatever_it_may_come_to(
         ({"max_tokens": None}, 0, 3),
     ],
 )
-def test_a_request_counts_for_all_that_it_may_come_to(
-    given: dict[str, Any], longest: int, tokens: int
-) -> None:
+def test_a_request_counts_for_all_that_it_may_come_to(given: dict[str, Any], longest: int, tokens: int) -> None:
     assert token_limit(replace(BODY, **given), longest) == tokens
 
 
@@ -186,9 +178,7 @@ async def test_without_room_nothing_new_is_taken(
         assert samples.load() == (0, 0, 0)
 
 
-async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(
-    tmp_path: Path,
-) -> None:
+async def test_without_redis_nothing_is_accepted_and_afterwards_everything_is(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with open_samples(server.url, tmp_path) as samples:
             sampler = await samples.sampler()

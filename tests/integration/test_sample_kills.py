@@ -57,9 +57,7 @@ async def told(completions: Completions, sampler: SamplerRecord, count: int) -> 
     return found
 
 
-async def test_every_request_ends_and_is_published_once_across_kills_of_redis(
-    tmp_path: Path,
-) -> None:
+async def test_every_request_ends_and_is_published_once_across_kills_of_redis(tmp_path: Path) -> None:
     with EmbeddedRedis() as server:
         async with (
             open_samples(server.url, tmp_path) as samples,
@@ -76,10 +74,7 @@ async def test_every_request_ends_and_is_published_once_across_kills_of_redis(
                     for seq in range(REQUESTS)
                     for sampler in samplers
                 ]
-                polls = [
-                    asyncio.create_task(told(completions, sampler, REQUESTS))
-                    for sampler in samplers
-                ]
+                polls = [asyncio.create_task(told(completions, sampler, REQUESTS)) for sampler in samplers]
                 for _ in range(3):
                     await asyncio.sleep(0.05)
                     await asyncio.to_thread(server.kill)
@@ -90,12 +85,7 @@ async def test_every_request_ends_and_is_published_once_across_kills_of_redis(
                 stop.set()
                 worker.join()
             assert sorted(ends) == sorted(requests)
-            assert all(
-                samples.result(request) == Result(ResultKind.SAMPLE, request.encode())
-                for request in requests
-            )
+            assert all(samples.result(request) == Result(ResultKind.SAMPLE, request.encode()) for request in requests)
             assert (samples.load("a"), samples.load("b")) == ((0, 0, 0), (0, 0, 0))
             assert samples.log.references() == {}
-            assert float(
-                samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")
-            ) == len(requests)
+            assert float(samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")) == len(requests)

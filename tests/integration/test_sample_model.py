@@ -68,9 +68,7 @@ class Model:
 
     def lanes(self, tenant: str) -> list[list[RequestId]]:
         """Return a tenant's queues in the order in which w0 claims from them."""
-        return [
-            self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, run_keys.ANY_WORKER)
-        ]
+        return [self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, run_keys.ANY_WORKER)]
 
     def held(self, tenant: str) -> int:
         mine = [request for request in self.running if tenant_of(request) == tenant]
@@ -159,9 +157,7 @@ class SampleMachine(RuleBasedStateMachine):
     def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(coroutine)
 
-    @rule(
-        whose=SAMPLERS, seq=SEQS, content=st.sampled_from([BODY, LARGE_BODY, replace(BODY, seed=1)])
-    )
+    @rule(whose=SAMPLERS, seq=SEQS, content=st.sampled_from([BODY, LARGE_BODY, replace(BODY, seed=1)]))
     def submit(self, whose: tuple[str, int], seq: int, content: SampleBody) -> None:
         sampler = self.samplers[whose]
         request = sample_id(sampler.id, seq)
@@ -196,11 +192,7 @@ class SampleMachine(RuleBasedStateMachine):
         chosen = data.draw(st.lists(likely | anything, min_size=1, max_size=4, unique=True))
         failed = data.draw(st.booleans())
         number = str(len(self.model.results))
-        result = (
-            Result.failed(number, "server")
-            if failed
-            else Result(ResultKind.SAMPLE, number.encode())
-        )
+        result = Result.failed(number, "server") if failed else Result(ResultKind.SAMPLE, number.encode())
         for _ in range(1 + twice):
             self.sampling.resolve(dict.fromkeys(chosen, result), {"sample_requests": 1})
         for request in chosen:
@@ -317,8 +309,5 @@ class SampleMachine(RuleBasedStateMachine):
 def test_sampling_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     SampleMachine.server = redis_server
     run_state_machine_as_test(
-        SampleMachine,
-        settings=settings(
-            max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None
-        ),
+        SampleMachine, settings=settings(max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None)
     )

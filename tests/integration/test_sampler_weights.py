@@ -7,13 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_store.errors import (
-    CheckpointNotFound,
-    Fenced,
-    MalformedPath,
-    SamplerNotFound,
-    SeqConflict,
-)
+from cotrain_store.errors import CheckpointNotFound, Fenced, MalformedPath, SamplerNotFound, SeqConflict
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
@@ -168,9 +162,7 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
         await samples.records.weights(ref_of(run, 2))
 
 
-async def test_all_weights_are_looked_at_however_many(
-    samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_weights_are_looked_at_however_many(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.weights.saved_weights.WEIGHTS_AT_ONCE", 2)
     run = await samples.log.new_run()
     for seq in range(1, 6):
@@ -278,9 +270,7 @@ async def test_samplers_and_checkpoints_are_their_tenants_alone(samples: Samples
         await samples.records.checkpoint(B, path_of(run))
 
 
-@pytest.mark.parametrize(
-    "name", ["", ":", "x", "a:sample:", "\ud800:sample:0", "a:sample:0\n", "*"]
-)
+@pytest.mark.parametrize("name", ["", ":", "x", "a:sample:", "\ud800:sample:0", "a:sample:0\n", "*"])
 async def test_what_is_no_sampler_id_names_no_sampler(samples: Samples, name: str) -> None:
     with pytest.raises(SamplerNotFound):
         await samples.records.sampler(A, name)

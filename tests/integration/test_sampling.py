@@ -78,11 +78,7 @@ async def test_what_cannot_run_fails_with_a_reason_and_alone(
 
 
 async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, are_running = EngineDecoder.step, threading.Event()
 
@@ -130,10 +126,7 @@ async def test_sampling_leaves_training_as_it_is(
     with worker(empty_redis.url, tmp_path, engine, sampling_share=share):
         requests = await submit(server, alone, 1, 12)
         await server.result(alone, requests[-1])
-        busy = [
-            await submit_sample(server, sampler, seq, LONG, seed=seq, max_tokens=100)
-            for seq in range(8)
-        ]
+        busy = [await submit_sample(server, sampler, seq, LONG, seed=seq, max_tokens=100) for seq in range(8)]
         requests = await submit(server, beside, 1, 12)
         await server.result(beside, requests[-1])
         for request in busy:
@@ -171,9 +164,7 @@ async def test_what_sampling_did_is_counted(
     with worker(empty_redis.url, tmp_path, engine):
         for seq in range(2):
             await sample(server, sampler, seq, prompt=prompt)
-    counted = {
-        name: float(value) for name, value in redis.hgetall(fleet_keys.counters(POOL)).items()
-    }
+    counted = {name: float(value) for name, value in redis.hgetall(fleet_keys.counters(POOL)).items()}
     assert counted[b"sample_requests"] == 2
     assert counted[b"sampled_tokens"] == 2 * 2 * 12
     assert counted[b"prompt_tokens"] == 2 * len(prompt)

@@ -24,16 +24,7 @@ from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, 
 from tests.support.draws import variant
 from tests.support.program import LORA, submit
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.sampling import (
-    LONG,
-    base_sampler,
-    ended,
-    sample,
-    sampled,
-    saved_sampler,
-    submit_sample,
-    submit_save,
-)
+from tests.support.sampling import LONG, base_sampler, ended, sample, sampled, saved_sampler, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, make_worker, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
 
@@ -47,9 +38,7 @@ async def train_and_save(server: Stack, run: RunRecord) -> None:
     await submit(server, run, 9, 9, place=11)
 
 
-async def undisturbed_samples(
-    server: Stack, url: str, folder: Path, engine: Engine
-) -> tuple[bytes, bytes]:
+async def undisturbed_samples(server: Stack, url: str, folder: Path, engine: Engine) -> tuple[bytes, bytes]:
     """Return a sample of each save of an undisturbed run, computed once by each engine."""
     if engine not in _UNDISTURBED:
         run = await server.create("undisturbed", "undisturbed", LORA)
@@ -84,11 +73,7 @@ FAILPOINTS = [
 
 @pytest.mark.parametrize("failpoint", FAILPOINTS, ids=str)
 async def test_saved_weights_survive_a_worker_killed_anywhere(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    failpoint: Failpoint,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint
 ) -> None:
     url = empty_redis.url
     expected = await undisturbed_samples(server, url, tmp_path, engine)
@@ -102,20 +87,14 @@ async def test_saved_weights_survive_a_worker_killed_anywhere(
 
 
 async def test_weights_whose_file_was_never_written_are_made_again(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are sampled from memory before, from a replay after, and no log is cut in between."""
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
     blocked = threading.Event()
     with monkeypatch.context() as slow:
-        slow.setattr(
-            "cotrain_workers.checkpoints.files.write_folder", lambda *_: blocked.wait(PATIENCE_S)
-        )
+        slow.setattr("cotrain_workers.checkpoints.files.write_folder", lambda *_: blocked.wait(PATIENCE_S))
         loop, opened = make_worker(url, tmp_path, engine, tuning=snapshots(ops=1))
         life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
         await train_and_save(server, run)
@@ -158,11 +137,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
 
 
 async def test_a_disk_that_is_full_delays_the_file_and_loses_nothing(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("No space left on device")
@@ -244,11 +219,7 @@ def breaks_for(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 async def test_a_request_that_breaks_the_decoder_fails_alone(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    breaks_for: Callable[..., None],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, breaks_for: Callable[..., None]
 ) -> None:
     sampler = await base_sampler(server)
     with worker(empty_redis.url, tmp_path, engine):
@@ -264,11 +235,7 @@ async def test_a_request_that_breaks_the_decoder_fails_alone(
 
 
 async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    breaks_for: Callable[..., None],
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, breaks_for: Callable[..., None]
 ) -> None:
     url = empty_redis.url
     sampler = await base_sampler(server)

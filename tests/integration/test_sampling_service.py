@@ -21,22 +21,11 @@ from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.decoding.requests import (
-    Progress,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-)
+from cotrain_workers.engine.decoding.requests import Progress, SampledSequence, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.sampling import service
-from cotrain_workers.sampling.service import (
-    MAX_CLAIMED,
-    MAX_WAITING,
-    UNREADABLE,
-    WEIGHTS_LOST,
-    SamplingService,
-)
+from cotrain_workers.sampling.service import MAX_CLAIMED, MAX_WAITING, UNREADABLE, WEIGHTS_LOST, SamplingService
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples, sampler_record
 from tests.support.stack import MODEL
@@ -90,9 +79,7 @@ class ScriptedDecoder:
 
     def step(self) -> Progress:
         most = self.turns.popleft() if self.turns else 0
-        finished: list[tuple[str, SampleOutput | Failure]] = [
-            (name, OUTPUT) for name in list(self.held)[:most]
-        ]
+        finished: list[tuple[str, SampleOutput | Failure]] = [(name, OUTPUT) for name in list(self.held)[:most]]
         for name, _ in finished:
             del self.held[name]
         return Progress(finished, decoded_tokens=len(finished))
@@ -149,9 +136,7 @@ async def test_no_more_is_claimed_than_the_decoder_can_soon_begin(bench: Bench) 
     assert bench.samples.load()[:2] == (6, MAX_WAITING)
 
 
-async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wait_here(
-    bench: Bench,
-) -> None:
+async def test_another_tenant_is_claimed_for_however_many_requests_of_others_wait_here(bench: Bench) -> None:
     others = [await bench.samples.sampler(f"other{at}") for at in range(17)]
     for other in others:
         await bench.samples.submit(other, *range(MAX_WAITING + 1))
@@ -226,9 +211,7 @@ async def test_a_request_waits_aside_until_its_lost_weights_are_made_again(bench
     assert bench.decoder.held[held].weights == ref
 
 
-async def test_weights_and_bodies_that_are_gone_fail_who_needs_them(
-    bench: Bench, tmp_path: Path
-) -> None:
+async def test_weights_and_bodies_that_are_gone_fail_who_needs_them(bench: Bench, tmp_path: Path) -> None:
     base = await bench.samples.sampler("a")
     unread = await bench.samples.intake.submit(base, 1, LARGE_BODY)
     for segment in (tmp_path / "spool").iterdir():
@@ -251,10 +234,7 @@ async def test_a_cancelled_request_leaves_wherever_it_is(bench: Bench) -> None:
     _, saves = await bench.samples.save(run, 1, sampler=3)
     bench.weights.reload()
     aside = sampler_record("a", 3, saves[run.id, 1].weights.ref, ephemeral=True)
-    requests = [
-        *await bench.samples.submit(aside, 1),
-        *await bench.samples.submit(await bench.samples.sampler("b"), 1),
-    ]
+    requests = [*await bench.samples.submit(aside, 1), *await bench.samples.submit(await bench.samples.sampler("b"), 1)]
     bench.service.advance()
     for request in requests:
         tenant = TenantId("a" if "of-a" in request else "b")

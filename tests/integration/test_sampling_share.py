@@ -55,11 +55,7 @@ class Processor:
 def processor(monkeypatch: pytest.MonkeyPatch) -> Processor:
     """Make every micro-batch and every decode step take a fixed time on a simulated clock."""
     clock = Processor()
-    micro_batch, decode_step, run = (
-        BatchRunner.run,
-        EngineDecoder.step,
-        Engine.cycle,
-    )
+    micro_batch, decode_step, run = (BatchRunner.run, EngineDecoder.step, Engine.cycle)
 
     def trained(self: BatchRunner, *args: Any) -> Any:
         ran = micro_batch(self, *args)
@@ -94,17 +90,10 @@ def small_steps(tiny_model: Path) -> Engine:
 
 @pytest.mark.parametrize("share", [0.25, variant(0.75)])
 async def test_many_requests_finish_and_training_keeps_its_share(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    small_steps: Engine,
-    processor: Processor,
-    share: float,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, small_steps: Engine, processor: Processor, share: float
 ) -> None:
     """The requests use 8 adapters, and memory holds 16."""
-    with worker(
-        empty_redis.url, tmp_path, small_steps, sampling_share=share, kv_cache_tokens=16 * 64
-    ) as loop:
+    with worker(empty_redis.url, tmp_path, small_steps, sampling_share=share, kv_cache_tokens=16 * 64) as loop:
         samplers = []
         for number in range(8):
             run = await server.create(f"t{number}", f"t{number}", LoraSpec(rank=2, seed=number))
@@ -142,11 +131,7 @@ async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
 
 
 async def test_a_sample_next_to_twenty_long_requests_ends_in_ten_steps(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count its steps from its claim by the worker; memory is full of the other tenant's sequences."""
     steps: list[list[str]] = []

@@ -24,15 +24,7 @@ from tests.support.fake_vllm import FakeVllm
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.program import LORA, submit
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.sampling import (
-    LONG,
-    base_sampler,
-    ended,
-    sample,
-    sampled,
-    saved_sampler,
-    submit_sample,
-)
+from tests.support.sampling import LONG, base_sampler, ended, sample, sampled, saved_sampler, submit_sample
 from tests.support.stack import MODEL, Stack, worker
 from tests.support.waiting import until
 

@@ -106,9 +106,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
         ]
         sampler = {"session_id": second, "sampling_session_seq_id": 0, "base_model": MODEL}
         handle = (await api.post("create_sampling_session", sampler)).json()
-        asked.append(
-            (await api.post("asample", sample_body(handle["sampling_session_id"], 1))).json()
-        )
+        asked.append((await api.post("asample", sample_body(handle["sampling_session_id"], 1))).json())
         for each in asked:
             assert (await result(api, each["request_id"]))["type"] == "try_again"
         await wants(api, 1)

@@ -29,9 +29,7 @@ BYTE = 3
 
 
 @pytest.fixture(scope="module")
-def served(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Talking]:
+def served(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Talking]:
     redis_server.flush()
     with talking_api(redis_server.url, tmp_path_factory.mktemp("data"), VOCABULARY) as talking:
         yield talking
@@ -88,9 +86,7 @@ def test_a_completion_goes_on_with_a_space(client: openai.OpenAI, script: Script
     assert completed(client, "Once upon", stop=[" ti"]) == [" a"] * 2
 
 
-def test_without_a_prompt_there_is_no_word_to_part_from(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_without_a_prompt_there_is_no_word_to_part_from(client: openai.OpenAI, script: Script) -> None:
     script.text = "Once upon"
     assert completed(client, "") == ["Once upon"] * 2
     assert completed(client, [1]) == ["Once upon"] * 2
@@ -106,23 +102,15 @@ def test_an_answer_of_a_chat_begins_with_its_first_word(
     assert messaged(messages_client, stop_sequences=[" t"]) == ["a"] * 2
 
 
-def test_the_rest_of_a_message_goes_on_with_a_space(
-    messages_client: anthropic.Anthropic, script: Script
-) -> None:
+def test_the_rest_of_a_message_goes_on_with_a_space(messages_client: anthropic.Anthropic, script: Script) -> None:
     script.text = "a time"
     begun = {"role": "assistant", "content": "Once upon"}
     assert messaged(messages_client, begun) == [" a time"] * 2
 
 
-@pytest.mark.parametrize(
-    "text", [variant(HANGUL), variant("€😀" * 14), f"one {HANGUL} two {HANGUL}\n👩‍👩‍👧!"]
-)
+@pytest.mark.parametrize("text", [variant(HANGUL), variant("€😀" * 14), f"one {HANGUL} two {HANGUL}\n👩‍👩‍👧!"])
 def test_characters_of_several_tokens_are_streamed_whole(
-    served: Talking,
-    client: openai.OpenAI,
-    messages_client: anthropic.Anthropic,
-    script: Script,
-    text: str,
+    served: Talking, client: openai.OpenAI, messages_client: anthropic.Anthropic, script: Script, text: str
 ) -> None:
     script.text = text
     assert completed(client, "x", max_tokens=200) == [f" {text}"] * 2
@@ -133,24 +121,18 @@ def test_characters_of_several_tokens_are_streamed_whole(
         assert "".join(stream(http, HI, TextRequest(MODEL))) == text
 
 
-def test_a_stop_string_within_bytes_is_not_part_of_the_text(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_a_stop_string_within_bytes_is_not_part_of_the_text(client: openai.OpenAI, script: Script) -> None:
     script.text = HANGUL
     assert completed(client, "x", max_tokens=99, stop=["라마"]) == [" 가나다"] * 2
 
 
-def test_bytes_that_are_no_character_spoil_none_beside_them(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_bytes_that_are_no_character_spoil_none_beside_them(client: openai.OpenAI, script: Script) -> None:
     content = "가나".encode() + b"\xff" + "다".encode() + b"\xeb"
     script.tokens = tuple(BYTE + byte for byte in content)
     assert completed(client, "x") == ["가나�다�"] * 2
 
 
-def test_log_probs_of_a_completion_add_up_to_its_text(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_log_probs_of_a_completion_add_up_to_its_text(client: openai.OpenAI, script: Script) -> None:
     script.text = "A b 漢!"
     for fields in ({}, {"echo": True}, {"max_tokens": 5}, {"echo": True, "max_tokens": 6}):
         asked: Any = {"model": MODEL, "prompt": "alphabet 漢:", "logprobs": 4, **fields}
@@ -164,9 +146,7 @@ def test_log_probs_of_a_completion_add_up_to_its_text(
         assert {len(each) for each in named} <= {4, 5}
 
 
-def test_log_probs_of_a_streamed_completion_add_up_to_its_text(
-    client: openai.OpenAI, script: Script
-) -> None:
+def test_log_probs_of_a_streamed_completion_add_up_to_its_text(client: openai.OpenAI, script: Script) -> None:
     script.text = "A b 漢!"
     asked: Any = {"model": MODEL, "prompt": "alphabet:", "logprobs": 0, "stream": True}
     with client.completions.create(**asked) as chunks:
@@ -195,21 +175,13 @@ def test_the_bytes_of_a_chats_log_probs_are_those_of_its_text(
     assert len(entries) == len(ids(script.text)) + len([EOS])
 
 
-async def test_the_playground_shows_the_text_of_the_endpoints(
-    served: Talking, script: Script
-) -> None:
+async def test_the_playground_shows_the_text_of_the_endpoints(served: Talking, script: Script) -> None:
     script.text = f"a {HANGUL}"
     async with httpx.AsyncClient(base_url=served.address) as http:
         await log_in(http, ALICE)
         page = await http.get("/ui")
         headers = {CSRF_HEADER: csrf_of(page.text), "Accept": "application/json"}
-        form = {
-            "model-0": MODEL,
-            "prompt": "Once",
-            "max_tokens": "99",
-            "seed": "1",
-            "temperature": "1",
-        }
+        form = {"model-0": MODEL, "prompt": "Once", "max_tokens": "99", "seed": "1", "temperature": "1"}
         told = [
             (await http.post("/ui/playground", data={**form, "mode": mode}, headers=headers)).json()
             for mode in ("text", "chat")

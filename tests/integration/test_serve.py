@@ -59,9 +59,7 @@ def train(run: TrainingClient) -> float:
     return loss.result(PATIENCE_S).metrics["loss:sum"]
 
 
-def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(
-    tmp_path: Path, base_model: str
-) -> None:
+def test_a_new_server_makes_a_key_survives_every_death_and_ends_in_order(tmp_path: Path, base_model: str) -> None:
     with Serving(tmp_path, [base_model], []) as serving:
         key = re.findall(r"API key, shown only now: (\S+)", serving.log)[0]
         assert find_in_files(tmp_path, key.partition("_")[2]) == []
@@ -106,18 +104,12 @@ def test_a_supervisor_shows_no_key_and_when_it_is_killed_takes_everything_with_i
             train(service.create_lora_training_client("tiny", rank=4))
 
 
-def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
-    tmp_path: Path, base_model: str
-) -> None:
+def test_a_key_is_good_as_long_as_it_stands_in_the_settings(tmp_path: Path, base_model: str) -> None:
     old, new, at = "tml-0ld_key-of-the-lab", "tml-new_key-of-the-lab", f"--data-dir={tmp_path}"
     with Serving(tmp_path, [base_model], [f"lab={old}"]) as serving:
         assert status_of(serving, old) == 200
         (listed,) = json.loads(run_cotrain("keys", "list", "--json", at).stdout)
-        assert (listed["name"], listed["prefix"], listed["source"]) == (
-            "lab",
-            "tml-0ld_",
-            "settings",
-        )
+        assert (listed["name"], listed["prefix"], listed["source"]) == ("lab", "tml-0ld_", "settings")
         refused = run_cotrain("keys", "revoke", listed["id"], at)
         assert refused.returncode == 1
         assert "Remove it from --api-key, COTRAIN_API_KEYS" in refused.stderr
@@ -128,9 +120,7 @@ def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
     key_file.write_text(new + "\n")
     with Serving(tmp_path, [base_model], [], [f"--api-keys-file={key_file}"]) as serving:
         assert [status_of(serving, key) for key in (old, new, laptop)] == [401, 200, 200]
-        names = [
-            key["name"] for key in json.loads(run_cotrain("keys", "list", "--json", at).stdout)
-        ]
+        names = [key["name"] for key in json.loads(run_cotrain("keys", "list", "--json", at).stdout)]
         assert sorted(names) == ["key new_…", "laptop"]
         log = DataFolder(tmp_path).log_of("api").read_text()
         assert listed["tenant"] in next(line for line in log.splitlines() if "key_left" in line)
@@ -138,9 +128,7 @@ def test_a_key_is_good_as_long_as_it_stands_in_the_settings(
 
 def status_of(serving: Serving, key: str) -> int:
     headers = {"X-API-Key": key}
-    request = urllib.request.Request(
-        f"{serving.address}/api/v1/get_server_capabilities", None, headers
-    )
+    request = urllib.request.Request(f"{serving.address}/api/v1/get_server_capabilities", None, headers)
     try:
         with urllib.request.urlopen(request) as answer:
             status: int = answer.status
@@ -218,11 +206,7 @@ def test_a_key_that_no_sdk_would_send_or_that_is_easy_to_guess_is_refused_at_onc
     tmp_path: Path, empty_redis: EmbeddedRedis, key: str, says: str
 ) -> None:
     answer = serve(
-        "--base-model=a/b",
-        f"--api-key={key}",
-        f"--data-dir={tmp_path}",
-        f"--redis-url={empty_redis.url}",
-        "--port=0",
+        "--base-model=a/b", f"--api-key={key}", f"--data-dir={tmp_path}", f"--redis-url={empty_redis.url}", "--port=0"
     )
     assert answer.returncode == os.EX_USAGE
     assert answer.stderr.startswith(f"--api-key: {says}")
@@ -233,9 +217,7 @@ def test_a_redis_that_could_lose_writes_is_refused(tmp_path: Path) -> None:
     with EmbeddedRedis() as unsafe:
         with redis.Redis.from_url(unsafe.url) as connection:
             connection.config_set("appendfsync", "everysec")
-        answer = serve(
-            "--base-model=a/b", f"--data-dir={tmp_path}", f"--redis-url={unsafe.url}", "--port=0"
-        )
+        answer = serve("--base-model=a/b", f"--data-dir={tmp_path}", f"--redis-url={unsafe.url}", "--port=0")
     assert answer.returncode == os.EX_USAGE
     assert "could lose acknowledged writes: appendfsync is 'everysec'" in answer.stderr
 
@@ -260,17 +242,14 @@ def test_keys_are_made_listed_and_revoked(tmp_path: Path, empty_redis: EmbeddedR
     assert key_id not in run_cotrain("keys", "list", *at).stdout
 
 
-def test_a_key_of_a_misspelt_tenant_is_not_made_without_a_word(
-    tmp_path: Path, empty_redis: EmbeddedRedis
-) -> None:
+def test_a_key_of_a_misspelt_tenant_is_not_made_without_a_word(tmp_path: Path, empty_redis: EmbeddedRedis) -> None:
     at = [f"--data-dir={tmp_path}", f"--redis-url={empty_redis.url}"]
     run_cotrain("keys", "create", "ada", *at)
     [ada] = json.loads(run_cotrain("keys", "list", "--json", *at).stdout)
     misspelt = run_cotrain("keys", "create", "laptop", "--tenant=t-ada", *at)
     assert misspelt.returncode == 1
     assert misspelt.stderr.strip() == (
-        "There is no tenant t-ada: `cotrain keys list` shows the ids of those there are. "
-        "With --new-tenant it is made."
+        "There is no tenant t-ada: `cotrain keys list` shows the ids of those there are. With --new-tenant it is made."
     )
     assert [ask_in_a_terminal(word, "--tenant=t-ada", *at) for word in ("n", "y")] == [1, 0]
     for options in ([f"--tenant={ada['tenant']}"], ["--tenant=t-bob", "--new-tenant"]):

@@ -71,9 +71,7 @@ def begin(run: TrainingClient, number: int) -> tuple[object, object]:
     tokens = [(number * 7 + at * 3) % 500 for at in range(4 + number % 5)]
     inputs = {"target_tokens": [*tokens[1:], 1], "weights": [1.0] * len(tokens)}
     datum = Datum(model_input=ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
-    return run.forward_backward([datum], "cross_entropy"), run.optim_step(
-        AdamParams(learning_rate=1e-2)
-    )
+    return run.forward_backward([datum], "cross_entropy"), run.optim_step(AdamParams(learning_rate=1e-2))
 
 
 def told(loss, step) -> tuple[float, float]:  # type: ignore[no-untyped-def]  # futures of the client
@@ -149,9 +147,7 @@ def test_four_workers_compute_the_same_as_one_despite_moves_and_a_kill(
         assert sum(moved) > 0
         assert counted(serving, "replayed_ops") == 0
         under_way = tenants.begin()
-        os.kill(
-            int(re.findall(r"worker-w2 started \(pid (\d+)\)", serving.log)[-1]), signal.SIGKILL
-        )
+        os.kill(int(re.findall(r"worker-w2 started \(pid (\d+)\)", serving.log)[-1]), signal.SIGKILL)
         tenants.wait(under_way)
         tenants.save()
         wait_until(lambda: set(workers_of(serving)) == {"w0", "w1", "w2", "w3"})
@@ -194,9 +190,7 @@ def test_remote_workers_join_and_their_runs_continue_when_they_leave(
 
 
 def test_a_folder_of_no_server_is_rejected(tmp_path: Path) -> None:
-    refused = run(
-        [*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"]
-    )
+    refused = run([*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"])
     assert refused.returncode == os.EX_USAGE
     assert "is no server's data folder: it has no file belongs-to." in refused.stderr
 
@@ -209,9 +203,7 @@ def test_a_folder_of_no_server_is_rejected(tmp_path: Path) -> None:
         (["--gpus=0", "--workers=2"], "--gpus 0 and --workers 2 exclude each other"),
     ],
 )
-def test_invalid_workers_are_rejected_in_a_sentence(
-    tmp_path: Path, options: list[str], why: str
-) -> None:
+def test_invalid_workers_are_rejected_in_a_sentence(tmp_path: Path, options: list[str], why: str) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [str(COMMAND), "serve", "--base-model=a/b", f"--data-dir={tmp_path}", *options]
     refused = run(command, env=environment)

@@ -11,22 +11,9 @@ from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
 from cotrain_server.supervisor.supervisor import store_exit
 from cotrain_store.errors import Fenced
 from cotrain_store.keys import fleet_keys, run_keys
-from cotrain_store.messages.fleet import (
-    Pause,
-    Pauses,
-    Scaling,
-    WorkerExit,
-    WorkerHeartbeat,
-    WorkerSlot,
-)
+from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.monitoring.fleet import (
-    QueueStatus,
-    pool_status,
-    read_fleet,
-    read_pools,
-    redis_status,
-)
+from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.dispatch import Dispatch
@@ -44,9 +31,7 @@ async def test_an_empty_pool_has_a_status(log: Log) -> None:
     assert (status.oldest_ready_s, status.oldest_gap_s, status.counters) == (0.0, 0.0, {})
 
 
-async def test_the_last_exit_of_a_worker_is_stored_for_the_pages(
-    log: Log, empty_redis: EmbeddedRedis
-) -> None:
+async def test_the_last_exit_of_a_worker_is_stored_for_the_pages(log: Log, empty_redis: EmbeddedRedis) -> None:
     model = pool_record_for_tests().base_model
     last = WorkerExit(20.0, 4, "There is no such folder.", since=10.0)
     await store_exit(empty_redis.url, model, WORKER, last)
@@ -98,10 +83,7 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     status = await pool_status(log.connection, POOL)
     assert status.workers == (beat,)
     assert (status.open_cycles, status.last_cycle) == (1, 2)
-    assert status.queues == (
-        QueueStatus(first.tenant, 2, 11, 11),
-        QueueStatus(second.tenant, 1, 7, 4),
-    )
+    assert status.queues == (QueueStatus(first.tenant, 2, 11, 11), QueueStatus(second.tenant, 1, 7, 4))
     assert 5_000 <= status.oldest_ready_s < 6_000
     assert 7_000 <= status.oldest_gap_s < 8_000
     assert status.counters == {"cycles": 1.0, "runs_made": 2.0}
@@ -130,17 +112,11 @@ async def test_a_tenant_is_listed_while_it_has_waiting_or_running_work(samples: 
     assert listed(log) == []
     await log.submit(run, 2)
     assert (await pool_status(log.connection, POOL)).queues == (QueueStatus(run.tenant, 1, 7, 4),)
-    assert (await pool_status(log.connection, POOL, TenantId("c"))).queues == (
-        QueueStatus(TenantId("c"), 0, 0, 0),
-    )
+    assert (await pool_status(log.connection, POOL, TenantId("c"))).queues == (QueueStatus(TenantId("c"), 0, 0, 0),)
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert listed(log) == []  # failed ops count in no queue …
     await log.submit(run, 1)
-    assert log.queued() == (
-        2,
-        7,
-        4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)),
-    )  # … until they may run
+    assert log.queued() == (2, 7, 4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)))  # … until they may run
     await log.run_all()
     assert listed(log) == []
 
@@ -149,9 +125,7 @@ async def test_which_pools_have_workers_is_read_from_heartbeats_alone(log: Log) 
     log.redis.set(run_keys.queue_tenants(POOL), "whoever reads this fails")
     (pool,) = await read_pools(log.connection, with_queues=False)
     assert not pool.has_worker
-    log.execution.heartbeat(
-        WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    )
+    log.execution.heartbeat(WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
     (pool,) = await read_pools(log.connection, with_queues=False)
     assert (pool.record.id, pool.has_worker) == (POOL, True)
 
@@ -168,9 +142,7 @@ async def test_sample_requests_are_counted_by_tenant(samples: Samples) -> None:
 
 
 async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> None:
-    log.execution.heartbeat(
-        WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    )
+    log.execution.heartbeat(WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
     beats = [slot.heartbeat for slot in (await log.dispatch.view(POOL)).slots]
     assert [beat.id for beat in beats if beat] == [WORKER]
     assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_HEARTBEAT_TTL_MS
@@ -202,11 +174,7 @@ async def test_the_last_cycles_are_returned_newest_first(log: Log) -> None:
 
 async def test_redis_reports_its_state(log: Log) -> None:
     status = await redis_status(log.connection)
-    assert (status.appendonly, status.appendfsync, status.aof_last_write_ok) == (
-        True,
-        "always",
-        True,
-    )
+    assert (status.appendonly, status.appendfsync, status.aof_last_write_ok) == (True, "always", True)
     assert status.memory_bytes > 0
     assert status.version
 

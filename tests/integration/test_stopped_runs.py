@@ -19,15 +19,7 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.draws import variant
 from tests.support.full_table import no_descriptor
-from tests.support.program import (
-    LORA,
-    killed_after,
-    results,
-    snapshot_files,
-    submit,
-    undisturbed,
-    without_cycle,
-)
+from tests.support.program import LORA, killed_after, results, snapshot_files, submit, undisturbed, without_cycle
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, worker
 
@@ -45,13 +37,7 @@ async def two_runs(server: Stack, url: str, folder: Path, engine: Engine, last: 
 
 
 async def assert_stopped_alone(
-    server: Stack,
-    url: str,
-    folder: Path,
-    engine: Engine,
-    broken: RunRecord,
-    neighbour: RunRecord,
-    first: int = 3,
+    server: Stack, url: str, folder: Path, engine: Engine, broken: RunRecord, neighbour: RunRecord, first: int = 3
 ) -> None:
     """Submit two more requests to both; the broken run fails, its neighbour ends as if alone."""
     requests = await submit(server, broken, first, first + 1)
@@ -113,8 +99,7 @@ def tampered(packed: bytes, how: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "how",
-    ["a loss", "a failure", "a norm", *map(variant, ("a log-prob", "a length", "a metric less"))],
+    "how", ["a loss", "a failure", "a norm", *map(variant, ("a log-prob", "a length", "a metric less"))]
 )
 async def test_a_replay_with_other_results_stops_its_run_alone(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, how: str
@@ -129,12 +114,7 @@ async def test_a_replay_with_other_results_stops_its_run_alone(
 
 @pytest.mark.parametrize("is_gone", [False, variant(True)])
 async def test_a_large_result_is_compared_too_while_it_exists(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    redis: Any,
-    is_gone: bool,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, is_gone: bool
 ) -> None:
     url = empty_redis.url
     run = await server.create("a", "a", LORA)
@@ -157,11 +137,7 @@ async def test_a_large_result_is_compared_too_while_it_exists(
 
 
 async def test_a_worker_without_descriptors_pauses_and_stops_no_run(
-    server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a while, neither ops to run nor ops to replay can be read."""
     url = empty_redis.url

@@ -30,14 +30,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, Reason, RunClosed, SeqConflict
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import (
-    SessionId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    request_id,
-    run_id,
-)
+from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
 from cotrain_store.messages.ops import PASSES, OpKind, Step
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.saves import CheckpointRecord
@@ -205,13 +198,7 @@ class LogMachine(RuleBasedStateMachine):
         is_replaced=st.booleans(),
     )
     def leave_open(
-        self,
-        number: int,
-        kind: OpKind,
-        finished: int,
-        closes: bool,
-        twice: bool,
-        is_replaced: bool,
+        self, number: int, kind: OpKind, finished: int, closes: bool, twice: bool, is_replaced: bool
     ) -> None:
         """Accept a pass, plan it, and commit a step in which it did not end; its run may end there."""
         model = self.models[number]
@@ -227,20 +214,14 @@ class LogMachine(RuleBasedStateMachine):
             self.commit_step(worker, step, twice=twice, finished=finished)
 
     @precondition(lambda self: any(self.open.values()))
-    @rule(
-        twice=st.booleans(),
-        finished=st.sampled_from([MANY, MANY, 0, 1, 2]),
-        which=st.randoms(use_true_random=False),
-    )
+    @rule(twice=st.booleans(), finished=st.sampled_from([MANY, MANY, 0, 1, 2]), which=st.randoms(use_true_random=False))
     def commit(self, twice: bool, finished: int, which: Any) -> None:
         worker = which.choice([worker for worker in WORKERS if self.open[worker]])
         assert self.workers[worker].open_steps() == self.open[worker]
         step = which.choice(self.open[worker])
         self.commit_step(worker, step, twice=twice, finished=finished)
 
-    def commit_step(
-        self, worker: WorkerId, step: Step, *, twice: bool, finished: int = MANY
-    ) -> None:
+    def commit_step(self, worker: WorkerId, step: Step, *, twice: bool, finished: int = MANY) -> None:
         """Commit `finished` ops of each run and those before its next pass. The rest returns to the queue."""
         self.open[worker].remove(step)
         execution, (results, opened) = self.workers[worker], halves(step, finished)
@@ -341,9 +322,7 @@ class LogMachine(RuleBasedStateMachine):
         for worker, steps in self.open.items():
             if any(op.run == record.id for step in steps for op in step.ops):
                 self.open[worker] = self.workers[worker].open_steps()
-                rejected = [
-                    op for step in self.open[worker] for op in step.ops if op.run == record.id
-                ]
+                rejected = [op for step in self.open[worker] for op in step.ops if op.run == record.id]
                 assert {op.kind for op in rejected} == {OpKind.REJECTED}
 
     @rule()
@@ -410,9 +389,7 @@ class LogMachine(RuleBasedStateMachine):
             stored = {int(s) for s in self.redis.hkeys(run_keys.ops(POOL, record.id))}
             assert stored == live
             for seq in model.accepted:
-                answered = (
-                    self.redis.get(result_keys.result(request_id(record.id, seq))) is not None
-                )
+                answered = self.redis.get(result_keys.result(request_id(record.id, seq))) is not None
                 assert answered == (seq <= model.done or seq in model.dead | model.rejected)
                 if seq > model.done and seq not in model.dead | model.given_up:
                     queued[record.tenant][0] += 1
@@ -455,10 +432,7 @@ class LogMachine(RuleBasedStateMachine):
                 for seq, size in model.unread.items()
                 if record.tenant == tenant
             }
-            row = {
-                name: int(size)
-                for name, size in self.redis.hgetall(result_keys.unread(tenant)).items()
-            }
+            row = {name: int(size) for name, size in self.redis.hgetall(result_keys.unread(tenant)).items()}
             assert row.pop(b"bytes", 0) == sum(unread.values())
             assert row == unread
             assert set(self.redis.zrange(result_keys.unread_until(tenant), 0, -1)) == unread.keys()
@@ -479,8 +453,5 @@ class LogMachine(RuleBasedStateMachine):
 def test_the_log_behaves_like_its_model(redis_server: EmbeddedRedis) -> None:
     LogMachine.server = redis_server
     run_state_machine_as_test(
-        LogMachine,
-        settings=settings(
-            max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None
-        ),
+        LogMachine, settings=settings(max_examples=examples(24, at_least=8), stateful_step_count=40, deadline=None)
     )

@@ -10,23 +10,10 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.errors import (
-    BaseModelNotServed,
-    ExpiredKey,
-    InvalidKey,
-    KeyInSettings,
-    Reason,
-    RunNotFound,
-)
+from cotrain_store.errors import BaseModelNotServed, ExpiredKey, InvalidKey, KeyInSettings, Reason, RunNotFound
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.tenants.api_keys import (
-    CACHE_S,
-    ChosenKey,
-    Tenants,
-    read_chosen_keys,
-    signing_keys,
-)
+from cotrain_store.tenants.api_keys import CACHE_S, ChosenKey, Tenants, read_chosen_keys, signing_keys
 from cotrain_store.tenants.policies import Policies
 from cotrain_store.tenants.records import Records
 from tests.support.log import Log
@@ -57,16 +44,7 @@ async def test_no_secret_is_stored(log: Log) -> None:
 async def test_a_wrong_or_unknown_key_is_refused_alike(log: Log) -> None:
     tenants = Tenants(log.connection)
     key = await tenants.issue("alice")
-    for wrong in (
-        key[:-1],
-        key + "x",
-        "tml-unknown_secret",
-        "tml-",
-        "",
-        "sk-x",
-        key + "\n",
-        "\ud800",
-    ):
+    for wrong in (key[:-1], key + "x", "tml-unknown_secret", "tml-", "", "sk-x", key + "\n", "\ud800"):
         with pytest.raises(InvalidKey) as refusal:
             await tenants.authenticate(wrong)
         assert str(refusal.value) == "Invalid API key."
@@ -79,9 +57,7 @@ async def test_a_key_stops_at_its_time(log: Log) -> None:
     await tenants.authenticate(await tenants.issue("alice", not_after=time.time() + 99))
 
 
-async def test_a_key_that_is_cached_stops_at_its_time(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_key_that_is_cached_stops_at_its_time(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     tenants, now = Tenants(log.connection), time.time()
     key = await tenants.issue("alice", not_after=now + 1)
     record = await tenants.key(key)
@@ -92,9 +68,7 @@ async def test_a_key_that_is_cached_stops_at_its_time(
     assert not await tenants.live_key(record.id)
 
 
-async def test_a_revoked_key_stops_within_the_cache_time(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_revoked_key_stops_within_the_cache_time(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = Tenants(log.connection), Tenants(log.connection)
     key = await here.issue("alice")
     await there.authenticate(key)
@@ -259,9 +233,7 @@ async def test_a_finished_session_stays_finished_and_names_its_runs(log: Log) ->
         await records.heartbeat(A, session.id)
 
 
-@pytest.mark.parametrize(
-    "suffix", [":beat", ":runs", "\n", "\ud800", ":train:0:0", " ", "/../x", "*", ":train:"]
-)
+@pytest.mark.parametrize("suffix", [":beat", ":runs", "\n", "\ud800", ":train:0:0", " ", "/../x", "*", ":train:"])
 async def test_an_id_that_none_of_ours_has_is_not_found(log: Log, suffix: str) -> None:
     records = Records(log.connection)
     session = await records.create_session(A)
@@ -290,9 +262,7 @@ async def test_a_base_model_that_is_not_served_is_refused_naming_those_that_are(
     assert await records.pool(POOL) == (await records.pools())[0]
 
 
-async def test_limits_are_set_and_taken_back_in_one_write(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_limits_are_set_and_taken_back_in_one_write(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that dies, or a Redis that is lost, between two commands would leave the half of a change."""
     policies = Policies(log.connection)
     await policies.set_limits(A, {"ops": 10**15, "runs": 7})

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 from redis.exceptions import DataError, ResponseError
 
-from cotrain_store.redis_client.connection import (
-    CONNECTION_LOST,
-    Connection,
-    SyncConnection,
-    open_batching_connection,
-)
+from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection, open_batching_connection
 from tests.support.redis_server import EmbeddedRedis
 
 
@@ -25,9 +20,7 @@ async def shared(empty_redis: EmbeddedRedis) -> AsyncIterator[Connection]:
     await connection.aclose()
 
 
-async def test_callers_at_the_same_time_share_a_few_round_trips(
-    shared: Connection, redis: SyncConnection
-) -> None:
+async def test_callers_at_the_same_time_share_a_few_round_trips(shared: Connection, redis: SyncConnection) -> None:
     await shared.ping()
     before = _reads(redis)
     numbers = await asyncio.gather(*(shared.incr("n") for _ in range(300)))
@@ -60,16 +53,11 @@ async def test_a_script_is_sent_again_to_a_redis_that_was_started_again() -> Non
         assert await script([], ["one"]) == b"one"
         server.kill()
         server.restart()
-        assert [*await asyncio.gather(script([], ["two"]), script([], ["three"]))] == [
-            b"two",
-            b"three",
-        ]
+        assert [*await asyncio.gather(script([], ["two"]), script([], ["three"]))] == [b"two", b"three"]
         await shared.aclose()
 
 
-async def test_a_redis_that_is_gone_is_told_to_every_caller(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_redis_that_is_gone_is_told_to_every_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.redis_client.connection._RETRIES", 0)
     with EmbeddedRedis() as server:
         shared = open_batching_connection(server.url)

@@ -8,12 +8,7 @@ import pytest
 
 from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.sampling.token_stream import (
-    StreamedTokens,
-    TokenFeed,
-    TokenPublisher,
-    TokenStream,
-)
+from cotrain_store.sampling.token_stream import StreamedTokens, TokenFeed, TokenPublisher, TokenStream
 from tests.support.samples import Samples
 from tests.support.waiting import until
 

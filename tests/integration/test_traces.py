@@ -13,15 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    RequestFailed,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+from cotrain import AdamParams, Datum, ModelInput, RequestFailed, SamplingParams, ServiceClient, TrainingClient
 from cotrain.exceptions import APIStatusError
 from tests.integration.test_serve import PATIENCE_S, pids, train
 from tests.support.otlp_receiver import Received, Receiver
@@ -68,10 +60,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Watch
             runs = [each.create_lora_training_client(str(tiny_model), rank=4) for each in services]
             step_of_both(runs, serving, receiver)
             sampler = services[1].create_sampling_client(base_model=str(tiny_model))
-            prompt, params = (
-                ModelInput.from_ints([1, CANARY_TOKEN]),
-                SamplingParams(max_tokens=5, seed=1),
-            )
+            prompt, params = (ModelInput.from_ints([1, CANARY_TOKEN]), SamplingParams(max_tokens=5, seed=1))
             sampler.sample(prompt, 2, params).result(PATIENCE_S)
             while commits(folder / "moments") < KILLED_AT:
                 for run in runs:
@@ -159,10 +148,7 @@ def test_a_step_of_two_tenants_is_one_tree_with_one_cycle(traced: list[Received]
     ops = [span for span in spans if span.name in OP_KINDS]
     assert names["forward_backward"] == names["optim_step"] == 2
     assert names["retrieve_future"] == 4
-    assert {span.name for span in posts} == {
-        "POST /api/v1/forward_backward",
-        "POST /api/v1/optim_step",
-    }
+    assert {span.name for span in posts} == {"POST /api/v1/forward_backward", "POST /api/v1/optim_step"}
     assert (cycle.parent, plan.parent) == (plan.id, "")
     assert set(cycle.links) == {post.id for post in posts}
     assert {span.parent for span in ops} == {span.id for span in posts}
@@ -196,9 +182,7 @@ def test_every_span_has_an_existing_parent(traced: list[Received]) -> None:
     assert len(known) == len(traced)
 
 
-def test_a_killed_worker_left_no_span_and_its_successor_reports_replays(
-    traced: list[Received],
-) -> None:
+def test_a_killed_worker_left_no_span_and_its_successor_reports_replays(traced: list[Received]) -> None:
     cycles = [span for span in traced if span.name == "cycle"]
     assert max(Counter(span.attributes["cotrain.cycle"] for span in cycles).values()) == 1
     crashes = [span.attributes["cotrain.crashes"] for span in cycles]
@@ -207,9 +191,7 @@ def test_a_killed_worker_left_no_span_and_its_successor_reports_replays(
     assert set(ops.values()) == {1}
 
 
-def test_spans_contain_names_and_numbers_and_no_content_of_tenants(
-    traced: list[Received],
-) -> None:
+def test_spans_contain_names_and_numbers_and_no_content_of_tenants(traced: list[Received]) -> None:
     for span in traced:
         text = f"{span.name} {span.attributes}"
         assert not any(key in text for key in KEYS)
@@ -217,11 +199,7 @@ def test_spans_contain_names_and_numbers_and_no_content_of_tenants(
         assert str(WRONG_TOKEN) not in text
     [failed] = [span for span in traced if span.is_error and span.service == "cotrain-worker"]
     assert (failed.name, failed.attributes["cotrain.failure"]) == ("rejected", "user")
-    assert {span.service for span in traced} == {
-        "cotrain-api",
-        "cotrain-scheduler",
-        "cotrain-worker",
-    }
+    assert {span.service for span in traced} == {"cotrain-api", "cotrain-scheduler", "cotrain-worker"}
 
 
 def connected(spans: Sequence[Received], first: Received) -> list[Received]:

@@ -48,9 +48,7 @@ async def test_to_a_tenant_none_of_these_pages_and_forms_exist(api: Api) -> None
     assert not (await api.services.audit.page(None, None, 10))
 
 
-async def test_a_tenant_is_changed_from_its_page_and_a_form_without_the_token_changes_nothing(
-    api: Api,
-) -> None:
+async def test_a_tenant_is_changed_from_its_page_and_a_form_without_the_token_changes_nothing(api: Api) -> None:
     tenant = await tenant_of(api)
     page = f"/ui/tenants/{tenant}"
     await log_in(api.http, ADMIN_KEY)
@@ -102,13 +100,9 @@ async def test_the_operator_chooses_a_tenant_by_its_name(api: Api) -> None:
     assert (await api.http.get("/ui/playground?tenant=t-no")).status_code == 404
 
 
-async def test_a_tenant_sees_its_own_limits_and_use_and_the_operator_has_no_such_page(
-    api: Api,
-) -> None:
+async def test_a_tenant_sees_its_own_limits_and_use_and_the_operator_has_no_such_page(api: Api) -> None:
     tenant = await tenant_of(api)
-    await change_tenant(
-        api.services, TenantId(tenant), TenantChange.model_validate({"limits": {"sessions": 7}})
-    )
+    await change_tenant(api.services, TenantId(tenant), TenantChange.model_validate({"limits": {"sessions": 7}}))
     await api.new_run()
     shown_to = await api.http.get("/ui/usage.json", headers={"X-API-Key": ALICE})
     (quota,) = [each for each in shown_to.json()["quotas"] if each["name"] == "sessions"]
@@ -129,10 +123,7 @@ async def test_a_run_is_held_back_and_ended_from_its_page(api: Api) -> None:
     await log_in(api.http, ADMIN_KEY)
     for act, fields in (("pause", {"reason": HOSTILE}), ("resume", {}), ("close", {})):
         answer = await send(api.http, f"/ui/tenants/{tenant}/runs/{run}/{act}", fields)
-        assert (answer.status_code, answer.headers["location"]) == (
-            303,
-            f"/ui/runs/{quote(run, safe='')}",
-        )
+        assert (answer.status_code, answer.headers["location"]) == (303, f"/ui/runs/{quote(run, safe='')}")
         shown_run = await twin(api, f"/ui/runs/{run}")
         assert bool(shown_run["pause"]) == (act == "pause")
         assert shown_run["is_live"] == (act != "close")
@@ -150,9 +141,7 @@ async def test_a_run_is_held_back_and_ended_from_its_page(api: Api) -> None:
 async def test_a_key_is_shown_once_where_it_was_made_and_revoked_from_the_list(api: Api) -> None:
     tenant = await tenant_of(api)
     await log_in(api.http, ADMIN_KEY)
-    answer = await send(
-        api.http, f"/ui/tenants/{tenant}/keys", {"name": HOSTILE, "role": "viewer", "days": "3"}
-    )
+    answer = await send(api.http, f"/ui/tenants/{tenant}/keys", {"name": HOSTILE, "role": "viewer", "days": "3"})
     (key,) = re.findall(r"tml-[\w-]+", answer.text)
     assert (await api.get("training_runs", key)).status_code == 200
     page = (await api.http.get(f"/ui/tenants/{tenant}")).text
@@ -280,9 +269,7 @@ async def test_everything_that_shows_a_worker_shows_that_it_restores_runs(api: A
     metrics = (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
     left = re.findall(r'cotrain_worker_restoring_ops{.*worker="(\w+)"} (\S+)', metrics)
     assert left == [("w0", "159.0"), ("w1", "0.0")]
-    waits = await api.services.futures.wait(
-        TenantId(await tenant_of(api)), request_id(RunId(run), 0), 0.01
-    )
+    waits = await api.services.futures.wait(TenantId(await tenant_of(api)), request_id(RunId(run), 0), 0.01)
     assert isinstance(waits, Pending)
     assert (waits.reason or "").startswith(f"worker is {RESTORED}; position 1 in its run's queue")
 

@@ -18,9 +18,7 @@ LINK = re.compile(r'(?:href|src|action|hx-post|hx-get)="(/[^"]*)"')
 
 
 @pytest.fixture(params=[True, False], ids=["proxy takes it off", "proxy leaves it"])
-async def browser(
-    empty_redis: EmbeddedRedis, request: pytest.FixtureRequest
-) -> AsyncIterator[httpx.AsyncClient]:
+async def browser(empty_redis: EmbeddedRedis, request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
     """A browser before a proxy that serves the server below a path."""
     async with running_api(empty_redis.url, public_url=f"http://localhost{PREFIX}/") as api:
         if request.param:
@@ -68,8 +66,6 @@ async def test_every_page_is_reached_by_its_links_and_forms(browser: httpx.Async
     assert left_by.headers["location"] == f"{PREFIX}/ui/login"
 
 
-async def test_who_is_not_logged_in_is_led_to_the_form_below_the_path(
-    browser: httpx.AsyncClient,
-) -> None:
+async def test_who_is_not_logged_in_is_led_to_the_form_below_the_path(browser: httpx.AsyncClient) -> None:
     part = await browser.get(f"{PREFIX}/ui", headers={"HX-Request": "true"})
     assert (part.status_code, part.headers["HX-Redirect"]) == (401, f"{PREFIX}/ui/login")

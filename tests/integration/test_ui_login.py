@@ -40,9 +40,7 @@ async def test_a_key_opens_a_session_that_a_logout_ends(api: Api) -> None:
 
 
 @pytest.mark.parametrize("key", [ALICE, ADMIN_KEY])
-async def test_a_copied_cookie_is_rejected_after_the_logout(
-    empty_redis: EmbeddedRedis, key: str
-) -> None:
+async def test_a_copied_cookie_is_rejected_after_the_logout(empty_redis: EmbeddedRedis, key: str) -> None:
     async with running_api(empty_redis.url) as api, running_api(empty_redis.url) as other:
         await log_in(api.http, key)
         copy = {"Cookie": f"{COOKIE}={api.http.cookies[COOKIE]}"}
@@ -132,9 +130,7 @@ async def test_a_changed_admin_key_ends_the_operators_sessions(api: Api) -> None
     assert (await api.http.get("/ui")).status_code == 303
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name)
 async def test_every_page_has_a_security_policy_and_no_inline_code(api: Api, page: object) -> None:
     await log_in(api.http, BOB if page.for_tenant else ADMIN_KEY)  # type: ignore[attr-defined]
     answer = await api.http.get(page.path)  # type: ignore[attr-defined]
@@ -145,9 +141,7 @@ async def test_every_page_has_a_security_policy_and_no_inline_code(api: Api, pag
     assert re.findall(r"(?:src|href|action)=\"(?!/|#|\?)", answer.text) == []
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", [page for page in PAGES if "{" not in page.path], ids=lambda p: p.name)
 async def test_every_page_has_a_twin_for_a_key(api: Api, page: object) -> None:
     twin = page.twin  # type: ignore[attr-defined]
     assert (await api.http.get(twin)).status_code == 401

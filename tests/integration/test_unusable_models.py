@@ -20,9 +20,7 @@ def state_space_model(folder: Path) -> Path:
     return folder
 
 
-def test_a_server_of_several_says_which_one_is_not_supported(
-    tmp_path: Path, tiny_model: Path
-) -> None:
+def test_a_server_of_several_says_which_one_is_not_supported(tmp_path: Path, tiny_model: Path) -> None:
     folder = state_space_model(tmp_path / "mamba")
     ended = serve(
         f"--base-model=good={tiny_model}",
@@ -33,21 +31,14 @@ def test_a_server_of_several_says_which_one_is_not_supported(
     )
     assert ended.returncode == os.EX_USAGE
     said = ended.stderr.strip()
-    assert said.startswith(
-        f"Base model {folder} cannot be served: models of type 'mamba' cannot be trained; Llama,"
-    )
+    assert said.startswith(f"Base model {folder} cannot be served: models of type 'mamba' cannot be trained; Llama,")
     assert "\n" not in said
     assert "starting it again" not in ended.stdout
     assert ended.stdout.rstrip().endswith("stopped")
 
 
 def test_a_misspelt_name_without_a_network_ends_the_server(tmp_path: Path) -> None:
-    ended = serve(
-        "--base-model=somebody/misspelt",
-        f"--data-dir={tmp_path}",
-        "--port=0",
-        HF_HUB_OFFLINE="1",
-    )
+    ended = serve("--base-model=somebody/misspelt", f"--data-dir={tmp_path}", "--port=0", HF_HUB_OFFLINE="1")
     assert ended.returncode == os.EX_USAGE
     assert ended.stderr.startswith(
         "Base model somebody/misspelt cannot be served: there is no such folder, the cache of this "
@@ -55,9 +46,7 @@ def test_a_misspelt_name_without_a_network_ends_the_server(tmp_path: Path) -> No
     )
 
 
-def test_a_worker_alone_ends_with_the_sentence_in_its_log(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_a_worker_alone_ends_with_the_sentence_in_its_log(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     folder = state_space_model(tmp_path / "mamba")
     ended = worker(settings_of(empty_redis.url, tmp_path, folder))
     assert ended.returncode == 2
@@ -72,16 +61,12 @@ def test_an_unknown_rope_type_ends_the_server(tmp_path: Path, tiny_model: Path) 
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
     (folder / "config.json").write_text(json.dumps(config))
-    ended = serve(
-        f"--base-model={folder}", f"--data-dir={tmp_path / 'data'}", "--torch-threads=1", "--port=0"
-    )
+    ended = serve(f"--base-model={folder}", f"--data-dir={tmp_path / 'data'}", "--torch-threads=1", "--port=0")
     assert ended.returncode == os.EX_USAGE
     assert ended.stderr.startswith(f"Base model {folder} cannot be served: RoPE of type 'mrope' (")
 
 
-def test_a_setting_that_is_none_is_named_and_not_tried_again(
-    empty_redis: EmbeddedRedis, tmp_path: Path
-) -> None:
+def test_a_setting_that_is_none_is_named_and_not_tried_again(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     settings = settings_of(empty_redis.url, tmp_path, tmp_path)
     ended = worker({**settings, "COTRAIN_DTYPE": "float8"})
     assert ended.returncode == 2

@@ -87,10 +87,7 @@ async def test_sampling_is_counted_once_for_its_sampler_and_tenant(samples: Samp
         f"sampled_tokens|{sampler.id}": 8,
         f"device_s|{sampler.id}": 0.75,
     }
-    assert used(samples, "b") == {
-        f"prefill_tokens|{theirs.id}": 1,
-        f"sampled_tokens|{theirs.id}": 1,
-    }
+    assert used(samples, "b") == {f"prefill_tokens|{theirs.id}": 1, f"sampled_tokens|{theirs.id}": 1}
 
 
 async def test_a_checkpoint_counts_when_it_is_stored(samples: Samples) -> None:
@@ -115,9 +112,7 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     ours, theirs = await samples.log.new_run("a"), await samples.log.new_run("b")
     step = await samples.log.plan()
     results = {
-        (op.run, op.seq): Result.failed("x" + 400 * "ü", "user")
-        if op.run == ours.id
-        else Result.of_json({})
+        (op.run, op.seq): Result.failed("x" + 400 * "ü", "user") if op.run == ours.id else Result.of_json({})
         for op in step.ops
     }
     for _ in range(2):
@@ -139,7 +134,4 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     await refusals.store()
     found = await recent_failures(connection, time.time())
     assert list(found) == ["b", "a"]
-    assert (found[TenantId("b")].refused, found[TenantId("b")].message) == (
-        3,
-        Reason.QUEUE_FULL.message,
-    )
+    assert (found[TenantId("b")].refused, found[TenantId("b")].message) == (3, Reason.QUEUE_FULL.message)

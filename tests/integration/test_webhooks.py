@@ -49,9 +49,7 @@ def is_genuine(secret: str, received: Received) -> bool:
     return bool(names["is_genuine"](secret, received.headers, received.body))
 
 
-async def call(
-    api: Api, method: str, path: str, json: Any = None, key: str = ALICE
-) -> httpx.Response:
+async def call(api: Api, method: str, path: str, json: Any = None, key: str = ALICE) -> httpx.Response:
     return await api.http.request(method, f"/api/v1/{path}", json=json, headers={"X-API-Key": key})
 
 
@@ -107,11 +105,7 @@ async def test_runs_and_checkpoints_are_told_of_and_signed(empty_redis: Embedded
             "tinker_path": f"tinker://{ended}/weights/kept",
             "size_bytes": 1000,
         }
-        assert [event["data"].get("training_run_id") for event in events[1:]] == [
-            ended,
-            failed,
-            None,
-        ]
+        assert [event["data"].get("training_run_id") for event in events[1:]] == [ended, failed, None]
         for request, event in zip(receiver.requests, events, strict=True):
             assert request.line == "POST /hook?from=cotrain HTTP/1.1"
             assert request.headers["webhook-id"] == event["id"]
@@ -119,17 +113,11 @@ async def test_runs_and_checkpoints_are_told_of_and_signed(empty_redis: Embedded
             assert not is_genuine("whsec_" + "A" * 44, request)
         await until(api.services.webhooks, tenant, delivered=4)
         shown = await got(api, "webhook")
-        assert (shown["waiting"], shown["last_outcome"], shown["last_answer"]) == (
-            0,
-            "delivered",
-            "204",
-        )
+        assert (shown["waiting"], shown["last_outcome"], shown["last_answer"]) == (0, "delivered", "204")
         assert "secret" not in shown
 
 
-async def test_a_webhook_is_its_tenants_alone_and_can_be_removed(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_webhook_is_its_tenants_alone_and_can_be_removed(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url) as api:
         assert (await call(api, "GET", "webhook")).status_code == 404
         assert (await call(api, "POST", "webhook/test")).status_code == 404
@@ -148,12 +136,7 @@ async def test_a_webhook_is_its_tenants_alone_and_can_be_removed(
 
 async def test_a_private_address_is_refused_when_it_is_connected_to() -> None:
     sender = Sender(())
-    for url in (
-        "https://127.0.0.1:9/",
-        "https://localhost:9/",
-        "https://[::1]:9/",
-        "http://127.0.0.1/",
-    ):
+    for url in ("https://127.0.0.1:9/", "https://localhost:9/", "https://[::1]:9/", "http://127.0.0.1/"):
         with pytest.raises(Undelivered, match="no address that webhooks may be sent to"):
             await sender.send(event_for(url), 0)
     sender.close()
@@ -241,9 +224,7 @@ async def test_of_a_receiver_that_speaks_another_protocol_no_byte_is_shown() -> 
     sender.close()
 
 
-async def test_what_fails_is_tried_again_and_given_up_after_a_day(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_what_fails_is_tried_again_and_given_up_after_a_day(empty_redis: EmbeddedRedis) -> None:
     redis = open_sync_connection(empty_redis.url)
     async with receiving() as receiver, deliverer(empty_redis) as webhooks:
         refusal = b"HTTP/1.1 503 Later\r\nContent-Length: 0\r\n\r\n"
@@ -257,9 +238,7 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(
         await until(webhooks, A, delivered=1, waiting=0)
         assert [request.headers["webhook-id"] for request in receiver.requests] == [first] * 3
 
-        receiver.answers = [
-            refusal
-        ] * 20  # a retry of a busy machine may come before the clock is set
+        receiver.answers = [refusal] * 20  # a retry of a busy machine may come before the clock is set
         await webhooks.test(A)
         await until(webhooks, A, retried=3)
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
@@ -372,9 +351,7 @@ async def test_a_slow_receiver_holds_no_other_tenant(empty_redis: EmbeddedRedis)
         assert (await webhooks.find(A)).waiting == 1
 
 
-async def test_who_takes_over_sends_what_a_dead_process_did_not_note(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_who_takes_over_sends_what_a_dead_process_did_not_note(empty_redis: EmbeddedRedis) -> None:
     redis = open_sync_connection(empty_redis.url)
     connection = open_connection(empty_redis.url)
     dead, other = Webhooks(connection, "dead"), Webhooks(connection, "other")
@@ -394,9 +371,7 @@ async def test_who_takes_over_sends_what_a_dead_process_did_not_note(
     redis.close()
 
 
-async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(
-    empty_redis: EmbeddedRedis,
-) -> None:
+async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(empty_redis: EmbeddedRedis) -> None:
     redis = open_sync_connection(empty_redis.url)
     connection = open_connection(empty_redis.url)
     webhooks = Webhooks(connection, "one")
@@ -408,12 +383,7 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(
     found = await webhooks.find(A)
     assert (found.waiting, found.dropped) == (1_000, 1)
     await webhooks.remove(A)
-    assert (
-        redis.exists(
-            *(name(A) for name in (tenant_keys.webhook, tenant_keys.events, tenant_keys.due_events))
-        )
-        == 0
-    )
+    assert redis.exists(*(name(A) for name in (tenant_keys.webhook, tenant_keys.events, tenant_keys.due_events))) == 0
     with refused(Reason.WEBHOOK_NOT_FOUND):
         await webhooks.test(A)
     await connection.aclose()

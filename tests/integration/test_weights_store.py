@@ -201,10 +201,7 @@ async def test_a_damaged_optimizer_state_fails_whoever_asks_for_it(
 
 @pytest.mark.parametrize("part", ["write_folder", "write_optimizer", "write_external"])
 async def test_a_full_disk_keeps_a_named_save_waiting_and_loses_nothing(
-    samples: Samples,
-    store_of: Callable[..., WeightsStore],
-    monkeypatch: pytest.MonkeyPatch,
-    part: str,
+    samples: Samples, store_of: Callable[..., WeightsStore], monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RETRY_S", 0.0)
     run = await samples.log.new_run()
@@ -255,9 +252,7 @@ async def test_there_is_no_room_for_another_save_while_the_disk_is_behind(
         store.put(await saved(samples, run, 1, name="x", kind="weights"), state_of(1.0))
         for _ in range(3):
             written(store)
-            assert not store.has_capacity_for(
-                ()
-            )  # it takes three times SIZE, weights and two moments
+            assert not store.has_capacity_for(())  # it takes three times SIZE, weights and two moments
     while store._unstored:
         written(store)
     assert store.has_capacity_for(())

@@ -56,14 +56,11 @@ async def test_only_unreachable_weights_are_swept(samples: Samples, tmp_path: Pa
     assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
 
 
-async def test_folders_are_deleted_once_they_are_old_and_unreferenced(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_folders_are_deleted_once_they_are_old_and_unreferenced(samples: Samples, tmp_path: Path) -> None:
     runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
     store = weights_store(samples, tmp_path)
     gone, shared, kept = [
-        await saved(samples, run, seq, sampler=seq)
-        for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
+        await saved(samples, run, seq, sampler=seq) for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
     ]
     for record, value in ((gone, 1.0), (shared, 2.0), (kept, 2.0)):
         store.put(record, weights_of(value))
@@ -79,26 +76,17 @@ async def test_folders_are_deleted_once_they_are_old_and_unreferenced(
     assert [folder.name for folder in folders(tmp_path)] == [store.digest(kept.ref)]
 
 
-async def test_folders_of_other_base_models_are_left_to_their_own_workers(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_folders_of_other_base_models_are_left_to_their_own_workers(samples: Samples, tmp_path: Path) -> None:
     store = weights_store(samples, tmp_path)
     for base_model in (MODEL, "another"):
-        write_folder(
-            Folder(tmp_path / "weights"), weights_of(1.0).weights, layout_of(SPEC), base_model
-        )
+        write_folder(Folder(tmp_path / "weights"), weights_of(1.0).weights, layout_of(SPEC), base_model)
     sweep_files(store, samples)
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
-    assert (
-        base_model_of_adapter(Folder(tmp_path / "weights"), f"{left.parent.name}/{left.name}")
-        == "another"
-    )
+    assert base_model_of_adapter(Folder(tmp_path / "weights"), f"{left.parent.name}/{left.name}") == "another"
 
 
-async def test_existing_files_of_a_new_save_count_as_young_again(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_existing_files_of_a_new_save_count_as_young_again(samples: Samples, tmp_path: Path) -> None:
     run = await samples.log.new_run()
     store, other = (weights_store(samples, tmp_path) for _ in range(2))
     other._files.write(WeightsRef("dead:1"), state_of(1.0), layout_of(SPEC))
@@ -118,16 +106,12 @@ async def test_existing_files_of_a_new_save_count_as_young_again(
     assert not store._unstored
 
 
-async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(samples: Samples, tmp_path: Path) -> None:
     run = await samples.log.new_run()
     store = weights_store(samples, tmp_path)
     names = {}
     for seq in (1, 2):
-        record = await saved(
-            samples, run, seq, name=f"n{seq}", kind="external_weights", external=True
-        )
+        record = await saved(samples, run, seq, name=f"n{seq}", kind="external_weights", external=True)
         store.put(record, replace(state_of(float(seq)), recipients=(str(KEY.to_public()),)))
         written(store)
         names[seq] = files_in(tmp_path)
@@ -150,9 +134,7 @@ def off_the_round(samples: Samples) -> None:
     samples.log.redis.delete(weights_keys.pool_weights(POOL))
 
 
-async def stored(
-    samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]
-) -> list[WeightsRecord]:
+async def stored(samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]) -> list[WeightsRecord]:
     """Save a run several times and store each save."""
     run = await samples.log.new_run()
     store = weights_store(samples, tmp_path)
@@ -167,18 +149,14 @@ def unused(samples: Samples) -> list[WeightsRef]:
     return sorted(record.ref for record in samples.saved.unused_weights())
 
 
-async def test_newly_unreferenced_weights_are_found_without_a_full_scan(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_newly_unreferenced_weights_are_found_without_a_full_scan(samples: Samples, tmp_path: Path) -> None:
     names: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "b"}, {"sampler": 4}]
     first, older, newer, sampled = await stored(samples, tmp_path, *names)
     off_the_round(samples)
     assert unused(samples) == [older.ref]
     released = weights_keys.released_weights(POOL)
     assert samples.log.redis.zrange(released, 0, -1) == [older.ref.encode()]
-    await Checkpoints(samples.log.connection).delete(
-        first.tenant, first.run, "sampler_weights", "a"
-    )
+    await Checkpoints(samples.log.connection).delete(first.tenant, first.run, "sampler_weights", "a")
     assert unused(samples) == [first.ref]
     sampler = run_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
     samples.log.redis.zadd(result_keys.ends(), {sampler: 1})
@@ -190,20 +168,14 @@ async def test_newly_unreferenced_weights_are_found_without_a_full_scan(
     assert newer.ref not in unused(samples)
 
 
-async def test_temporarily_used_weights_are_checked_until_they_are_unused(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_temporarily_used_weights_are_checked_until_they_are_unused(samples: Samples, tmp_path: Path) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})
     off_the_round(samples)
     released = weights_keys.released_weights(POOL)
-    await Checkpoints(samples.log.connection).set_ttl(
-        record.tenant, record.run, "sampler_weights", "a", 100
-    )
+    await Checkpoints(samples.log.connection).set_ttl(record.tenant, record.run, "sampler_weights", "a", 100)
     assert unused(samples) == []
     assert samples.log.redis.zcard(released) == 1
-    samples.log.redis.delete(
-        weights_keys.checkpoint(record.run, "sampler_weights", "a")
-    )  # as Redis does
+    samples.log.redis.delete(weights_keys.checkpoint(record.run, "sampler_weights", "a"))  # as Redis does
     assert unused(samples) == []  # it is too early
     samples.log.redis.zadd(released, {record.ref: 0})
     assert unused(samples) == [record.ref]
@@ -220,9 +192,7 @@ async def test_a_full_redis_is_swept_too(samples: Samples, tmp_path: Path) -> No
         samples.log.redis.config_set("maxmemory", before)
 
 
-async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(
-    samples: Samples, tmp_path: Path
-) -> None:
+async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(samples: Samples, tmp_path: Path) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})
     old = [f"old:{number}" for number in range(2_000)]
     row = samples.log.redis.hgetall(weights_keys.weights(record.ref))

@@ -20,17 +20,12 @@ def pass_body(
     weight: float = 1.0,
 ) -> bytes:
     """Write a next-token request: each sequence of n+1 tokens is a datum of n."""
-    request = wire_pb2.ForwardBackwardRequest(
-        model_id=run, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only
-    )
+    request = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
     for sequence in sequences:
         datum = request.data.add()
         datum.model_input.add().encoded_text.tokens = np.asarray(sequence[:-1], "<i4").tobytes()
         targets = datum.loss_fn_inputs["target_tokens"]
-        targets.dtype, targets.dense = (
-            wire_pb2.DTYPE_INT64,
-            np.asarray(sequence[1:], "<i8").tobytes(),
-        )
+        targets.dtype, targets.dense = (wire_pb2.DTYPE_INT64, np.asarray(sequence[1:], "<i8").tobytes())
         weights = datum.loss_fn_inputs["weights"]
         weights.dtype = wire_pb2.DTYPE_FLOAT32
         weights.dense = np.full(len(sequence) - 1, weight, "<f4").tobytes()

@@ -25,14 +25,10 @@ async def result(api: Api, worker: StandIn, answer: httpx.Response, key: str = A
 
 
 #: Field of an export that is encrypted, for a key that was discarded.
-LOCKED = {
-    "age_encryption_recipients": ["age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"]
-}
+LOCKED = {"age_encryption_recipients": ["age164q2x3vl64uamwjgl97z2hn8ryqe9l8agdcwzaztf4uwk5vljv4qftk6j7"]}
 
 
-async def save(
-    api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any
-) -> Any:
+async def save(api: Api, worker: StandIn, run: str, seq: int, kind: str = "weights", **fields: Any) -> Any:
     """Save, by default under the name `a`. Return the result of the save."""
     key = fields.pop("key", ALICE)
     body = {"model_id": run, "seq_id": seq, "path": "a", **fields}

@@ -13,9 +13,7 @@ from tests.support.program import LORA
 from tests.support.stack import MODEL, POOL, Stack
 
 
-async def submit_state(
-    server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any
-) -> RequestId:
+async def submit_state(server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any) -> RequestId:
     """Submit a save of the training state. `changes` are fields of its request."""
     body = encode(SaveRequest(name=name, kind="weights", **changes)).encode()
     return await server.intake.submit(run, seq, OpKind.SAVE, body, 0, digest=f"{seq}")
@@ -28,9 +26,7 @@ async def checkpoint_of(server: Stack, run: RunRecord, request: RequestId) -> Ch
     return await server.records.checkpoint(run.tenant, result["path"])
 
 
-async def saved_state(
-    server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any
-) -> CheckpointRecord:
+async def saved_state(server: Stack, run: RunRecord, seq: int, name: str = "x", **changes: Any) -> CheckpointRecord:
     """Save a run's state and wait for it."""
     request = await submit_state(server, run, seq, name, **changes)
     return await checkpoint_of(server, run, request)

@@ -54,18 +54,7 @@ TYPES = {
 HEADS = ((32, 8, 128), (8, 4, 256), (32, 32, 96), (28, 4, 64))
 #: Arguments that need not be multiples of 16.
 ODD = (
-    *(
-        "height",
-        "stride",
-        "tile_count",
-        "block_count",
-        "eps",
-        "heads",
-        "first",
-        "count",
-        "cap",
-        "scale",
-    ),
+    *("height", "stride", "tile_count", "block_count", "eps", "heads", "first", "count", "cap", "scale"),
     *("spans", "lengths", "pages", "page_count", "capacity", "window"),
     *("experts", "segments", "chosen", "bounds"),
 )
@@ -85,9 +74,7 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
             yield "expand", {**tile, **pair, "PLUS": modules == 1, "BIASED": gate == 0}, wide
     for joint in (False, True):
         side_by_side = modules if joint else 1
-        low, gradient = (
-            tiles(side_by_side, WIDTH, item) for tiles in (shrink_tiles, gradient_tiles)
-        )
+        low, gradient = (tiles(side_by_side, WIDTH, item) for tiles in (shrink_tiles, gradient_tiles))
         narrow = {**common, "JOINT": joint, "SIDE": int(not joint), "BC": low.columns}
         rows = {"PARTS": ROWS // SHRINK_ROWS, "BM": SHRINK_ROWS}
         yield "shrink", {**narrow, **rows, "BK": low.depth}, low
@@ -171,13 +158,9 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     modules = (programs, expert_programs, layer_programs, page_programs)
     kernel = next(getattr(each, name) for each in modules if hasattr(each, name))
     names = list(kernel.arg_names)
-    signature = {
-        each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names
-    }
+    signature = {each: "constexpr" if each in constants else TYPES.get(each, f"*{dtype}") for each in names}
     divisible = {
-        (at,): [["tt.divisibility", 16]]
-        for at, each in enumerate(names)
-        if each not in constants and each not in ODD
+        (at,): [["tt.divisibility", 16]] for at, each in enumerate(names) if each not in constants and each not in ODD
     }
     source = triton.compiler.ASTSource(
         fn=kernel,

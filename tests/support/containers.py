@@ -29,12 +29,7 @@ class Containers:
         self.url = f"http://127.0.0.1:{self._port}"
         override = os.environ.get(OVERRIDE)
         files = ["--file", "docker-compose.yml", *(["--file", override] if override else [])]
-        self._command = [
-            *compose_command(),
-            "--project-name",
-            f"cotrain-test-{os.getpid()}",
-            *files,
-        ]
+        self._command = [*compose_command(), "--project-name", f"cotrain-test-{os.getpid()}", *files]
         # Only our variables: those of this shell belong to another server and are not tested.
         inherited = {n: v for n, v in os.environ.items() if not n.startswith("COTRAIN_")}
         publish = {"PUBLISH": f"127.0.0.1:{self._port}"}
@@ -64,9 +59,7 @@ class Containers:
     def inspect(self, service: str) -> dict[str, Any]:
         """Return the engine's description of a service's container."""
         container = self.compose("ps", "--quiet", "--all", service).strip()
-        told = subprocess.run(
-            ["docker", "inspect", container], capture_output=True, text=True, check=True
-        )
+        told = subprocess.run(["docker", "inspect", container], capture_output=True, text=True, check=True)
         facts: dict[str, Any] = json.loads(told.stdout)[0]
         return facts
 

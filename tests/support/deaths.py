@@ -98,9 +98,7 @@ async def dying_worker(
         await life
 
 
-async def deaths_until(
-    answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine
-) -> int:
+async def deaths_until(answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine) -> int:
     """Run one worker after the other until every request is answered. Return the number of killed ones."""
     deaths = 0
     while not answers.done():

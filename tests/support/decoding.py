@@ -13,15 +13,7 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest, TopK
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.numerics import Numerics
-from cotrain_workers.engine.ops import (
-    Datum,
-    Failure,
-    HostWeights,
-    Pass,
-    PassOutput,
-    Save,
-    SaveOutput,
-)
+from cotrain_workers.engine.ops import Datum, Failure, HostWeights, Pass, PassOutput, Save, SaveOutput
 from tests.support.training import MIX
 
 VOCAB = 128
@@ -29,9 +21,7 @@ RUNS = [tenant.run for tenant in MIX]
 Result = SampleOutput | Failure
 
 
-def request(
-    name: str, prompt: Sequence[int] | np.ndarray, weights: str | None = None, **changes: Any
-) -> SampleRequest:
+def request(name: str, prompt: Sequence[int] | np.ndarray, weights: str | None = None, **changes: Any) -> SampleRequest:
     """Return a request for one sample of 12 tokens at temperature 1. `changes` override its fields."""
     settings: dict[str, Any] = {
         "num_samples": 1,
@@ -48,9 +38,7 @@ def request(
         "prompt_logprobs_last_n": None,
         "target_prompt_logprobs": None,
     }
-    return SampleRequest(
-        name, weights, np.asarray(prompt, dtype=np.int64), **{**settings, **changes}
-    )
+    return SampleRequest(name, weights, np.asarray(prompt, dtype=np.int64), **{**settings, **changes})
 
 
 def trained_weights(engine: Engine) -> dict[str, HostWeights]:
@@ -90,13 +78,9 @@ def text(tokens: Sequence[int]) -> str:
     return bytes((token + 97) % 256 for token in tokens).decode(errors="replace")
 
 
-def decoder_of(
-    engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096
-) -> EngineDecoder:
+def decoder_of(engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096) -> EngineDecoder:
     """Return a decoder with pages of 16 tokens, so that short prompts have several."""
-    return engine.decoder(
-        weights.__getitem__, kv_tokens=kv_tokens, text=text, page_tokens=16, step_tokens=64
-    )
+    return engine.decoder(weights.__getitem__, kv_tokens=kv_tokens, text=text, page_tokens=16, step_tokens=64)
 
 
 def neighbours(seed: int, count: int = 24) -> list[SampleRequest]:
@@ -141,9 +125,7 @@ def whole(name: str, weights: str | None, length: int = 37) -> SampleRequest:
 
 
 def finish(
-    decoder: EngineDecoder,
-    requests: Iterable[SampleRequest],
-    each_step: Callable[[], None] = lambda: None,
+    decoder: EngineDecoder, requests: Iterable[SampleRequest], each_step: Callable[[], None] = lambda: None
 ) -> dict[str, Result]:
     """Add all requests, step until all are done, and check that no page leaked."""
     for each in requests:
@@ -158,9 +140,7 @@ def finish(
     return found
 
 
-def output(
-    decoder: EngineDecoder, each: SampleRequest, among: Iterable[SampleRequest] = ()
-) -> SampleOutput:
+def output(decoder: EngineDecoder, each: SampleRequest, among: Iterable[SampleRequest] = ()) -> SampleOutput:
     """Return the output of one request that runs among others."""
     found = finish(decoder, [*among, each])[each.id]
     assert isinstance(found, SampleOutput), found
@@ -178,17 +158,12 @@ def trainer_logprobs(engine: Engine, run: str, *sequences: np.ndarray) -> list[n
     return target_logprobs(engine, run, [(each[:-1], each[1:]) for each in sequences])
 
 
-def target_logprobs(
-    engine: Engine, run: str, asked: Sequence[tuple[np.ndarray, np.ndarray]]
-) -> list[np.ndarray]:
+def target_logprobs(engine: Engine, run: str, asked: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
     """Return the trainer's log-probs of targets after tokens `[n]`; targets and result are `[n]` or `[n, K]`, float32."""
     datums = [
         Datum(
             tokens.astype(np.int64),
-            {
-                "target_tokens": targets.astype(np.int64),
-                "weights": np.ones(targets.shape, np.float32),
-            },
+            {"target_tokens": targets.astype(np.int64), "weights": np.ones(targets.shape, np.float32)},
         )
         for tokens, targets in asked
     ]
@@ -276,9 +251,7 @@ def is_same_alone(engine: Engine) -> bool:
     """Return True if seeded requests give the same tokens alone and together."""
     weights = trained_weights(engine)
     requests = [
-        request(
-            run, np.random.default_rng(at).integers(0, engine.facts.vocab_size, 9 * at + 1), run
-        )
+        request(run, np.random.default_rng(at).integers(0, engine.facts.vocab_size, 9 * at + 1), run)
         for at, run in enumerate(weights)
     ]
 

@@ -38,14 +38,10 @@ class Alone:
 def engine_of(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice) -> Engine:
     """Return a fresh engine. On a CPU, all engines share one copy of the base model."""
     load_base = shared_base if device == "cpu" else load_base_model
-    return Engine.load(
-        str(folder), device=device, dtype=dtype, lora_backend=lora, load_base=load_base
-    )
+    return Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora, load_base=load_base)
 
 
-def warmed_up(
-    folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
-) -> Engine:
+def warmed_up(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto") -> Engine:
     """Return an engine whose tenants have taken one step, so that no B is zero."""
     engine = engine_of(folder, device, dtype, lora)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
@@ -64,9 +60,7 @@ def unclipped(op: Pass) -> Pass:
     return replace(op, loss_config={name: bounds[name] for name in bounds if name in known})
 
 
-def parity_with_peft(
-    folder: Path, device: str, dtype: torch.dtype, lora: Choice = "auto"
-) -> Parity:
+def parity_with_peft(folder: Path, device: str, dtype: torch.dtype, lora: Choice = "auto") -> Parity:
     """Run one mixed cycle, then the same passes in PEFT, one tenant and one sequence at a time."""
     engine = warmed_up(folder, device, dtype, lora)
     before = {tenant.run: engine.adapters.state(tenant.run).weights for tenant in MIX}
@@ -90,9 +84,7 @@ def parity_with_peft(
     return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))
 
 
-def mixed_against_alone(
-    folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto"
-) -> Alone:
+def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto") -> Alone:
     """Run two cycles of all tenants together, and of each alone in an engine of the same kind.
 
     Then run one more forward and backward of both from equal states.
@@ -103,8 +95,7 @@ def mixed_against_alone(
         for tenant in MIX:
             alone.run(tenant.ops(cycle))
     is_bit_equal = all(
-        same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run))
-        for tenant in MIX
+        same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)) for tenant in MIX
     )
     # From equal states: after a rounding error, AdamW moves a weight whose gradient is near zero the other way.
     for tenant in MIX:
@@ -112,10 +103,7 @@ def mixed_against_alone(
     together.run(gradient_passes())
     for op in gradient_passes():
         alone.run([op])
-    errors = [
-        relative_error(*(each.adapters.state(tenant.run).grads for each in (together, alone)))
-        for tenant in MIX
-    ]
+    errors = [relative_error(*(each.adapters.state(tenant.run).grads for each in (together, alone))) for tenant in MIX]
     return Alone(is_bit_equal, max(errors))
 
 
@@ -136,9 +124,7 @@ def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> fl
     return min(
         float(
             torch.cosine_similarity(
-                narrow.adapters.state(tenant.run).grads,
-                wide.adapters.state(tenant.run).grads,
-                dim=0,
+                narrow.adapters.state(tenant.run).grads, wide.adapters.state(tenant.run).grads, dim=0
             )
         )
         for tenant in MIX

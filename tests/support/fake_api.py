@@ -58,14 +58,10 @@ class FakeApi:
             "session_heartbeat": lambda _: _json({"type": "session_heartbeat"}),
             "sessions": lambda _: _json({}),
             "get_server_capabilities": lambda _: _json({"supported_models": [{"model_name": "m"}]}),
-            "get_info": lambda _: _json(
-                {"model_data": {"model_name": "m"}, "model_id": "s1:train:0"}
-            ),
+            "get_info": lambda _: _json({"model_data": {"model_name": "m"}, "model_id": "s1:train:0"}),
             "create_model": lambda _: _json({"request_id": "create"}),
             "unload_model": lambda _: _json({"request_id": "unload"}),
-            "optim_step": lambda r: _json(
-                {"request_id": f"step:{json.loads(r.content)['seq_id']}"}
-            ),
+            "optim_step": lambda r: _json({"request_id": f"step:{json.loads(r.content)['seq_id']}"}),
             "forward_backward": self._take_pass,
             "retrieve_future": self._retrieve,
         }
@@ -91,8 +87,7 @@ class FakeApi:
 def pass_output(request: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOutput:
     """Return the result of a pass: per datum its number of chunks, and the number of datums as its loss."""
     output = wire.ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord",
-        metrics={"loss:sum": len(request.data), "clock_cycle:unique": request.seq_id},
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": len(request.data), "clock_cycle:unique": request.seq_id}
     )
     record = output.loss_fn_outputs.add(num_datums=len(request.data))
     field = record.fields["logprobs"]
@@ -104,9 +99,7 @@ def pass_output(request: wire.ForwardBackwardRequest) -> wire.ForwardBackwardOut
 
 def protobuf(message: wire.ForwardBackwardOutput) -> httpx.Response:
     """Return a response with a message."""
-    return httpx.Response(
-        200, content=message.SerializeToString(), headers={"Content-Type": PROTOBUF}
-    )
+    return httpx.Response(200, content=message.SerializeToString(), headers={"Content-Type": PROTOBUF})
 
 
 def pending(request_id: str) -> httpx.Response:

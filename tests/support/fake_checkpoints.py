@@ -78,11 +78,7 @@ class FakeCheckpoints(FakeApi):
         if request_id in results:
             return httpx.Response(200, json=results[request_id])
         if request_id.endswith((":0", ":1")):  # an upload: its import and its save
-            done = (
-                {"model_id": request_id[:-2]}
-                if request_id.endswith(":0")
-                else {"path": "tinker://"}
-            )
+            done = {"model_id": request_id[:-2]} if request_id.endswith(":0") else {"path": "tinker://"}
             return httpx.Response(200, json=done)
         return super()._behave("retrieve_future", request)
 

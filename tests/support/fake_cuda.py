@@ -132,9 +132,7 @@ class LaunchLog(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if name not in VIEWS or name.startswith(("empty", "new_empty")):
-            self._hold(
-                out, given={each.untyped_storage()._cdata for each in tensors((args, kwargs))}
-            )
+            self._hold(out, given={each.untyped_storage()._cdata for each in tensors((args, kwargs))})
         if name not in VIEWS:
             self.note(name, args, kwargs, out)
         return out
@@ -231,10 +229,7 @@ def fake_cuda() -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in played.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        tensor = {
-            "pin_memory": lambda own, *_: torch.empty_like(own),
-            "record_stream": lambda *_: None,
-        }
+        tensor = {"pin_memory": lambda own, *_: torch.empty_like(own), "record_stream": lambda *_: None}
         for name, value in tensor.items():
             stack.enter_context(mock.patch.object(torch.Tensor, name, value))
         stack.enter_context(mock.patch.object(torch, "Generator", generator))

@@ -62,12 +62,7 @@ class FakeHub:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -78,11 +73,7 @@ class FakeHub:
             return {"url": f"{self.address}/{REPOSITORY}"}
         if "/preupload/" in path:
             names = [file["path"] for file in json.loads(body)["files"]]
-            return {
-                "files": [
-                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
-                ]
-            }
+            return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
         if "/commit/" in path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":

@@ -79,9 +79,7 @@ class FakeVllm:
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), _handler(self))
         self._server.daemon_threads = True
         self._port = self._server.server_port
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(0.01,), daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -99,12 +97,7 @@ class FakeVllm:
         return [body for called, body in self.calls if called == path]
 
     def wait_until(
-        self,
-        *,
-        generating: int | None = None,
-        aborted: int = 0,
-        calls: int = 0,
-        unloaded: str | None = None,
+        self, *, generating: int | None = None, aborted: int = 0, calls: int = 0, unloaded: str | None = None
     ) -> None:
         """Wait until the counts are reached: equal for `generating`, at least for `aborted` and `calls`."""
 
@@ -153,9 +146,7 @@ class FakeVllm:
             case "/v1/unload_lora_adapter" if self.updates_lora:
                 gone = self._model.adapted.pop(body["lora_name"], None)
                 self._note()
-                return (
-                    (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
-                )
+                return (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
             case "/v1/completions":
                 return self._complete(body, connection)
         return 404, {"detail": "Not Found"}

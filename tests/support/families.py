@@ -21,15 +21,7 @@ from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    HostWeights,
-    KlDatum,
-    Op,
-    OptimStep,
-    Pass,
-    ReverseKl,
-    ReverseKlOutput,
-)
+from cotrain_workers.engine.ops import HostWeights, KlDatum, Op, OptimStep, Pass, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import decoder_of, finish, request, trainer_logprobs
 from tests.support.draws import variant
@@ -91,8 +83,7 @@ def measure(model: Path, scratch: Path) -> Measured:
     `scratch` is an empty folder.
     """
     together, alone = (
-        Engine.load(str(model), load_base=shared_base, recompute=recompute)
-        for recompute in ("never", "always")
+        Engine.load(str(model), load_base=shared_base, recompute=recompute) for recompute in ("never", "always")
     )
     for cycle in range(CYCLES):
         if cycle == CYCLES - 1:
@@ -112,8 +103,7 @@ def measure(model: Path, scratch: Path) -> Measured:
     oracle.load(layout, together.adapters.state(MINE.run).weights)
     sampling, is_greedy_equal = _sampled(oracle.model, together)
     is_same = {
-        run: same_bits(*(each.adapters.state(run) for each in (together, alone)))
-        for run in (MINE.run, OTHER.run)
+        run: same_bits(*(each.adapters.state(run) for each in (together, alone))) for run in (MINE.run, OTHER.run)
     }
     plain, merged = _exported(model, together, scratch)
     return Measured(
@@ -157,10 +147,7 @@ def _train(oracle: PeftOracle) -> None:
             oracle.backward(op)
         elif isinstance(op, OptimStep):
             optimizer.param_groups[0].update(
-                lr=op.learning_rate,
-                betas=(op.beta1, op.beta2),
-                eps=op.eps,
-                weight_decay=op.weight_decay,
+                lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=op.weight_decay
             )
             torch.nn.utils.clip_grad_norm_(oracle.parameters(), op.grad_clip_norm)
             optimizer.step()

@@ -66,9 +66,7 @@ class Flight:
         self.folder = folder
         self.memory = Memory(engine)
         folder.mkdir(parents=True, exist_ok=True)
-        self.recorder = Recorder(
-            engine, self.memory, folder, pool="pool", base_model="tiny", epoch=epoch, kept=kept
-        )
+        self.recorder = Recorder(engine, self.memory, folder, pool="pool", base_model="tiny", epoch=epoch, kept=kept)
         self.cycles = 0
 
     @property
@@ -103,15 +101,10 @@ class Flight:
     def begin(self, *asked: TextRequest) -> None:
         """Start a cycle, which looks like a crash unless it is finished."""
         self.cycles += 1
-        ops = tuple(
-            QueuedOp(RunId(run), seq, kind, 0, "inline", len(body), 0.0)
-            for run, seq, kind, body in asked
-        )
+        ops = tuple(QueuedOp(RunId(run), seq, kind, 0, "inline", len(body), 0.0) for run, seq, kind, body in asked)
         tenants = {op.run: TenantId(op.run[:3]) for op in ops}
         self.step = Step(self.cycles, WorkerId("w0"), ops, 0.0, tenants)
-        self.bodies: dict[tuple[str, int], bytes] = {
-            (run, seq): body for run, seq, _, body in asked
-        }
+        self.bodies: dict[tuple[str, int], bytes] = {(run, seq): body for run, seq, _, body in asked}
         self.recorder.begin(self.step, self.bodies)
 
 
@@ -160,12 +153,7 @@ def a_load(
     run: str, seq: int, refs: list[str], *, optimizer: bool = False, lora: LoraSpec | None = None
 ) -> TextRequest:
     sources = tuple(LoadSource(WeightsRef(ref), 0.5 if len(refs) > 1 else 1.0) for ref in refs)
-    return (
-        run,
-        seq,
-        OpKind.LOAD,
-        encode(LoadRequest("tinker://x", sources, optimizer, lora)).encode(),
-    )
+    return (run, seq, OpKind.LOAD, encode(LoadRequest("tinker://x", sources, optimizer, lora)).encode())
 
 
 def a_reverse_kl(run: str, seq: int, reference: str) -> TextRequest:

@@ -47,10 +47,7 @@ def member(folder: str, out: Path, recompute: Choice, names: Sequence[str]) -> N
         recompute=recompute,
         load_base=partial(load_sharded, lock_step=lock_step),
     )
-    found: dict[str, Any] = {
-        "base_bytes": own_bytes(own._base),
-        "sharding": own.facts.numerics.sharding,
-    }
+    found: dict[str, Any] = {"base_bytes": own_bytes(own._base), "sharding": own.facts.numerics.sharding}
     if links.number:
         follow(own, lock_step)
     else:

@@ -6,16 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from cotrain_workers.engine.ops import (
-    Create,
-    KlDatum,
-    Op,
-    OptimStep,
-    Pass,
-    ReverseKl,
-    Save,
-    SaveOutput,
-)
+from cotrain_workers.engine.ops import Create, KlDatum, Op, OptimStep, Pass, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.engine import Trainer
 from tests.support.training import MIX, Tenant, random_datum
@@ -35,9 +26,7 @@ def with_a_gradient_pending(engine: Trainer) -> dict[str, str]:
     few, many = MIX[1], MIX[0]
     for cycle in range(CYCLES):
         ops = [*many.ops(cycle), *few.ops(cycle)]
-        engine.run(
-            ops if cycle < CYCLES - 1 else [op for op in ops if not isinstance(op, OptimStep)]
-        )
+        engine.run(ops if cycle < CYCLES - 1 else [op for op in ops if not isinstance(op, OptimStep)])
     return _digests(engine, [few.run, many.run])
 
 

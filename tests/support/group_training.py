@@ -27,8 +27,7 @@ def batch(number: int) -> list[types.Datum]:
 def train(service: tinker.ServiceClient) -> list[Any]:
     """Train runs concurrently, with every step sent before any result is awaited, and save them."""
     runs = [
-        service.create_lora_training_client("tiny", rank=rank, seed=rank, train_mlp=mlp).result()
-        for rank, mlp in RUNS
+        service.create_lora_training_client("tiny", rank=rank, seed=rank, train_mlp=mlp).result() for rank, mlp in RUNS
     ]
     numbers = []
     for step in range(STEPS):
@@ -55,9 +54,7 @@ def sample(service: tinker.ServiceClient) -> str:
     sampler: Any = service.create_sampling_client(base_model="tiny")
     sampler = sampler.result() if hasattr(sampler, "result") else sampler
     try:
-        sampler.sample(
-            types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)
-        ).result()
+        sampler.sample(types.ModelInput.from_ints([1, 2]), 1, types.SamplingParams(max_tokens=1)).result()
     except tinker.TinkerError as refused:
         return str(refused)
     return "answered"

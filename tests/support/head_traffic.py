@@ -24,12 +24,7 @@ def softmax_pick(_logits: Any, _norms: Any, targets: torch.Tensor, *_: Any) -> i
 
 
 def softmax_backward(
-    logits: torch.Tensor,
-    _norms: Any,
-    targets: torch.Tensor,
-    slopes: torch.Tensor,
-    grads: torch.Tensor,
-    *_: Any,
+    logits: torch.Tensor, _norms: Any, targets: torch.Tensor, slopes: torch.Tensor, grads: torch.Tensor, *_: Any
 ) -> int:
     """Return the bytes for the gradient of some rows: norms, targets and slopes once for each block of columns."""
     rows, width = len(targets), logits.shape[1]
@@ -38,6 +33,4 @@ def softmax_backward(
 
 
 #: By the name of the op.
-BYTES: dict[str, Callable[..., int]] = {
-    each.__name__: each for each in (softmax_norms, softmax_pick, softmax_backward)
-}
+BYTES: dict[str, Callable[..., int]] = {each.__name__: each for each in (softmax_norms, softmax_pick, softmax_backward)}

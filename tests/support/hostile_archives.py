@@ -18,10 +18,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, link: str = "", size: int =
 
 
 #: A way to pack files -> how.
-PACKERS: dict[str, Callable[[dict[str, bytes]], bytes]] = {
-    "tar": tar,
-    "tar.gz": lambda files: tar(files, "w:gz"),
-}
+PACKERS: dict[str, Callable[[dict[str, bytes]], bytes]] = {"tar": tar, "tar.gz": lambda files: tar(files, "w:gz")}
 
 
 HOSTILE = {

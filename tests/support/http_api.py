@@ -58,9 +58,7 @@ class Api:
         self.services = services
         self.app = app
 
-    async def post(
-        self, path: str, json: Any = None, key: str = ALICE, **kwargs: Any
-    ) -> httpx.Response:
+    async def post(self, path: str, json: Any = None, key: str = ALICE, **kwargs: Any) -> httpx.Response:
         headers = {"X-API-Key": key, **kwargs.pop("headers", {})}
         return await self.http.post(f"/api/v1/{path}", json=json, headers=headers, **kwargs)
 
@@ -127,9 +125,7 @@ class Api:
         return sampler
 
 
-def pass_body(
-    run: str, seq: int, tokens: list[int] | None = None, **changes: Any
-) -> Mapping[str, Any]:
+def pass_body(run: str, seq: int, tokens: list[int] | None = None, **changes: Any) -> Mapping[str, Any]:
     """Return a valid forward_backward request of SDK 0.22. `changes` are fields of its input."""
     tokens = tokens or [1, 2, 3]
     datum = {
@@ -159,9 +155,7 @@ def sample_body(sampler: str, seq: int, **changes: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def running_api(
-    redis_url: str, address: str = "127.0.0.1", **changes: Any
-) -> AsyncIterator[Api]:
+async def running_api(redis_url: str, address: str = "127.0.0.1", **changes: Any) -> AsyncIterator[Api]:
     """Run the API; requests come from `address`."""
     folder = Path(tempfile.mkdtemp(prefix="cotrain-api-"))
     long_poll_s: float = changes.pop("long_poll_s", 0.2)

@@ -65,14 +65,8 @@ BODIES: dict[str, dict[str, Any]] = {
     f"{API}load_weights path": {"session_id": OWN, "model_seq_id": 10},
     f"{API}load_weights session_id": {"path": OWN, "model_seq_id": 11},
     f"{API}mint/checkpoints/interpolate": {"coefficients": [1.0], "output_path": "mixed"},
-    f"{API}mint/forward_backward_reverse_kl": {
-        "reference_model_path": POOL.base_model,
-        "data": [kl_datum_body()],
-    },
-    f"{API}mint/forward_backward_reverse_kl reference_model_path": {
-        "model_id": OWN,
-        "data": [kl_datum_body()],
-    },
+    f"{API}mint/forward_backward_reverse_kl": {"reference_model_path": POOL.base_model, "data": [kl_datum_body()]},
+    f"{API}mint/forward_backward_reverse_kl reference_model_path": {"model_id": OWN, "data": [kl_datum_body()]},
     f"{API}optim_step": {"adam_params": {}},
     f"{API}save_weights": {"path": "b"},
     f"{API}save_weights_for_sampler": {"path": "b"},
@@ -139,15 +133,11 @@ def _is_end(question: Question) -> int:
 
 
 def _fields(operation: dict[str, Any], schemas: dict[str, Any]) -> list[tuple[str, Any]]:
-    parameters = {
-        (p["name"], p["in"]) for p in operation.get("parameters", []) if p["in"] != "header"
-    }
+    parameters = {(p["name"], p["in"]) for p in operation.get("parameters", []) if p["in"] != "header"}
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     schema = schemas.get(schema.get("$ref", "").rpartition("/")[2], schema)
-    properties = {
-        name for shape in (schema, *schema.get("anyOf", [])) for name in shape.get("properties", {})
-    }
+    properties = {name for shape in (schema, *schema.get("anyOf", [])) for name in shape.get("properties", {})}
     return sorted(parameters | {(name, "body") for name in properties})
 
 
@@ -187,12 +177,7 @@ def unknown_ids(ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 async def ask(
-    api: Api,
-    question: Question,
-    about: Mapping[str, Any],
-    own: Mapping[str, Any],
-    key: str,
-    seqs: itertools.count[int],
+    api: Api, question: Question, about: Mapping[str, Any], own: Mapping[str, Any], key: str, seqs: itertools.count[int]
 ) -> httpx.Response:
     """Send a question about one of these ids. The other fields have the ids of `own`, the caller's."""
     path, field = question.path, question.field

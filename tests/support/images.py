@@ -44,9 +44,7 @@ class ImageOracle(PeftOracle):
 
     def __init__(self, folder: Path, spec: AdapterSpec) -> None:
         super().__init__(folder, spec, torch.float32)
-        self._processor = AutoImageProcessor.from_pretrained(
-            folder, backend="pil", local_files_only=True
-        )
+        self._processor = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
 
     def inputs(self, tokens: np.ndarray, images: Sequence[Image]) -> dict[str, Any]:
         """Return the arguments of a model for a sequence."""

@@ -10,14 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    Create,
-    HostWeights,
-    KlDatum,
-    Output,
-    ReverseKl,
-    ReverseKlOutput,
-)
+from cotrain_workers.engine.ops import Create, HostWeights, KlDatum, Output, ReverseKl, ReverseKlOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from tests.support.training import PeftOracle, relative_error
 
@@ -33,9 +26,7 @@ class KlParity:
     gradient_error: float  # relative to the largest gradient
 
 
-def kl_datum(
-    rng: np.random.Generator, student: int, reference: int, targets: int, *, vocab: int = 128
-) -> KlDatum:
+def kl_datum(rng: np.random.Generator, student: int, reference: int, targets: int, *, vocab: int = 128) -> KlDatum:
     """Return a datum with contexts of `student` and `reference` tokens. About a third of its weights are 0."""
     continuation = rng.integers(0, vocab, targets)[:-1]
     weights = rng.normal(size=targets) * (rng.random(targets) > 0.3)
@@ -79,9 +70,7 @@ def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
     student = PeftOracle(folder, state.spec, torch.float64)
     student.load(layout, state.weights)
     output = found(engine.run([op]).outputs[op.run, op.seq])
-    losses = dense_losses(
-        student, reference_oracle(folder, op.reference, engine.adapters.layout_of), op
-    )
+    losses = dense_losses(student, reference_oracle(folder, op.reference, engine.adapters.layout_of), op)
     total = torch.cat(losses).sum()
     total.backward()
     ours = torch.from_numpy(np.concatenate(output.losses)).double()
@@ -89,9 +78,7 @@ def kl_parity(engine: Engine, folder: Path, op: ReverseKl) -> KlParity:
     return KlParity(
         loss_error=float(((ours - theirs).abs() / theirs.abs().clamp(min=1)).max()),
         sum_error=abs(output.loss_sum / total.item() - 1),
-        gradient_error=relative_error(
-            engine.adapters.state(op.run).grads, student.arena(layout, grads=True)
-        ),
+        gradient_error=relative_error(engine.adapters.state(op.run).grads, student.arena(layout, grads=True)),
     )
 
 
@@ -125,9 +112,7 @@ def reference_oracle(
     return oracle
 
 
-def log_softmax(
-    oracle: PeftOracle, tokens: np.ndarray, last: int, temperature: float
-) -> torch.Tensor:
+def log_softmax(oracle: PeftOracle, tokens: np.ndarray, last: int, temperature: float) -> torch.Tensor:
     """Return the log-probabilities of the whole vocabulary at the last positions, `[last, V]`."""
     logits: torch.Tensor = oracle.model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
     return torch.log_softmax(logits[-last:] / temperature, -1)

@@ -17,9 +17,7 @@ async def got(api: Api, path: str, key: str = ALICE) -> Any:
     return answer.json()
 
 
-async def save(
-    api: Api, worker: StandIn, run: str, *names: str, call: str = "save_weights"
-) -> None:
+async def save(api: Api, worker: StandIn, run: str, *names: str, call: str = "save_weights") -> None:
     """Save a run under these names, as its next requests."""
     position = worker.execution.logs.position(RunId(run))
     first = 1 if position is None else position.done + 1

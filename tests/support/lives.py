@@ -12,9 +12,7 @@ def life_ms(redis: SyncConnection, key: str) -> float:
     """Return the remaining lifetime in ms, or -1 for a key that does not expire. Redis itself expires none of these."""
     assert redis.pttl(key) < 0, f"{key} ends by Redis' clock"
     ends = redis.zscore(result_keys.ends(), key)
-    return (
-        -1 if ends is None else ends - float(redis.get(result_keys.clock()) or time.time() * 1000)
-    )
+    return -1 if ends is None else ends - float(redis.get(result_keys.clock()) or time.time() * 1000)
 
 
 def pass_time(redis: SyncConnection, ms: float) -> None:

@@ -64,9 +64,7 @@ class Log:
     ) -> RequestId:
         """Accept one op. Its digest is that of its body."""
         takes_tokens = kind in (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
-        return await self.intake.submit(
-            run, seq, kind, body, tokens if takes_tokens else 0, digest=str(hash(body))
-        )
+        return await self.intake.submit(run, seq, kind, body, tokens if takes_tokens else 0, digest=str(hash(body)))
 
     async def plan(self, most: int = 64, allowances: Mapping[RequestId, int] | None = None) -> Step:
         """Plan everything runnable, at most `most` ops of each run."""
@@ -79,12 +77,7 @@ class Log:
         return step
 
     def commit(
-        self,
-        step: Step,
-        *,
-        said: str = "done",
-        crashed: Collection[Any] = (),
-        opened: Mapping[OpId, int] | None = None,
+        self, step: Step, *, said: str = "done", crashed: Collection[Any] = (), opened: Mapping[OpId, int] | None = None
     ) -> None:
         """Commit a step with the same result for each op.
 
@@ -95,9 +88,7 @@ class Log:
             for op in step.ops
             if all(op.run != run or op.seq < seq for run, seq in opened or ())
         }
-        self.execution.commit(
-            step, results, {"cycle": step.cycle}, {"cycles": 1}, crashed, opened=opened
-        )
+        self.execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1}, crashed, opened=opened)
 
     async def run_all(self) -> None:
         """Plan and commit until nothing is ready."""

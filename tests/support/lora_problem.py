@@ -107,9 +107,7 @@ def work(
     tenants train nothing.
     """
     modules = linears(dtype, biased=biased)
-    arenas = [
-        (grads or {}).get(at, torch.zeros_like(own.weights)) for at, own in enumerate(tenants)
-    ]
+    arenas = [(grads or {}).get(at, torch.zeros_like(own.weights)) for at, own in enumerate(tenants)]
     # One mapping for one arena: it tells a backend which gradients belong together.
     views = {id(arena): own.layout.views(arena) for own, arena in zip(tenants, arenas, strict=True)}
     segments, end = [], 0
@@ -118,11 +116,7 @@ def work(
         segments.append(Segment(end, end + own.rows, own, own.spec.scale, wanted))
         end += own.rows
     rows = end + filler
-    lora = (
-        SegmentLora(segments)
-        if backend == "seg"
-        else FusedLora(segments, rows, plan_groups(TARGETS), modules)
-    )
+    lora = SegmentLora(segments) if backend == "seg" else FusedLora(segments, rows, plan_groups(TARGETS), modules)
     found: list[dict[str, torch.Tensor]] = [{} for _ in tenants]
     if gate is None:
         _through_linears(lora, tenants, segments, filler, modules, found)
@@ -144,9 +138,7 @@ def _through_linears(
     for group in plan_groups(TARGETS):
         width = modules[group.names[0]].weight.shape[1]
         x = _row([own.xs[width] for own in tenants], filler).requires_grad_()
-        ys = [
-            lora.linear(name, x, modules[name].weight, modules[name].bias) for name in group.names
-        ]
+        ys = [lora.linear(name, x, modules[name].weight, modules[name].bias) for name in group.names]
         slopes = [_row([own.slopes[name] for own in tenants], filler) for name in group.names]
         gx = torch.autograd.grad(ys, x, slopes)[0]
         for segment, values in zip(segments, found, strict=True):

@@ -35,12 +35,7 @@ def size_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def shrink(
-    xs: Sequence[torch.Tensor],
-    modules: int,
-    _side: int,
-    tiles: torch.Tensor,
-    _entries: Any,
-    columns: int,
+    xs: Sequence[torch.Tensor], modules: int, _side: int, tiles: torch.Tensor, _entries: Any, columns: int
 ) -> int:
     """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each tile of rows."""
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
@@ -97,12 +92,7 @@ def expand_back(
 
 
 def add_gradient(
-    low: torch.Tensor,
-    xs: Sequence[torch.Tensor],
-    modules: int,
-    _side: int,
-    owners: torch.Tensor,
-    *_: Any,
+    low: torch.Tensor, xs: Sequence[torch.Tensor], modules: int, _side: int, owners: torch.Tensor, *_: Any
 ) -> int:
     """Return the bytes of `low^T x`: `low` once for each block of `x`, gradients read and written."""
     widths, joint = [x.shape[1] for x in xs], len(xs) < modules
@@ -125,12 +115,7 @@ def tile_adapters(rows: int, bounds: torch.Tensor) -> int:
 
 
 def expert_shrink(
-    xs: Sequence[torch.Tensor],
-    modules: int,
-    _side: int,
-    bounds: torch.Tensor,
-    _entries: Any,
-    low: torch.Tensor,
+    xs: Sequence[torch.Tensor], modules: int, _side: int, bounds: torch.Tensor, _entries: Any, low: torch.Tensor
 ) -> int:
     """Return the bytes of `low = x M^T`: `x` once for each block of columns, M once for each program with rows."""
     width, item, each = xs[0].shape[1], low.element_size(), low.shape[1] // modules

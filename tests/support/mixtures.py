@@ -70,14 +70,10 @@ class EagerOracle(PeftOracle):
                 found[f"{name}.weight"] = known[f"{name}.weight"] + change
                 continue
             fused = f"{module}.{'down_proj' if product == 'down_proj' else 'gate_up_proj'}"
-            found[fused] = self._with(
-                fused, found[fused] if fused in found else known[fused], change, product
-            )
+            found[fused] = self._with(fused, found[fused] if fused in found else known[fused], change, product)
         return found
 
-    def _with(
-        self, name: str, weight: torch.Tensor, change: torch.Tensor, product: str
-    ) -> torch.Tensor:
+    def _with(self, name: str, weight: torch.Tensor, change: torch.Tensor, product: str) -> torch.Tensor:
         """Return the fused weight of experts with the change of one product."""
         experts = self.network.get_submodule(name.rpartition(".")[0])
         if product != "down_proj":
@@ -103,9 +99,7 @@ class Effective:
         """Return the output of `generate`."""
         network, own = self._oracle.network, self._oracle.weights()
         before = {name: each.detach() for name, each in network.named_parameters() if name in own}
-        network.load_state_dict(
-            {name: each.detach() for name, each in own.items()}, strict=False, assign=True
-        )
+        network.load_state_dict({name: each.detach() for name, each in own.items()}, strict=False, assign=True)
         found = network.generate(**settings)
         network.load_state_dict(before, strict=False, assign=True)
         return found

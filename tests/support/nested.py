@@ -33,8 +33,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
         return function(value)
     if kind is dict:
         return {
-            name: mapped(function, each) if type(each) in NESTED else function(each)
-            for name, each in value.items()
+            name: mapped(function, each) if type(each) in NESTED else function(each) for name, each in value.items()
         }
     return kind([
         mapped(function, each) if type(each) in NESTED else function(each) for each in value

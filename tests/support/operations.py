@@ -32,26 +32,13 @@ LOSS = {
     "graph": {
         "nodes": [
             {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
-            {
-                "op": "call_function",
-                "name": "out",
-                "target": "torch.sum",
-                "args": [{"ref": "logprobs"}],
-            },
-            {
-                "op": "output",
-                "name": "output",
-                "target": "output",
-                "args": [{"tuple": [{"ref": "out"}, {"dict": {}}]}],
-            },
+            {"op": "call_function", "name": "out", "target": "torch.sum", "args": [{"ref": "logprobs"}]},
+            {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "out"}, {"dict": {}}]}]},
         ]
     },
 }
 #: Start of an upload of `adapter()`.
-EXTERNAL = {
-    "base_model": POOL.base_model,
-    "lora_config": {"rank": 4, "train_mlp": False, "train_unembed": False},
-}
+EXTERNAL = {"base_model": POOL.base_model, "lora_config": {"rank": 4, "train_mlp": False, "train_unembed": False}}
 MULTIPART = "multipart/form-data; boundary=x"
 #: Operations that end something, in this order at the end, because others need it.
 ENDS = (
@@ -128,10 +115,7 @@ def operations() -> list[Operation]:
 
 def request_of(operation: Operation, things: Things) -> PinnedBuffer:
     """Return the request of an operation. Raises KeyError if it changes something and has no entry here."""
-    if operation.method in {"GET", "DELETE"}:
-        make = REQUESTS.get(operation.name, _bare)
-    else:
-        make = REQUESTS[operation.name]
+    make = REQUESTS.get(operation.name, _bare) if operation.method in {"GET", "DELETE"} else REQUESTS[operation.name]
     return make(things)
 
 
@@ -141,11 +125,7 @@ def path_of(operation: Operation, things: Things) -> str:
 
 
 async def send(
-    http: httpx.AsyncClient,
-    operation: Operation,
-    things: Things,
-    headers: Mapping[str, str],
-    csrf: str = "",
+    http: httpx.AsyncClient, operation: Operation, things: Things, headers: Mapping[str, str], csrf: str = ""
 ) -> httpx.Response:
     """Send the request of an operation. A form includes the token `csrf`."""
     sent = request_of(operation, things)
@@ -186,9 +166,7 @@ def _upload(own: Things) -> PinnedBuffer:
 
 def _upload_form(_: Things) -> PinnedBuffer:
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.tar"\r\n\r\n'
-    return PinnedBuffer(
-        content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART}
-    )
+    return PinnedBuffer(content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART})
 
 
 def _sweep(own: Things) -> PinnedBuffer:
@@ -219,19 +197,13 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {API}cancel_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:1"}),
     f"POST {API}forward_backward": lambda own: PinnedBuffer(json=pass_body(own.run, 20)),
     f"POST {API}forward": lambda own: PinnedBuffer(
-        json={
-            "model_id": own.run,
-            "seq_id": 21,
-            "forward_input": pass_body(own.run, 1)["forward_backward_input"],
-        }
+        json={"model_id": own.run, "seq_id": 21, "forward_input": pass_body(own.run, 1)["forward_backward_input"]}
     ),
     f"POST {API}sweep_pass": _sweep,
     f"POST {API}fork_run": lambda own: PinnedBuffer(
         json={"session_id": own.session, "sampling_session_id": own.sampler, "model_seq_ids": [14]}
     ),
-    f"POST {API}create_custom_loss": lambda own: PinnedBuffer(
-        json={"session_id": own.session, **LOSS}
-    ),
+    f"POST {API}create_custom_loss": lambda own: PinnedBuffer(json={"session_id": own.session, **LOSS}),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
     f"POST {API}rewind": _of_run(29, step=0),
     f"POST {API}log_metrics": _of_run(28, metrics={"reward": 0.5}),
@@ -242,9 +214,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {API}create_session": _json(user_metadata={"many": "bytes" * 1000}, tags=["t"]),
     f"POST {API}session_heartbeat": lambda own: PinnedBuffer(json={"session_id": own.session}),
     f"POST {API}sessions/{{session_id}}/finish": _json(reason={"type": "success"}),
-    f"POST {API}telemetry": lambda own: PinnedBuffer(
-        json={"events": [], "session_id": own.session}
-    ),
+    f"POST {API}telemetry": lambda own: PinnedBuffer(json={"events": [], "session_id": own.session}),
     f"POST {API}create_model": lambda own: PinnedBuffer(
         json={
             "session_id": own.session,
@@ -260,9 +230,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"POST {API}save_weights_for_sampler": _of_run(24, path="b"),
     f"POST {API}save_weights_external": _of_run(25, path="b"),
     f"POST {API}weights_info": lambda own: PinnedBuffer(json={"tinker_path": own.path}),
-    f"POST {API}load_weights": lambda own: PinnedBuffer(
-        json={"model_id": own.run, "seq_id": 26, "path": own.path}
-    ),
+    f"POST {API}load_weights": lambda own: PinnedBuffer(json={"model_id": own.run, "seq_id": 26, "path": own.path}),
     f"POST {API}mint/forward_backward_reverse_kl": _of_run(
         27, reference_model_path=POOL.base_model, data=[kl_datum_body()]
     ),
@@ -275,15 +243,11 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"PUT {CHECKPOINT}": _bare,
     f"POST {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
     f"PUT {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
-    f"POST {API}copy_weights": lambda own: PinnedBuffer(
-        json={"source_path": own.path, "destination_project_id": "p"}
-    ),
+    f"POST {API}copy_weights": lambda own: PinnedBuffer(json={"source_path": own.path, "destination_project_id": "p"}),
     f"POST {API}training_runs/upload": _upload,
     f"POST {API}checkpoints/upload": _upload_form,
     f"POST {API}external_weights_upload_start": _json(**EXTERNAL),
-    f"POST {API}external_weights_upload_finish": lambda own: PinnedBuffer(
-        json={"upload_id": own.ids["upload_id"]}
-    ),
+    f"POST {API}external_weights_upload_finish": lambda own: PinnedBuffer(json={"upload_id": own.ids["upload_id"]}),
     f"PUT {API}uploads/{{token}}/{{file}}": lambda _: PinnedBuffer(content=b"{}"),
     f"PATCH {API}training_runs/{{run_id}}": _json(note="another", tags=["x"]),
     f"PUT {API}sessions/{{session_id}}/project": _json(project_id="p"),
@@ -292,11 +256,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"PUT {API}webhook": _json(url="https://elsewhere.invalid/hook"),
     f"POST {API}webhook/test": _bare,
     f"POST {API}create_sampling_session": lambda own: PinnedBuffer(
-        json={
-            "session_id": own.session,
-            "sampling_session_seq_id": 7,
-            "base_model": POOL.base_model,
-        }
+        json={"session_id": own.session, "sampling_session_seq_id": 7, "base_model": POOL.base_model}
     ),
     f"GET {API}billing/usage/events": _today,
     f"GET {API}tokenizers": lambda _: PinnedBuffer(query={"base_model": POOL.base_model}),
@@ -305,9 +265,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /oai/api/v1/responses": _json(model=POOL.base_model, input="a"),
     "POST /oai/api/v1/responses/input_tokens": _json(model=POOL.base_model, input="a"),
     "POST /anthropic/api/v1/messages": _json(**CHAT),
-    "POST /anthropic/api/v1/messages/count_tokens": _json(
-        model=POOL.base_model, messages=CHAT["messages"]
-    ),
+    "POST /anthropic/api/v1/messages/count_tokens": _json(model=POOL.base_model, messages=CHAT["messages"]),
     # ---- Operator ------------------------------------------------------------------------------------
     f"POST {ADMIN}tenants": _json(name="new"),
     f"PATCH {ADMIN}tenants/{{tenant_id}}": _json(weight=2.0, limits={"runs": 3}),
@@ -327,13 +285,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /ui/checkpoints": lambda own: PinnedBuffer(form={"path": own.path, "do": "publish"}),
     "POST /ui/checkpoints/download": lambda own: PinnedBuffer(form={"path": own.path}),
     "POST /ui/playground": lambda _: PinnedBuffer(
-        form={
-            "model-0": POOL.base_model,
-            "prompt": "a",
-            "max_tokens": "4",
-            "temperature": "1",
-            "seed": "0",
-        }
+        form={"model-0": POOL.base_model, "prompt": "a", "max_tokens": "4", "temperature": "1", "seed": "0"}
     ),
     "POST /ui/tenants": _form(name="new"),
     "POST /ui/tenants/{tenant_id}/limits": _form(runs="3"),

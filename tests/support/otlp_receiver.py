@@ -52,10 +52,7 @@ class Receiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.address = f"http://127.0.0.1:{self._server.server_port}"
-        self.settings = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": self.address,
-            "OTEL_BSP_SCHEDULE_DELAY": "50",
-        }
+        self.settings = {"OTEL_EXPORTER_OTLP_ENDPOINT": self.address, "OTEL_BSP_SCHEDULE_DELAY": "50"}
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()

@@ -15,9 +15,7 @@ import PIL.Image
 RULES: Mapping[str, int] = {"side": 8, "least_pixels": 256, "most_pixels": 4096, "token": 3}
 
 
-def picture(
-    seed: int, width: int, height: int, kind: str = "PNG", mode: str = "RGB", **settings: Any
-) -> bytes:
+def picture(seed: int, width: int, height: int, kind: str = "PNG", mode: str = "RGB", **settings: Any) -> bytes:
     """Return a random picture as a file."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     return saved(PIL.Image.fromarray(pixels).convert(mode), kind, **settings)
@@ -33,16 +31,9 @@ def saved(image: PIL.Image.Image, kind: str, **settings: Any) -> bytes:
 def png_of_size(width: int, height: int) -> bytes:
     """Return the first bytes of a PNG of any size, which is cut before its pixels."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    parts = (
-        b"\x89PNG\r\n\x1a\n",
-        struct.pack(">I", 13),
-        header,
-        struct.pack(">I", zlib.crc32(header)),
-    )
+    parts = (b"\x89PNG\r\n\x1a\n", struct.pack(">I", 13), header, struct.pack(">I", zlib.crc32(header)))
     data = b"IDAT" + zlib.compress(bytes(100))
-    return b"".join(
-        (*parts, struct.pack(">I", len(data) - 4), data, struct.pack(">I", zlib.crc32(data)))
-    )
+    return b"".join((*parts, struct.pack(">I", len(data) - 4), data, struct.pack(">I", zlib.crc32(data))))
 
 
 def animation() -> bytes:

@@ -89,8 +89,7 @@ class InMemory:
     def slots(self) -> list[WorkerSlot]:
         room = self.accepts_saves
         beats = [
-            WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, accepts_saves=room)
-            for w in self.workers
+            WorkerHeartbeat(w, 1, "serving", "cpu", TOKENS_PER_S, 0, 0, NOW, accepts_saves=room) for w in self.workers
         ]
         opened = Counter(step.worker for step in self.open)
         return [WorkerSlot(beat.id, 1, beat, opened[beat.id]) for beat in beats] + [
@@ -124,9 +123,7 @@ class InMemory:
         self.read_all.append(len(self.steps))
         return [self.queue(RunId(run)) for run, ops in list(self.queued.items()) if ops]
 
-    async def view(
-        self, _: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
-    ) -> PoolView:
+    async def view(self, _: PoolId, since: int | None = None, runs: Sequence[RunId] = ()) -> PoolView:
         """Return two changes at a time, so that a clock must call again for all of them."""
         changed = [] if since is None else self.changed.items()
         found = [run for run, number in changed if number > (since or 0)][:2]

@@ -66,9 +66,7 @@ class Process:
     @property
     def is_stopped(self) -> bool:
         """True if the process is suspended (SIGSTOP)."""
-        return (
-            Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-        )
+        return Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def await_end(self) -> None:
         """Wait until it has ended with status 0."""

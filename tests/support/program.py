@@ -29,9 +29,7 @@ STEP = (OpKind.FORWARD_BACKWARD, OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind
 PROGRAM = (*STEP * STEPS, OpKind.FORWARD_BACKWARD)
 
 
-async def submit(
-    server: Stack, run: RunRecord, first: int, last: int, *, place: int | None = None
-) -> list[RequestId]:
+async def submit(server: Stack, run: RunRecord, first: int, last: int, *, place: int | None = None) -> list[RequestId]:
     """Submit the ops first…last of the program, with their own numbers or from `place` on."""
     requests = []
     for number in range(first, last + 1):
@@ -114,9 +112,7 @@ def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
     return [folder / "snapshots" / file.decode() for file in files if file]
 
 
-async def killed_after(
-    server: Stack, url: str, folder: Path, engine: Engine, last: int
-) -> tuple[RunRecord, RunRecord]:
+async def killed_after(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> tuple[RunRecord, RunRecord]:
     """Train a run and its neighbour in one cycle up to seq `last`. Only their logs remain."""
     broken, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
     for run in (broken, neighbour):

@@ -131,10 +131,7 @@ def written(func: Any, args: Any, kwargs: Any, found: Any) -> Any:
         if info is None or not info.is_write:
             continue
         for argument in func._schema.arguments:
-            if (
-                argument.alias_info is not None
-                and argument.alias_info.before_set == info.before_set
-            ):
+            if argument.alias_info is not None and argument.alias_info.before_set == info.before_set:
                 back.append(given[argument.name])
     if not back:
         return None
@@ -240,9 +237,7 @@ def rehearsed_cuda(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
     patch.setattr(page_kernel, "missing_kernels", lambda _: None)
     patch.setattr(torch.Tensor, "pin_memory", pin)
     was = torch.are_deterministic_algorithms_enabled()
-    torch._C._set_only_lift_cpu_tensors(
-        True
-    )  # torch.tensor(device=…) then is a copy like any other
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(device=…) then is a copy like any other
     try:
         with play:
             yield play

@@ -35,9 +35,7 @@ def grouped_mm(play: Rehearsal, func: Any, args: Any, kwargs: Any) -> Any:
     left, right, ends = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
     assert all(isinstance(each, OnDevice) for each in (left, right, ends))
     if left.dtype == torch.bfloat16:
-        func(
-            *(each.held.to("meta") if each is ends else like(each) for each in (left, right, ends))
-        )
+        func(*(each.held.to("meta") if each is ends else like(each) for each in (left, right, ends)))
     else:
         play.wait("grouped products without a kernel")
     if ends.dtype != torch.int32 or len(ends) > 1023:
@@ -117,10 +115,7 @@ def check_flash(given: dict[str, Any]) -> None:
         "types": not (q.dtype == k.dtype == given["value"].dtype and q.dtype in NARROW),
         "head size": bool(size % 8) or size > 256,
         "last stride": any(given[name].stride(-1) != 1 for name in ("query", "key", "value")),
-        "tables": any(
-            each is not None and (each.dtype != torch.int32 or not each.is_contiguous())
-            for each in tables
-        ),
+        "tables": any(each is not None and (each.dtype != torch.int32 or not each.is_contiguous()) for each in tables),
         "pages": given.get("block_table") is not None,
         "counts": not all(isinstance(given[name], int) for name in ("max_q", "max_k")),
         "end": int(given["cu_seq_q"].held[-1]) != len(q),

@@ -11,25 +11,11 @@ from typing import Any
 
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.ids import (
-    OpId,
-    PoolId,
-    RequestId,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    sampler_id,
-)
+from cotrain_store.messages.ids import OpId, PoolId, RequestId, SessionId, TenantId, WeightsRef, WorkerId, sampler_id
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, SamplerRecord
-from cotrain_store.messages.saves import (
-    CheckpointKind,
-    CheckpointRecord,
-    SaveRecords,
-    WeightsRecord,
-)
+from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.completions import Completions
@@ -62,11 +48,7 @@ RESULT = Result(ResultKind.SAMPLE, b"tokens")
 
 
 def sampler_record(
-    tenant: str = "a",
-    number: int = 0,
-    weights: WeightsRef | None = None,
-    *,
-    ephemeral: bool = False,
+    tenant: str = "a", number: int = 0, weights: WeightsRef | None = None, *, ephemeral: bool = False
 ) -> SamplerRecord:
     """Return a sampler's record. Its session is named after its tenant."""
     session = SessionId(f"session-of-{tenant}")
@@ -130,9 +112,7 @@ class Samples:
         """Write a heartbeat of a worker."""
         self.log.redis.set(fleet_keys.worker(POOL, worker), "{}")
 
-    async def save(
-        self, run: RunRecord, seq: int, **how: Any
-    ) -> tuple[Step, Mapping[OpId, SaveRecords]]:
+    async def save(self, run: RunRecord, seq: int, **how: Any) -> tuple[Step, Mapping[OpId, SaveRecords]]:
         """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
         saves = await self.describe_save(run, seq, **how)
         step = await self.log.plan()
@@ -182,9 +162,7 @@ class Samples:
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Return the (waiting, running, bytes) of a tenant."""
-        row = self.log.redis.hmget(
-            run_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"]
-        )
+        row = self.log.redis.hmget(run_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"])
         waiting, running, size = (int(value or 0) for value in row)
         return waiting, running, size
 
@@ -204,11 +182,7 @@ async def open_samples(
 ) -> AsyncIterator[Samples]:
     """Open every role of the store on one Redis."""
     async with open_log(redis_url, data_dir) as log:
-        intake = SampleIntake(
-            log.connection, log.spool, always(limits or SampleLimits()), disk_reserve_bytes
-        )
-        sampling = SampleClaims(
-            log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch
-        )
+        intake = SampleIntake(log.connection, log.spool, always(limits or SampleLimits()), disk_reserve_bytes)
+        sampling = SampleClaims(log.redis, log.spool, log.results, POOL, WORKER, log.execution.epoch)
         saved = SavedWeights(log.redis, POOL, WORKER, log.execution.epoch)
         yield Samples(log, Records(log.connection), intake, sampling, saved)

@@ -40,17 +40,13 @@ async def submit_save(
     return await server.intake.submit(run, seq, OpKind.SAVE, body, 0, digest=f"{seq}")
 
 
-async def saved_sampler(
-    server: Stack, run: RunRecord, seq: int, *, number: int = 0
-) -> SamplerRecord:
+async def saved_sampler(server: Stack, run: RunRecord, seq: int, *, number: int = 0) -> SamplerRecord:
     """Save a run's weights for sampling, and wait for the sampler."""
     result = await server.result(run, await submit_save(server, run, seq, number=number))
     return await server.records.sampler(run.tenant, result.json()["sampling_session_id"])
 
 
-async def named_sampler(
-    server: Stack, run: RunRecord, path: str, *, number: int = 0
-) -> SamplerRecord:
+async def named_sampler(server: Stack, run: RunRecord, path: str, *, number: int = 0) -> SamplerRecord:
     """Make a sampler of weights that were saved under a name."""
     checkpoint = await server.records.checkpoint(run.tenant, path)
     record = SamplerRecord(
@@ -67,9 +63,7 @@ async def submit_sample(
     return await server.samples.submit(sampler, seq, replace(body, **changes))
 
 
-async def sample(
-    server: Stack, sampler: SamplerRecord, seq: int, body: SampleBody = SHORT, **changes: Any
-) -> bytes:
+async def sample(server: Stack, sampler: SamplerRecord, seq: int, body: SampleBody = SHORT, **changes: Any) -> bytes:
     """Submit a sample request. Return its result."""
     request = await submit_sample(server, sampler, seq, body, **changes)
     return await sampled(server, sampler, request)

@@ -68,16 +68,12 @@ def written(store: WeightsStore) -> None:
 
 def sweep_files(store: WeightsStore, samples: Samples, after_s: float = 0.0) -> None:
     """Remove unreferenced files of a store, at a time `after_s` seconds from now."""
-    store._files.remove_orphans(
-        samples.saved, store._file_sweep.unwanted, time.monotonic() + after_s
-    )
+    store._files.remove_orphans(samples.saved, store._file_sweep.unwanted, time.monotonic() + after_s)
 
 
 def files_in(tmp_path: Path) -> set[str]:
     """Return the files of all saves, including those of unfinished ones."""
-    found = [
-        path for path in tmp_path.glob("[weo]*/**/*") if path.is_file() or ".torn" in path.name
-    ]
+    found = [path for path in tmp_path.glob("[weo]*/**/*") if path.is_file() or ".torn" in path.name]
     return {str(path.relative_to(tmp_path)) for path in found}
 
 

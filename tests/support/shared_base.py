@@ -17,9 +17,7 @@ from cotrain_workers.engine.model.families import MODEL_TYPES, auto_class, drop_
 from cotrain_workers.engine.model.vision import read_processor
 
 
-def shared_base(
-    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool
-) -> BaseModel:
+def shared_base(model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool) -> BaseModel:
     """Return the result of `load_base_model`, for engines on a CPU unless their test tests the
     model.
 
@@ -43,9 +41,7 @@ def load_plain(folder: Path, dtype: torch.dtype) -> Any:
 
 def twin(network: Any) -> Any:
     """Return another network, with its own modules and hooks, whose weights are in the same memory."""
-    shared = {
-        id(each): nn.Parameter(each.detach(), requires_grad=False) for each in network.parameters()
-    }
+    shared = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in network.parameters()}
     return deepcopy(network, shared)
 
 

@@ -53,9 +53,7 @@ class Stack:
     records: Records
     samples: SampleIntake
 
-    async def create(
-        self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0
-    ) -> RunRecord:
+    async def create(self, tenant: str, session: str, lora: LoraSpec, model_seq: int = 0) -> RunRecord:
         run = RunRecord(
             id=run_id(SessionId(session), model_seq),
             tenant=TenantId(tenant),
@@ -69,11 +67,7 @@ class Stack:
         return run
 
     async def forward_backward(
-        self,
-        run: RunRecord,
-        seq: int,
-        sequences: Sequence[Sequence[int]],
-        kind: OpKind = OpKind.FORWARD_BACKWARD,
+        self, run: RunRecord, seq: int, sequences: Sequence[Sequence[int]], kind: OpKind = OpKind.FORWARD_BACKWARD
     ) -> RequestId:
         body = pass_body(run.id, seq, sequences, forward_only=kind is OpKind.FORWARD)
         tokens = sum(len(sequence) - 1 for sequence in sequences)
@@ -160,13 +154,7 @@ def make_worker(
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
     """Build a worker's loop without running it. Return it with its open resources, which the caller must close."""
     settings = WorkerSettings.model_validate(
-        {
-            "redis_url": redis_url,
-            "data_dir": data_dir,
-            "base_model": MODEL,
-            "worker_id": "w0",
-            **overrides,
-        }
+        {"redis_url": redis_url, "data_dir": data_dir, "base_model": MODEL, "worker_id": "w0", **overrides}
     )
     opened = contextlib.ExitStack()
     connection = opened.enter_context(open_sync_connection(redis_url))
@@ -175,9 +163,7 @@ def make_worker(
     for spool in spools:
         opened.callback(spool.close)
     record = replace(
-        pool_record_for_tests(),
-        numerics_id=engine.facts.numerics_id,
-        lora_widths=lora_widths(engine.targets),
+        pool_record_for_tests(), numerics_id=engine.facts.numerics_id, lora_widths=lora_widths(engine.targets)
     )
     return enter_pool(engine, connection, spools, record, settings, None, tuning, cost), opened
 

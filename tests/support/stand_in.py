@@ -16,25 +16,11 @@ from cotrain_scheduler.planner import runnable_prefix
 from cotrain_server.services import Services
 from cotrain_store.bodies.sample_body import encode_sample_output
 from cotrain_store.disk.spool import RESULTS, new_writer
-from cotrain_store.messages.ids import (
-    OpId,
-    RequestId,
-    RunId,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-)
+from cotrain_store.messages.ids import OpId, RequestId, RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import Result, ResultKind, SampleUsage
 from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, SamplerRecord, StepEntry
-from cotrain_store.messages.saves import (
-    CheckpointRecord,
-    LoadRequest,
-    SaveRecords,
-    SaveRequest,
-    WeightsRecord,
-)
+from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
@@ -59,9 +45,7 @@ TYPE_BY_KIND = {
 class StandIn:
     """Worker of the API's pool, and its scheduler."""
 
-    def __init__(
-        self, execution: Execution, sampling: SampleClaims, saved: SavedWeights, dispatch: Dispatch
-    ) -> None:
+    def __init__(self, execution: Execution, sampling: SampleClaims, saved: SavedWeights, dispatch: Dispatch) -> None:
         self.execution = execution
         self.sampling = sampling
         self.saved = saved
@@ -96,11 +80,7 @@ class StandIn:
         return self.sampling.claim(1_000)
 
     def finish(
-        self,
-        request: RequestId,
-        *sequences: Sequence[int],
-        usage: SampleUsage | None = None,
-        **changes: Any,
+        self, request: RequestId, *sequences: Sequence[int], usage: SampleUsage | None = None, **changes: Any
     ) -> None:
         """Resolve a request to sequences of these tokens."""
         result = Result(ResultKind.SAMPLE, encode_sample_output(output(*sequences, **changes)))
@@ -163,9 +143,7 @@ def stand_in(services: Services) -> Iterator[StandIn]:
         redis.close()
 
 
-def output(
-    *sequences: Sequence[int], stop_reason: Literal["stop", "length"] = "length", **changes: Any
-) -> Any:
+def output(*sequences: Sequence[int], stop_reason: Literal["stop", "length"] = "length", **changes: Any) -> Any:
     """Make the output of a decoder, in which the log-prob of every token is minus its id."""
     whole = {
         "sequences": [

@@ -88,19 +88,11 @@ class Talking:
 
 
 @contextlib.contextmanager
-def talking_api(
-    redis_url: str, folder: Path, vocabulary: Tokenizer = VOCABULARY, **changes: Any
-) -> Iterator[Talking]:
+def talking_api(redis_url: str, folder: Path, vocabulary: Tokenizer = VOCABULARY, **changes: Any) -> Iterator[Talking]:
     """Serve the API on a free port, with a worker that follows a script."""
     write_language(folder, vocabulary=vocabulary)
     settings = ServerSettings.model_validate(
-        {
-            "redis_url": redis_url,
-            "data_dir": folder,
-            "api_keys": (ALICE, BOB),
-            "disk_reserve_bytes": 0,
-            **changes,
-        }
+        {"redis_url": redis_url, "data_dir": folder, "api_keys": (ALICE, BOB), "disk_reserve_bytes": 0, **changes}
     )
     app, script = create_app(settings), Script(vocabulary=vocabulary)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None))
@@ -116,9 +108,7 @@ def talking_api(
                 yield Talking(address, services, script)
 
 
-def write_language(
-    folder: Path, template: str | None = CHAT_TEMPLATE, vocabulary: Tokenizer = VOCABULARY
-) -> None:
+def write_language(folder: Path, template: str | None = CHAT_TEMPLATE, vocabulary: Tokenizer = VOCABULARY) -> None:
     """Write the tokenizer files of a worker's model."""
     tokenizer = folder / "tokenizers" / POOL.tokenizer
     tokenizer.mkdir(parents=True, exist_ok=True)
@@ -203,8 +193,7 @@ def likeliest(tokens: Sequence[int], k: int) -> Any:
     ids = [[token, *range(1, k)] for token in tokens]
     logprobs = [[-0.5 - rank for rank in range(k)] for _ in tokens]
     return SimpleNamespace(
-        token_ids=np.asarray(ids, np.int32).reshape(-1, k),
-        logprobs=np.asarray(logprobs, np.float32).reshape(-1, k),
+        token_ids=np.asarray(ids, np.int32).reshape(-1, k), logprobs=np.asarray(logprobs, np.float32).reshape(-1, k)
     )
 
 

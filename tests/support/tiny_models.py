@@ -51,21 +51,11 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": dict(ROPE_LLAMA3)}),
     "mistral": ("MistralConfig", {"sliding_window": 16}),
     "gemma": ("GemmaConfig", {"head_dim": 16}),
-    "gemma2": (
-        "Gemma2Config",
-        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma3": (
-        "Gemma3TextConfig",
-        {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
+    "gemma2": ("Gemma2Config", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
 }
 #: More families, of which one test each checks everything (`tests/support/families.py`).
-PARTIAL: Mapping[str, Any] = {
-    "rope_type": "default",
-    "rope_theta": 10_000.0,
-    "partial_rotary_factor": 0.5,
-}
+PARTIAL: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 LONGROPE: Mapping[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -87,11 +77,7 @@ MINISTRAL3: Mapping[str, Any] = {
 }
 WINDOWS = ["sliding_attention", "full_attention"]
 #: Positions of images in time, height and width.
-MROPE: Mapping[str, Any] = {
-    "rope_type": "default",
-    "rope_theta": 10_000.0,
-    "mrope_section": [4, 2, 2],
-}
+MROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
 GEMMA4: Mapping[str, Any] = {
     "head_dim": 16,
     "global_head_dim": 32,
@@ -112,10 +98,7 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma4-unified": ("Gemma4UnifiedTextConfig", GEMMA4),
     "gemma4-unified-wrapped": ("Gemma4UnifiedConfig", GEMMA4),
     "phi3": ("Phi3Config", {"sliding_window": 16}),
-    "phi4-mini": (
-        "Phi3Config",
-        {"original_max_position_embeddings": 256, "rope_parameters": dict(LONGROPE)},
-    ),
+    "phi4-mini": ("Phi3Config", {"original_max_position_embeddings": 256, "rope_parameters": dict(LONGROPE)}),
     "olmo": ("OlmoConfig", {}),
     "olmo2": ("Olmo2Config", {}),
     "olmo3": ("Olmo3Config", {"sliding_window": 16, "layer_types": WINDOWS}),
@@ -123,10 +106,7 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0]}),
     "granite": ("GraniteConfig", {**MULTIPLIED, "logits_scaling": 8.0}),
-    "ministral": (
-        "MinistralConfig",
-        {"head_dim": 16, "sliding_window": 16, "layer_types": WINDOWS},
-    ),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "sliding_window": 16, "layer_types": WINDOWS}),
     "ministral3": ("Ministral3Config", {"head_dim": 16, "rope_parameters": dict(MINISTRAL3)}),
     "mistral3": ("Mistral3Config", {"head_dim": 16, "rope_parameters": dict(MINISTRAL3)}),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
@@ -139,32 +119,18 @@ MORE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "exaone4": ("Exaone4Config", {"sliding_window": 16, "layer_types": WINDOWS}),
     "helium": ("HeliumConfig", {"head_dim": 16}),
-    "stablelm": (
-        "StableLmConfig",
-        {"rope_parameters": dict(PARTIAL), "use_qkv_bias": True, "qk_layernorm": True},
-    ),
+    "stablelm": ("StableLmConfig", {"rope_parameters": dict(PARTIAL), "use_qkv_bias": True, "qk_layernorm": True}),
     "ernie4.5": ("Ernie4_5Config", {"head_dim": 16}),
     "hunyuan": (
         "HunYuanDenseV1Config",
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 1e4,
-                "alpha": 9.0,
-                "factor": 1.0,
-            },
-        },
+        {"head_dim": 16, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 9.0, "factor": 1.0}},
     ),
     "hyperclovax": ("HyperCLOVAXConfig", {**MULTIPLIED, "logits_scaling": 0.5}),
     "apertus": ("ApertusConfig", {}),
     "arcee": ("ArceeConfig", {"head_dim": 16}),
     "cwm": ("CwmConfig", {"head_dim": 16, "sliding_window": 16, "bos_token_id": 1}),
     "nanochat": ("NanoChatConfig", {"final_logit_softcapping": 15.0}),
-    "vaultgemma": (
-        "VaultGemmaConfig",
-        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
-    ),
+    "vaultgemma": ("VaultGemmaConfig", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "jais2": ("Jais2Config", {"head_dim": 16}),
     "qwen3-vl": ("Qwen3VLConfig", {"head_dim": 16, "rope_parameters": dict(MROPE)}),
     "qwen2.5-vl": ("Qwen2_5_VLConfig", {"rope_parameters": dict(MROPE)}),
@@ -222,14 +188,8 @@ MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "intermediate_size": 40,
         },
     ),
-    "deepseek_v2": (
-        "DeepseekV2Config",
-        {**LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"},
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        {**LATENT, **SHARED, "q_lora_rank": 20, "n_group": 2, "num_mtp_layers": 0},
-    ),
+    "deepseek_v2": ("DeepseekV2Config", {**LATENT, **SHARED, "q_lora_rank": None, "topk_method": "greedy"}),
+    "deepseek_v3": ("DeepseekV3Config", {**LATENT, **SHARED, "q_lora_rank": 20, "n_group": 2, "num_mtp_layers": 0}),
     "glm4_moe": ("Glm4MoeConfig", {**SHARED, "head_dim": 16, "use_qk_norm": True}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", {**LATENT, **SHARED, "q_lora_rank": 20}),
     "dots1": ("Dots1Config", {**SHARED, "head_dim": 16}),

@@ -8,15 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from tokenizers import (
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CORPUS_BYTES = 400_000  # enough for a 4,096-token vocabulary, read in well under a second
@@ -67,9 +59,7 @@ def sentencepiece_tokenizer(vocab: int, *, strips: bool) -> str:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
     )
     tokenizer.add_special_tokens(ours[:3])
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer.to_str()
 
 

@@ -32,9 +32,7 @@ def modules_of(network: Any, spec: AdapterSpec) -> list[str]:
     return [name for name, family in modules.items() if spec.trains(family)]
 
 
-def random_datum(
-    rng: np.random.Generator, loss_fn: str, length: int, *, vocab: int = 128, columns: int = 0
-) -> Datum:
+def random_datum(rng: np.random.Generator, loss_fn: str, length: int, *, vocab: int = 128, columns: int = 0) -> Datum:
     """Return a datum with every input that `loss_fn` reads. `columns > 0` makes them 2-D."""
     shape = (length, columns) if columns else (length,)
     targets = rng.integers(0, vocab, shape)
@@ -67,18 +65,12 @@ class Tenant:
         """
         rng = np.random.default_rng([cycle, *self.run.encode()])
         first = 5 * cycle
-        datums = [
-            random_datum(rng, self.loss_fn, length, columns=self.columns) for length in self.lengths
-        ]
+        datums = [random_datum(rng, self.loss_fn, length, columns=self.columns) for length in self.lengths]
         half = len(datums) // 2 or 1
         ops: list[Op] = [Create(self.run, first, self.spec)] if cycle == 0 else []
-        for at, (part, needs_grad) in enumerate(
-            ((datums[:half], True), (datums[::-1], False), (datums[half:], True))
-        ):
+        for at, (part, needs_grad) in enumerate(((datums[:half], True), (datums[::-1], False), (datums[half:], True))):
             ops.append(Pass(self.run, first + 1 + at, part, self.loss_fn, {}, needs_grad))
-        step = OptimStep(
-            self.run, first + 4, self.learning_rate, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0
-        )
+        step = OptimStep(self.run, first + 4, self.learning_rate, 0.9, 0.95, 1e-8, 0.01, grad_clip_norm=1.0)
         return [*ops, step]
 
 
@@ -97,9 +89,7 @@ MIX = (
 class PeftOracle:
     """Plain PEFT and `torch.optim.AdamW` on one adapter, one sequence at a time."""
 
-    def __init__(
-        self, folder: Path, spec: AdapterSpec, dtype: torch.dtype, device: str = "cpu"
-    ) -> None:
+    def __init__(self, folder: Path, spec: AdapterSpec, dtype: torch.dtype, device: str = "cpu") -> None:
         base: Any = load_plain(folder, dtype)
         config = LoraConfig(
             r=spec.rank,
@@ -151,10 +141,7 @@ class PeftOracle:
         total, size = 0.0, 0.0
         loss = LOSSES[op.loss_fn]
         for datum in op.datums:
-            inputs = {
-                name: torch.from_numpy(datum.inputs[name]).to(self.device, self.dtype)
-                for name in loss.inputs
-            }
+            inputs = {name: torch.from_numpy(datum.inputs[name]).to(self.device, self.dtype) for name in loss.inputs}
             terms = loss.compute(self.logprobs(datum), inputs, {**loss.defaults, **op.loss_config})
             terms.sum().backward()
             total += terms.sum(dtype=torch.float64).item()

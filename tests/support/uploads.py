@@ -27,11 +27,7 @@ def safetensors(shape_by_name: Mapping[str, Sequence[int]], dtype: str = "F32") 
     for number, (name, shape) in enumerate(shape_by_name.items()):
         values = np.random.default_rng(number).normal(0, 0.1, shape)
         blob = values.astype("<f4" if dtype == "F32" else "<f2").tobytes()
-        header[name] = {
-            "dtype": dtype,
-            "shape": list(shape),
-            "data_offsets": [end, end + len(blob)],
-        }
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + len(blob)]}
         blobs.append(blob)
         end += len(blob)
     return raw_safetensors(json.dumps(header).encode(), b"".join(blobs))

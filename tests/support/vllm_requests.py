@@ -12,23 +12,9 @@ import numpy as np
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.decoding.requests import (
-    NO_TOP_K,
-    Progress,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-)
+from cotrain_workers.engine.decoding.requests import NO_TOP_K, Progress, SampledSequence, SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    Create,
-    Datum,
-    Failure,
-    HostWeights,
-    OptimStep,
-    Pass,
-    PassOutput,
-)
+from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm.client import VllmServer
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
@@ -68,9 +54,7 @@ class Trained:
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:
         """Return a decoder that uses the server at `url` for these runs."""
         folder = settings.pop("folder", self.folders.__getitem__)
-        return VllmDecoder(
-            VllmSampler(VllmServer(url, ""), BASE, self.engine.targets, **settings), folder
-        )
+        return VllmDecoder(VllmSampler(VllmServer(url, ""), BASE, self.engine.targets, **settings), folder)
 
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:
         """Return the trainer's log-probs of `tokens[1:]`."""

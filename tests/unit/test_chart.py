@@ -27,17 +27,13 @@ from tests.support.compose_files import ROOT
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-TEMPLATES = "\n".join(
-    file.read_text() for file in [*CHART.glob("templates/*.yaml"), *CHART.glob("templates/*.tpl")]
-)
+TEMPLATES = "\n".join(file.read_text() for file in [*CHART.glob("templates/*.yaml"), *CHART.glob("templates/*.tpl")])
 
 
 def merged(given: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
     """Merge values over those of the chart, as Helm does."""
     both = {
-        name: merged(value, default[name])
-        if isinstance(value, dict) and isinstance(default.get(name), dict)
-        else value
+        name: merged(value, default[name]) if isinstance(value, dict) and isinstance(default.get(name), dict) else value
         for name, value in given.items()
     }
     return default | both

@@ -70,10 +70,7 @@ def hashed(name: str) -> dict[str, tuple[str, list[str]]]:
     for pin, _, hashes in rows:
         requirement = Requirement(pin)
         (specifier,) = requirement.specifier
-        found[canonicalize_name(requirement.name)] = (
-            specifier.version,
-            re.findall(r"sha256:([0-9a-f]{64})\b", hashes),
-        )
+        found[canonicalize_name(requirement.name)] = (specifier.version, re.findall(r"sha256:([0-9a-f]{64})\b", hashes))
     return found
 
 

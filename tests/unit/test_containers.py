@@ -40,10 +40,7 @@ SETTINGS: dict[str, type[BaseSettings]] = {
 #: Every folder that a process may write to.
 WRITABLE = {"/data", "/tmp"}
 #: User and writable folder of each third-party image.
-OTHERS = {
-    "prometheus": ("65534:65534", {"/prometheus", "/tmp"}),
-    "grafana": ("472:0", {"/var/lib/grafana", "/tmp"}),
-}
+OTHERS = {"prometheus": ("65534:65534", {"/prometheus", "/tmp"}), "grafana": ("472:0", {"/var/lib/grafana", "/tmp"})}
 
 #: Keys that docker-compose 1.29 and Compose v2 both support.
 TOP_LEVEL = {"services", "networks", "volumes", "configs", "secrets"}
@@ -61,18 +58,13 @@ def test_the_default_command_of_an_image_is_that_of_one_of_its_services(service:
     stage = next(i for i, (_, args) in enumerate(INSTRUCTIONS) if args.endswith(f" AS {target}"))
     command = next(args for name, args in INSTRUCTIONS[stage:] if name == "CMD")
     assert module_of(json.loads(command)) in {
-        module_of(other["command"])
-        for other in SERVICES.values()
-        if other.get("build", {}).get("target") == target
+        module_of(other["command"]) for other in SERVICES.values() if other.get("build", {}).get("target") == target
     }
 
 
 @pytest.mark.parametrize("service", SETTINGS)
 def test_every_variable_is_a_setting_of_the_process_that_gets_it(service: str) -> None:
-    given = {
-        *SERVICES[service]["environment"],
-        *GPU["services"].get(service, {}).get("environment", {}),
-    }
+    given = {*SERVICES[service]["environment"], *GPU["services"].get(service, {}).get("environment", {})}
     known = {f"{PREFIX}{name}".upper() for name in SETTINGS[service].model_fields}
     assert {name for name in given if name.startswith(PREFIX)} <= known
 
@@ -274,9 +266,7 @@ def test_the_images_are_built_from_existing_files_not_ignored_by_docker() -> Non
 
 
 def test_the_server_image_installs_nothing_that_needs_torch() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = " ".join(extras["server"] + extras["scheduler"])
     assert not re.search(r"\b(torch|transformers|peft|workers)\b", needed)
     installed = [args for args in installs() if "server.txt" in args]

@@ -28,12 +28,7 @@ NOT_OURS = {"checkpoint.py", "upload_weights.py", "convert_hf_to_gguf.py"}
 
 
 def test_every_link_has_a_target() -> None:
-    dead = [
-        (str(page), target)
-        for page in PAGES
-        for target in links(page)
-        if not _leads_somewhere(page, target)
-    ]
+    dead = [(str(page), target) for page in PAGES for target in links(page) if not _leads_somewhere(page, target)]
     assert not dead
 
 
@@ -81,9 +76,7 @@ def test_the_table_of_contents_for_language_models_describes_every_page(tmp_path
     for page in files:
         (tmp_path / page).parent.mkdir(exist_ok=True)
     write(nav, tmp_path)
-    assert {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*.*")} == (
-        files - {"README.md"} | {"llms.txt"}
-    )
+    assert {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*.*")} == (files - {"README.md"} | {"llms.txt"})
 
 
 @pytest.mark.parametrize("page", GUIDE, ids=lambda page: page.stem)

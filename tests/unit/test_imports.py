@@ -46,9 +46,7 @@ print(json.dumps(sorted({name.partition(".")[0] for name in sys.modules})))
 
 def modules_of(package: str) -> list[str]:
     folder = ROOTS[package] / package
-    parts = [
-        path.relative_to(ROOTS[package]).with_suffix("").parts for path in folder.rglob("*.py")
-    ]
+    parts = [path.relative_to(ROOTS[package]).with_suffix("").parts for path in folder.rglob("*.py")]
     return sorted({".".join(p[:-1] if p[-1] == "__init__" else p) for p in parts})
 
 
@@ -56,9 +54,7 @@ def test_packages_and_commands_import_no_library_that_is_foreign_to_them() -> No
     paths = json.dumps([str(root) for root in dict.fromkeys(ROOTS.values())])
     script = f"import sys; sys.path[:0] = {paths}\n{IMPORT_ALL}"
     modules = json.dumps([modules_of(package) for package in FORBIDDEN])
-    done = subprocess.run(
-        [sys.executable, "-c", script, modules], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script, modules], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     *libraries, of_commands = map(json.loads, done.stdout.splitlines())
     for package, loaded in zip(FORBIDDEN, libraries, strict=True):
@@ -84,7 +80,5 @@ NOT_AT_START = {
 @pytest.mark.parametrize("program", NOT_AT_START)
 def test_a_process_starts_without_modules_that_it_rarely_needs(program: str) -> None:
     script = f"import json, sys, {program}\nprint(json.dumps(list(sys.modules)))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not NOT_AT_START[program] & set(json.loads(done.stdout))

@@ -40,8 +40,7 @@ def test_every_script_and_module_of_a_target_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["demo", "test", "test-cookbook", "test-compose", "test-gpu", "lint", "bench", "bench-engine"],
+    "target", ["demo", "test", "test-cookbook", "test-compose", "test-gpu", "lint", "bench", "bench-engine"]
 )
 def test_a_target_installs_its_packages_first(target: str) -> None:
     assert "install --quiet --no-deps --no-build-isolation --editable ." in commands(target)

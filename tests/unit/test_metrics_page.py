@@ -56,8 +56,7 @@ async def scraped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(collector, "largest_checkpoint_bytes", bytes_found)
     monkeypatch.setattr(collector, "reasons_not_ready", nothing_wrong)
     services = SimpleNamespace(
-        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1, base_models=()),
-        connection=None,
+        settings=SimpleNamespace(data_dir=tmp_path, disk_reserve_bytes=1, base_models=()), connection=None
     )
     return (await collector.fleet_metrics(cast("Services", services))).decode()
 
@@ -95,9 +94,7 @@ def test_a_process_has_every_metric_defined_for_it(source: Source) -> None:
         assert (family.type, family.documentation) == (defined[name].kind, defined[name].help)
 
 
-async def test_the_fleet_page_has_every_metric_defined_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_fleet_page_has_every_metric_defined_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = await scraped(tmp_path, monkeypatch)
     shown = {}
     for family in text_string_to_metric_families(text):
@@ -108,6 +105,4 @@ async def test_the_fleet_page_has_every_metric_defined_for_it(
 
 
 def _described(registry: Any) -> list[Any]:
-    return [
-        family for each in set(registry._names_to_collectors.values()) for family in each.describe()
-    ]
+    return [family for each in set(registry._names_to_collectors.values()) for family in each.describe()]

@@ -144,9 +144,7 @@ def test_a_process_of_pytest_xdist_is_forked_with_the_tests_imported() -> None:
 
 
 def test_an_import_error_of_a_test_module_is_reported_by_a_forked_process(tmp_path: Path) -> None:
-    (tmp_path / "test_broken.py").write_text(
-        "def test_before() -> None: ...\nimport nothing_of_this_name\n"
-    )
+    (tmp_path / "test_broken.py").write_text("def test_before() -> None: ...\nimport nothing_of_this_name\n")
     fresh = {k: v for k, v in os.environ.items() if k != RUN and not k.startswith("PYTEST_")}
     command = [
         sys.executable, "-m", "pytest", "-n", "1", "-p", "tests.conftest", "-c", "pyproject.toml",

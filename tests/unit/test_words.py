@@ -89,9 +89,7 @@ NAMES = frozenset(
     ]
 )
 #: Names of stored keys and fields, which stay as they were written, and names that others chose.
-KEPT = re.compile(
-    r"""rider(s)?:|`rider:|:owed|'lane'|end_turn|spaces_between_special_tokens|\.(tell|pack)\b"""
-)
+KEPT = re.compile(r"""rider(s)?:|`rider:|:owed|'lane'|end_turn|spaces_between_special_tokens|\.(tell|pack)\b""")
 _WORDS = re.compile(rf"(?<![\w-])({'|'.join(WORDS)})(?!\w)", re.IGNORECASE)
 _EVENT = re.compile(r"""["']([a-z]+(?:_[a-z]+)+)["']""")
 _PROSE = re.compile(r'"{3}.*?"{3}|(^ *|  )#.*?$', re.MULTILINE | re.DOTALL)
@@ -136,15 +134,8 @@ def files() -> list[Path]:
 
 
 def test_a_word_of_either_list_is_found() -> None:
-    assert list(old_words("a heartbeat\nSomebody owes a sign of life")) == [
-        "2: Somebody",
-        "2: owes",
-        "2: sign of life",
-    ]
-    assert list(old_names('x = between\nlog("beat_lost")\nheartbeat = Placed()')) == [
-        "1: between",
-        "2: beat_lost",
-    ]
+    assert list(old_words("a heartbeat\nSomebody owes a sign of life")) == ["2: Somebody", "2: owes", "2: sign of life"]
+    assert list(old_names('x = between\nlog("beat_lost")\nheartbeat = Placed()')) == ["1: between", "2: beat_lost"]
 
 
 @pytest.mark.parametrize("folder", [*FOLDERS, "."])

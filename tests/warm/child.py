@@ -47,10 +47,7 @@ def become(order: dict[str, Any], descriptors: Sequence[int], parent_address: An
 
 def keep_only(given: dict[int, int]) -> None:
     """Move each descriptor to its ordered number, and close all others, as `exec` would."""
-    moved = {
-        number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, ABOVE_ALL)
-        for number, descriptor in given.items()
-    }
+    moved = {number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, ABOVE_ALL) for number, descriptor in given.items()}
     for number, descriptor in moved.items():
         os.dup2(descriptor, number)
     for open_one in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
@@ -72,9 +69,7 @@ def read_environment_again() -> None:
     if failpoints := imported.get("cotrain_store.failpoints"):
         failpoints._FAULTS = failpoints.Faults.asked_for(os.environ)
     if hub := imported.get("huggingface_hub.constants"):
-        hub.HF_HUB_OFFLINE = (
-            os.environ.get("HF_HUB_OFFLINE", "").upper() in hub.ENV_VARS_TRUE_VALUES
-        )
+        hub.HF_HUB_OFFLINE = os.environ.get("HF_HUB_OFFLINE", "").upper() in hub.ENV_VARS_TRUE_VALUES
     tempfile.tempdir = None
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # as PYTHONUNBUFFERED has it
@@ -85,11 +80,7 @@ def run(program: Sequence[str], arguments: Sequence[str], *, sees_folder: bool) 
     kind, name = program
     sys.argv = ["-c" if kind == "code" else name, *arguments]
     folder = Path(name).resolve().parent if kind == "script" else Path.cwd()
-    added = [
-        found
-        for found in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-        if found not in sys.path
-    ]
+    added = [found for found in os.environ.get("PYTHONPATH", "").split(os.pathsep) if found not in sys.path]
     sys.path[:1] = [str(folder)] * sees_folder + [found for found in added if found]
     status: object = 0
     try:

@@ -164,9 +164,7 @@ def ready_to_fork() -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: a fork would lose all but one"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = (
-            False  # objects of this process end here, and not in every child: torch has thousands
-        )
+        finalizer.atexit = False  # objects of this process end here, and not in every child: torch has thousands
     gc.enable()
     gc.collect()
     gc.freeze()  # pages that no child's collector touches stay shared

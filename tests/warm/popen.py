@@ -225,12 +225,7 @@ def reached(
 
 
 def start_parent(
-    address: str,
-    run: int,
-    program: Sequence[str],
-    environment: Mapping[str, str],
-    *,
-    new_session: bool,
+    address: str, run: int, program: Sequence[str], environment: Mapping[str, str], *, new_session: bool
 ) -> None:
     """Start the parent, unless another process is starting it. Messages sent meanwhile are queued."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

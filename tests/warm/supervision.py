@@ -34,9 +34,7 @@ async def _exec(
     tether, *tethered = arguments
     what = read_command(tethered[2:]) if tether == str(process.TETHER) else None
     own_path = os.environ.get("PYTHONPATH")  # set for the supervisor, which was forked with it
-    theirs = {
-        name: value for name, value in env.items() if (name, value) != ("PYTHONPATH", own_path)
-    }
+    theirs = {name: value for name, value in env.items() if (name, value) != ("PYTHONPATH", own_path)}
     if what is None or not is_same(theirs):
         return await start(arguments, stdin=stdin, output=output, env=env, pass_fds=pass_fds)
     orderer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

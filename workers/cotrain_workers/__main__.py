@@ -21,11 +21,7 @@ from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.execution import latest_heartbeat
-from cotrain_store.redis_client.connection import (
-    SyncConnection,
-    check_store_sync,
-    open_sync_connection,
-)
+from cotrain_store.redis_client.connection import SyncConnection, check_store_sync, open_sync_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
 from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.cores import use_cores
@@ -47,12 +43,7 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.heartbeat import (
-    WorkerIdInUse,
-    await_absence,
-    claim_free_worker_id,
-    lock_worker_id,
-)
+from cotrain_workers.worker.heartbeat import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 
 log = structlog.get_logger()
@@ -91,16 +82,12 @@ def serve(settings: WorkerSettings, tuning: Tuning, links: Links | None = None) 
     count_blob_failures(Source.WORKER)
     claim_blobs(connection, settings.data_dir, settings.blobs)
     worker = _claim_worker_id(settings, connection, pool)
-    note_silent_exit(
-        connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker)
-    )
+    note_silent_exit(connection, settings.model_name, worker, latest_heartbeat(connection, pool, worker))
     with noted_exit(connection, settings.model_name, worker):
         return _run(settings.model_copy(update={"worker_id": worker}), tuning, connection, links)
 
 
-def _run(
-    settings: WorkerSettings, tuning: Tuning, connection: SyncConnection, links: Links | None
-) -> int:
+def _run(settings: WorkerSettings, tuning: Tuning, connection: SyncConnection, links: Links | None) -> int:
     """Serve the pool under a claimed worker id until stopped."""
     pool, worker = pool_of(settings.model_name), settings.worker_id
     start_logs(f"worker-{worker}", settings.log_level)
@@ -109,10 +96,7 @@ def _run(
     use_cores(settings.torch_threads)
     engine, tokens_per_s = measured_engine(settings, device, links)
     tokenizer = publish_tokenizer(
-        settings.model_source,
-        pool,
-        settings.blob_store.below("tokenizers"),
-        local_files_only=settings.offline,
+        settings.model_source, pool, settings.blob_store.below("tokenizers"), local_files_only=settings.offline
     )
     record = pool_record(settings, engine, device, tokens_per_s)
     if tokenizer is None:
@@ -142,9 +126,7 @@ def _run(
     return 0
 
 
-def _claim_worker_id(
-    settings: WorkerSettings, connection: SyncConnection, pool: PoolId
-) -> WorkerId:
+def _claim_worker_id(settings: WorkerSettings, connection: SyncConnection, pool: PoolId) -> WorkerId:
     """Claim a worker id until this process ends. Raise WorkerIdInUse if the configured id is in use."""
     folder, host = settings.data_dir / "run", socket.gethostname()
     heartbeat_of = partial(latest_heartbeat, connection, pool)
@@ -169,9 +151,7 @@ def main() -> None:
     _work(serve, settings, tuning)
 
 
-def _work(
-    work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSettings, tuning: Tuning
-) -> None:
+def _work(work: Callable[[WorkerSettings, Tuning], int], settings: WorkerSettings, tuning: Tuning) -> None:
     try:
         sys.exit(work(settings, tuning))
     except DeviceLost as lost:
@@ -187,9 +167,7 @@ def _work(
     except (BackendUnfit, TooLittleMemory) as unfit:
         refuse("base_model_refused", f"Base model {settings.base_model} cannot be served: {unfit}")
     except StoreUnavailable as unavailable:
-        log.error(
-            "redis_unavailable", reason=str(unavailable)
-        )  # the supervisor starts this process again
+        log.error("redis_unavailable", reason=str(unavailable))  # the supervisor starts this process again
         sys.exit(1)
 
 

@@ -39,9 +39,7 @@ def is_whole(folder: Path | None) -> bool:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return (folder / "model.safetensors").exists()
-    return all(
-        (folder / name).exists() for name in {*json.loads(index.read_text())["weight_map"].values()}
-    )
+    return all((folder / name).exists() for name in {*json.loads(index.read_text())["weight_map"].values()})
 
 
 def _cached(source: str) -> Path | None:

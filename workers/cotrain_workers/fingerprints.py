@@ -55,9 +55,7 @@ def fingerprint_of(output: Output) -> Fingerprint:
     """Return the fingerprint of an op's output."""
     match output:
         case PassOutput(logprobs, loss_sum, _):
-            return Fingerprint(
-                "pass", numbers={"log-probs": _joined(logprobs), **_scalars(loss=loss_sum)}
-            )
+            return Fingerprint("pass", numbers={"log-probs": _joined(logprobs), **_scalars(loss=loss_sum)})
         case ReverseKlOutput(losses, loss_sum, kl_sum, weighted_tokens):
             sums = _scalars(loss=loss_sum, divergence=kl_sum)
             text = f"reverse KL of {weighted_tokens} tokens"
@@ -72,9 +70,7 @@ def fingerprint_of(output: Output) -> Fingerprint:
             return Fingerprint("record")
         case SaveOutput(weights, optimizer):
             saved = {"weights": _arena(weights.flat), **_moments(optimizer)}
-            return Fingerprint(
-                f"save of rank {weights.spec.rank}, {_steps(optimizer)}", arenas=saved
-            )
+            return Fingerprint(f"save of rank {weights.spec.rank}, {_steps(optimizer)}", arenas=saved)
         case Failure(message, category):
             return Fingerprint(f"{category} error: {message}", is_accident=category == "server")
 
@@ -82,12 +78,7 @@ def fingerprint_of(output: Output) -> Fingerprint:
 def fingerprint_of_state(state: AdapterState) -> Fingerprint:
     """Return the fingerprint of a run's state."""
     pending = "a gradient pending" if state.grads_pending else "no gradient"
-    arenas = {
-        "weights": state.weights,
-        "gradient": state.grads,
-        "Adam m": state.m,
-        "Adam v": state.v,
-    }
+    arenas = {"weights": state.weights, "gradient": state.grads, "Adam m": state.m, "Adam v": state.v}
     return Fingerprint(
         f"rank {state.spec.rank}, step {state.step}, {pending}",
         arenas={name: _arena(arena) for name, arena in arenas.items()},

@@ -110,8 +110,7 @@ def _decoding_op_pass(op: QueuedOp, body: bytes) -> Yielding[Pass | Failure]:
         run=op.run,
         seq=op.seq,
         datums=[
-            Datum(datum.tokens, datum.inputs, datum.routed_experts, _images(datum.images))
-            for datum in request.datums
+            Datum(datum.tokens, datum.inputs, datum.routed_experts, _images(datum.images)) for datum in request.datums
         ],
         loss_fn=request.loss_fn,
         loss_config={k: v for k, v in request.loss_config.items() if not isinstance(v, str)},

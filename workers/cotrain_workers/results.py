@@ -120,11 +120,7 @@ class StepCommit:
 
 
 def commit_of(
-    step: Step,
-    bodies: Mapping[tuple[str, int], bytes],
-    ran: StepRun,
-    times: StepTimes,
-    record: PoolRecord,
+    step: Step, bodies: Mapping[tuple[str, int], bytes], ran: StepRun, times: StepTimes, record: PoolRecord
 ) -> StepCommit:
     """Return the commit of an executed step.
 
@@ -276,9 +272,7 @@ def _user_of(request: SaveRequest, weights: WeightsRecord) -> SamplerRecord | Ch
     )
 
 
-def history_by(
-    requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]
-) -> dict[OpId, HistoryEntry]:
+def history_by(requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]) -> dict[OpId, HistoryEntry]:
     """Return the history entries of completed passes and optimizer steps. Failed ops have none."""
     found: dict[OpId, HistoryEntry] = {}
     for request in requests:
@@ -289,9 +283,7 @@ def history_by(
 
 
 def notes_of(
-    ops: Iterable[QueuedOp],
-    bodies: Mapping[tuple[str, int], bytes],
-    outputs: Mapping[tuple[str, int], Output],
+    ops: Iterable[QueuedOp], bodies: Mapping[tuple[str, int], bytes], outputs: Mapping[tuple[str, int], Output]
 ) -> dict[OpId, HistoryEntry]:
     """Return the history entries of a step's METRICS and REWIND ops that did not fail."""
     found: dict[OpId, HistoryEntry] = {}
@@ -377,9 +369,7 @@ def finished_ops(step: Step, outputs: Mapping[tuple[str, int], Output]) -> tuple
     return tuple(op for op in step.ops if (op.run, op.seq) in outputs)
 
 
-def tokens_now(
-    op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None
-) -> int | None:
+def tokens_now(op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None) -> int | None:
     """Return the number of an op's tokens that ran in this step; None if the op waited."""
     if cost and (op.run, op.seq) in cost.divided:
         return cost.divided[op.run, op.seq].now
@@ -398,15 +388,10 @@ def compute_seconds(
     Shares are proportional to tokens. An op without tokens counts as one token.
     """
     tokens_by_op = {
-        (op.run, op.seq): tokens or 1
-        for op in step.ops
-        if (tokens := tokens_now(op, outputs, cost)) is not None
+        (op.run, op.seq): tokens or 1 for op in step.ops if (tokens := tokens_now(op, outputs, cost)) is not None
     }
     total = sum(tokens_by_op.values())
-    return {
-        op_id: earlier_s.get(op_id, 0.0) + step_s * tokens / total
-        for op_id, tokens in tokens_by_op.items()
-    }
+    return {op_id: earlier_s.get(op_id, 0.0) + step_s * tokens / total for op_id, tokens in tokens_by_op.items()}
 
 
 def usage_of(
@@ -423,10 +408,7 @@ def usage_of(
 
 
 def cycle_record(
-    step: Step,
-    outputs: Mapping[tuple[str, int], Output],
-    cost: CycleOutput | None,
-    times: StepTimes,
+    step: Step, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None, times: StepTimes
 ) -> dict[str, Any]:
     """Return the history record of a cycle: its runs, tokens, and the durations of its parts.
 
@@ -471,10 +453,7 @@ def cycle_record(
 
 
 def counted_cycle(
-    step: Step,
-    outputs: Mapping[tuple[str, int], Output],
-    cost: CycleOutput | None,
-    record: Mapping[str, Any],
+    step: Step, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None, record: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the increments of the pool's totals (`definitions.POOL_COUNTERS`)."""
     ops = finished_ops(step, outputs)

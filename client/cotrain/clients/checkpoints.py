@@ -70,11 +70,7 @@ class Checkpoints:
             user_metadata=json.dumps(dict(metadata)) if metadata else None,
         )
         answer = await self._transport.post_stream(
-            "training_runs/upload",
-            query,
-            archive.size,
-            lambda: archive.chunks(progress),
-            reader(UploadResponse),
+            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
         )
         await wait_for_json(self._transport, answer.import_request_id, Made)
         await wait_for_json(self._transport, answer.request_id, SaveWeightsResponse)
@@ -105,9 +101,7 @@ class Checkpoints:
         copy = await self._transport.post("copy_weights", wanted, reader(CopyWeightsResponse))
         return copy.tinker_path
 
-    async def download(
-        self, path: str, folder: Path, progress: Progress | None = None
-    ) -> list[str]:
+    async def download(self, path: str, folder: Path, progress: Progress | None = None) -> list[str]:
         """Download a checkpoint's files to a folder, each one atomically; returns their names.
 
         Raises OSError or APIError.
@@ -125,18 +119,14 @@ class Checkpoints:
             await self._transport.fetch(urls[name], folder / name, of_file)
         return names
 
-    async def download_archive(
-        self, path: str, file: Path, progress: Progress | None = None
-    ) -> None:
+    async def download_archive(self, path: str, file: Path, progress: Progress | None = None) -> None:
         """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
         link = await archive_url(self._transport, checkpoint_url(path))
         await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
         await self._transport.fetch(link.url, file, progress)
 
 
-def interpolate(
-    loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest
-) -> Future[InterpolateResponse]:
+def interpolate(loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest) -> Future[InterpolateResponse]:
     """Send an interpolation at once; the future is accepted when the server has queued it."""
 
     async def submit() -> str:

@@ -141,9 +141,7 @@ class CustomLoss:
 
     def datums(self, forward: ForwardBackwardOutput) -> list[Datum]:
         """Compute the loss and return the backward's datums, with negated derivatives as weights."""
-        rows = [
-            output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs
-        ]
+        rows = [output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs]
         with _one_at_a_time:
             loss, metrics = _both(self._loss_fn(self._data, rows))
             loss.sum().backward()
@@ -181,9 +179,7 @@ def _forward_datum(index: int, datum: Datum) -> Datum:
 
 
 def _linear_datum(datum: Datum, slope: Any) -> Datum:
-    return _with_inputs(
-        datum, {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)}
-    )
+    return _with_inputs(datum, {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)})
 
 
 def _with_inputs(datum: Datum, inputs: dict[str, TensorData]) -> Datum:

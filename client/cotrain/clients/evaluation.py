@@ -99,9 +99,7 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            raise UnsupportedInput(
-                f"metrics[{name!r}] is {value!r:.80}: it must be a finite number"
-            )
+            raise UnsupportedInput(f"metrics[{name!r}] is {value!r:.80}: it must be a finite number")
         found[name] = number
     return found
 

@@ -96,9 +96,7 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
         adapter = adapter.without_unembedding()
         notes.append("The LoRA of the unembedding (lm_head) is left out, as requested.")
         if not adapter.matrices:
-            raise ExportFailed(
-                "--leave-out-unembed leaves nothing: only the unembedding is trained"
-            )
+            raise ExportFailed("--leave-out-unembed leaves nothing: only the unembedding is trained")
     kind: Kind = "adapter"
     if wanted.form == "gguf":
         kind = "gguf"
@@ -114,9 +112,7 @@ def plan_export(wanted: Wanted, base: BaseFolder, adapter: Adapter) -> _Plan:
             )
         kind = "merged"
         what = "the unembedding (lm_head)" if adapter.trains_unembedding else "experts"
-        notes.append(
-            f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form."
-        )
+        notes.append(f"Merged, because most classes of vLLM refuse a LoRA of {what} in PEFT's form.")
     elif wanted.form == "tinker":
         kind = "tinker"
     if kind == "merged" and unties(base, adapter):
@@ -149,9 +145,7 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as made_in:
         downloaded, made = Path(made_in) / "adapter", Path(made_in) / "export"
-        service.download_checkpoint(
-            wanted.path, downloaded, lambda done, total: progress("download", done, total)
-        )
+        service.download_checkpoint(wanted.path, downloaded, lambda done, total: progress("download", done, total))
         adapter = read_adapter(downloaded)
         plan = plan_export(wanted, base, adapter)
         if wanted.prove or wanted.check:
@@ -184,27 +178,18 @@ class _Comparison:
     """Log-probs of the server for a few texts, and the comparisons with them."""
 
     def __init__(
-        self,
-        service: Service,
-        path: str,
-        base_model: str,
-        base: BaseFolder,
-        limit: float,
-        progress: ExportProgress,
+        self, service: Service, path: str, base_model: str, base: BaseFolder, limit: float, progress: ExportProgress
     ) -> None:
         sampler = service.create_sampling_client(model_path=path)
         begun = scores.prompts(base.vocab_size)
         asked = [
             sampler.sample(
-                ModelInput.from_ints(prompt),
-                1,
-                SamplingParams(max_tokens=scores.SAMPLED_TOKENS, seed=number, stop=[]),
+                ModelInput.from_ints(prompt), 1, SamplingParams(max_tokens=scores.SAMPLED_TOKENS, seed=number, stop=[])
             )
             for number, prompt in enumerate(begun)
         ]
         self._texts = [
-            prompt + future.result().sequences[0].tokens
-            for prompt, future in zip(begun, asked, strict=True)
+            prompt + future.result().sequences[0].tokens for prompt, future in zip(begun, asked, strict=True)
         ]
         unadapted = service.create_sampling_client(base_model=base_model)
         scored = [
@@ -212,17 +197,14 @@ class _Comparison:
             for client in (sampler, unadapted)
         ]
         expected, self._unadapted = (
-            [[float(each) for each in future.result()[1:] if each is not None] for future in row]
-            for row in scored
+            [[float(each) for each in future.result()[1:] if each is not None] for future in row] for row in scored
         )
         self._expected: scores.Scores = expected
         self._base = base
         self._limit = limit
         self._progress = progress
 
-    def prove(
-        self, plan: _Plan, adapter: Adapter, downloaded: Path, made: Path, notes: list[str]
-    ) -> scores.Proof:
+    def prove(self, plan: _Plan, adapter: Adapter, downloaded: Path, made: Path, notes: list[str]) -> scores.Proof:
         """Compare the folder's model with the server's. Raises ExportFailed above the limit.
 
         A model without the unembedding's LoRA is compared with PEFT, and the whole adapter with the server.
@@ -233,9 +215,7 @@ class _Comparison:
             write_adapter(plan.adapter, downloaded)
             left = self._by_peft(downloaded)
             effect = max(scores.distances(left, self._expected))
-            notes.append(
-                f"Without it, log-probs differ from the server's by up to {effect:.2g} nats."
-            )
+            notes.append(f"Without it, log-probs differ from the server's by up to {effect:.2g} nats.")
             self._expected = left
         if plan.kind == "merged":
             found = self._by_merged(made)
@@ -281,12 +261,8 @@ def _check(wanted: Wanted) -> bool:
     if wanted.check and wanted.form == "gguf":
         raise ExportFailed("--check loads a model on a vLLM server, which reads no GGUF adapter")
     readme = wanted.output / "README.md"
-    is_made = bool(
-        wanted.check and readme.is_file() and f"`{wanted.path}`" in readme.read_text("utf-8")
-    )
-    is_free = not wanted.output.exists() or (
-        wanted.output.is_dir() and not any(wanted.output.iterdir())
-    )
+    is_made = bool(wanted.check and readme.is_file() and f"`{wanted.path}`" in readme.read_text("utf-8"))
+    is_free = not wanted.output.exists() or (wanted.output.is_dir() and not any(wanted.output.iterdir()))
     if not (is_free or is_made):
         raise ExportFailed(f"output: {wanted.output} exists and is not an empty folder")
     needed = ["torch", "safetensors", "transformers"]
@@ -298,21 +274,10 @@ def _check(wanted: Wanted) -> bool:
 
 
 def _write(
-    plan: _Plan,
-    base: BaseFolder,
-    downloaded: Path,
-    made: Path,
-    wanted: Wanted,
-    progress: ExportProgress,
+    plan: _Plan, base: BaseFolder, downloaded: Path, made: Path, wanted: Wanted, progress: ExportProgress
 ) -> None:
     if plan.kind == "merged":
-        write_merged(
-            base,
-            plan.adapter,
-            made,
-            wanted.dtype,
-            lambda done, total: progress("merge", done, total),
-        )
+        write_merged(base, plan.adapter, made, wanted.dtype, lambda done, total: progress("merge", done, total))
     elif plan.kind == "tinker":
         interleaved = base.family == "gpt_oss"
         write_adapter(at_tinker(plan.adapter, interleaved=interleaved), made)

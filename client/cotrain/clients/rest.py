@@ -85,11 +85,7 @@ class RestClient:
     """
 
     def __init__(
-        self,
-        connection: Connection | None = None,
-        *,
-        base_url: str | None = None,
-        api_key: str | None = None,
+        self, connection: Connection | None = None, *, base_url: str | None = None, api_key: str | None = None
     ) -> None:
         connection = connection or shared_connection(client_settings(base_url, api_key))
         self._connection = connection
@@ -138,9 +134,7 @@ class RestClient:
         """Return the ids of one page of runs."""
         return self._start(training_run_ids(self._transport, limit, offset))
 
-    def get_training_run(
-        self, training_run_id: str, access_scope: AccessScope = "owned"
-    ) -> Future[TrainingRun]:
+    def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """Return one run; scope `accessible` includes other tenants' runs with a published checkpoint."""
         path = url_of("training_runs", training_run_id)
         return self._get(path, TrainingRun, access_scope=access_scope)
@@ -169,9 +163,7 @@ class RestClient:
         parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
         return self.get_training_run(parsed.training_run_id, access_scope)
 
-    def get_training_run_history(
-        self, training_run_id: str, after_step: int = -1
-    ) -> Future[TrainingRunHistory]:
+    def get_training_run_history(self, training_run_id: str, after_step: int = -1) -> Future[TrainingRunHistory]:
         """Return losses, gradient norms and learning rates of a run, for steps after `after_step`."""
         path = url_of("training_runs", training_run_id, "history")
         return self._get(path, TrainingRunHistory, after_step=after_step)
@@ -187,9 +179,7 @@ class RestClient:
         path = url_of("training_runs", training_run_id, "checkpoints")
         return self._get(path, CheckpointsListResponse)
 
-    def list_user_checkpoints(
-        self, limit: int = 100, offset: int = 0
-    ) -> Future[CheckpointsListResponse]:
+    def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
         """Return one page of the checkpoints of all runs."""
         return self._get("checkpoints", CheckpointsListResponse, limit=limit, offset=offset)
 
@@ -210,9 +200,7 @@ class RestClient:
         path = checkpoint_url(f"tinker://{training_run_id}/{checkpoint_id}")
         return self._start(archive_url(self._transport, path))
 
-    def get_checkpoint_archive_url_from_tinker_path(
-        self, tinker_path: str
-    ) -> Future[CheckpointArchiveUrlResponse]:
+    def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> Future[CheckpointArchiveUrlResponse]:
         """Return a link to a tar of a checkpoint's files."""
         return self._start(archive_url(self._transport, checkpoint_url(tinker_path)))
 
@@ -227,22 +215,16 @@ class RestClient:
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Publish a checkpoint: every tenant of the server may read it."""
-        return self._start(
-            self._transport.post(f"{checkpoint_url(tinker_path)}/publish", Nothing(), acknowledged)
-        )
+        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", Nothing(), acknowledged))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
         return self._start(self._transport.delete(f"{checkpoint_url(tinker_path)}/publish"))
 
-    def set_checkpoint_ttl_from_tinker_path(
-        self, tinker_path: str, ttl_seconds: int | None
-    ) -> Future[None]:
+    def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
         """Set the expiry of a checkpoint, in seconds from now; None removes it."""
         path = f"{checkpoint_url(tinker_path)}/ttl"
-        return self._start(
-            self._transport.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds), acknowledged)
-        )
+        return self._start(self._transport.put(path, CheckpointTtlRequest(ttl_seconds=ttl_seconds), acknowledged))
 
     def copy_weights(
         self,
@@ -274,16 +256,12 @@ class RestClient:
         the rank and the modules of the files; their alpha is that of adapter_config.json.
         """
         wanted = ExternalWeightsUploadStartRequest(
-            base_model=base_model,
-            lora_config=lora_config,
-            destination_project_id=destination_project_id,
+            base_model=base_model, lora_config=lora_config, destination_project_id=destination_project_id
         )
         path = "external_weights_upload_start"
         return self._post(path, wanted, ExternalWeightsUploadStartResponse)
 
-    def external_weights_upload_finish(
-        self, upload_id: str
-    ) -> Future[ExternalWeightsUploadFinishResponse]:
+    def external_weights_upload_finish(self, upload_id: str) -> Future[ExternalWeightsUploadFinishResponse]:
         """Return the path of the uploaded checkpoint once it is stored. A repeat returns the same path.
 
         The future raises BadRequestError if a file is missing, malformed or does not fit.
@@ -301,9 +279,7 @@ class RestClient:
         query = {"limit": limit, "offset": offset, "access_scope": access_scope}
         return self._get("sessions", ListSessionsResponse, **query)
 
-    def get_session(
-        self, session_id: str, access_scope: AccessScope = "owned"
-    ) -> Future[GetSessionResponse]:
+    def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> Future[GetSessionResponse]:
         """Return the runs and samplers of a session."""
         path = url_of("sessions", session_id)
         return self._get(path, GetSessionResponse, access_scope=access_scope)
@@ -312,18 +288,14 @@ class RestClient:
         """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
         return self._post("sessions/search", request, SessionSearchResponse)
 
-    def search_checkpoints(
-        self, request: CheckpointSearchRequest
-    ) -> Future[CheckpointSearchResponse]:
+    def search_checkpoints(self, request: CheckpointSearchRequest) -> Future[CheckpointSearchResponse]:
         """Search your checkpoints; pass `next_cursor` of a result as `cursor` to get its next page."""
         return self._post("checkpoints/search", request, CheckpointSearchResponse)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
         """Move a session to a project. A project is only a name and needs no creation."""
         path = url_of("sessions", session_id, "project")
-        return self._start(
-            self._transport.put(path, AssignProjectRequest(project_id=project_id), acknowledged)
-        )
+        return self._start(self._transport.put(path, AssignProjectRequest(project_id=project_id), acknowledged))
 
     def export_session_trace(self, session_id: str) -> Future[str]:
         """Return a link to a session's timeline, for Perfetto or chrome://tracing.
@@ -352,16 +324,12 @@ class RestClient:
         window = {"starting_on": starting_on, "ending_before": ending_before}
         return self._get("billing/usage/events", BillingUsageResponse, **window)
 
-    def get_current_checkpoint_storage_usage(
-        self, project_id: str | None = None
-    ) -> Future[StorageResponse]:
+    def get_current_checkpoint_storage_usage(self, project_id: str | None = None) -> Future[StorageResponse]:
         """Return the current checkpoint bytes of each project."""
         path = "billing/usage/checkpoints/current"
         return self._get(path, StorageResponse, project_id=project_id)
 
-    def get_audit_log(
-        self, event_type: AuditedResource = "all", day: date | None = None
-    ) -> Future[AuditLogResponse]:
+    def get_audit_log(self, event_type: AuditedResource = "all", day: date | None = None) -> Future[AuditLogResponse]:
         """Return the audit log of one day (UTC; None means today), oldest first."""
         return self._get("audit", AuditLogResponse, event_type=event_type, day=day)
 

@@ -38,10 +38,7 @@ class Nothing(WireModel):
 
 
 async def get(
-    transport: Transport,
-    path: str,
-    model: type[Model],
-    **query: str | int | date | list[str] | None,
+    transport: Transport, path: str, model: type[Model], **query: str | int | date | list[str] | None
 ) -> Model:
     """GET a resource. Query parameters that are None are left out. Raises APIError."""
     asked = {name: _text(value) for name, value in query.items() if value is not None}
@@ -84,9 +81,7 @@ async def whoami(transport: Transport) -> WhoamiResponse:
     token = await transport.post("auth/token", Nothing(), reader(AuthTokenResponse))
     claims = _claims(token.jwt)
     return WhoamiResponse(
-        user_urn=claims["sub"],
-        org_urn=f"tml:organization:{claims['org_id']}",
-        email=claims.get("email") or None,
+        user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
     )
 
 
@@ -98,9 +93,7 @@ def url_of(*parts: str) -> str:
 def checkpoint_url(tinker_path: str) -> str:
     """Return the URL path of a checkpoint. Raises ValueError if `tinker_path` is malformed."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    return url_of(
-        "training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/")
-    )
+    return url_of("training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/"))
 
 
 def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:

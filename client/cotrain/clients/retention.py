@@ -33,9 +33,7 @@ class Rule:
             return list(newest_first[: self.count])
         sign = -1 if self.is_highest else 1
         with_value = [each for each in newest_first if self.metric in (each.metrics or {})]
-        return sorted(with_value, key=lambda each: sign * (each.metrics or {})[self.metric])[
-            : self.count
-        ]
+        return sorted(with_value, key=lambda each: sign * (each.metrics or {})[self.metric])[: self.count]
 
 
 def rules_of(text: str) -> list[Rule]:
@@ -59,9 +57,7 @@ def superfluous(checkpoints: Iterable[Checkpoint], rules: Sequence[Rule]) -> lis
     The newest one is always kept, and so are published ones and those with an expiry.
     """
     newest_first = sorted(
-        (each for each in checkpoints if each.checkpoint_type == "training"),
-        key=lambda each: each.time,
-        reverse=True,
+        (each for each in checkpoints if each.checkpoint_type == "training"), key=lambda each: each.time, reverse=True
     )
     kept = {each.tinker_path for rule in rules for each in rule.keeps(newest_first)}
     return [
@@ -92,11 +88,7 @@ async def delete_all(transport: Transport, paths: Sequence[str]) -> list[str]:
 
 
 def then_prune(
-    loop: BackgroundLoop,
-    transport: Transport,
-    run: str,
-    saved: Future[SaveWeightsResponse],
-    rules: Sequence[Rule],
+    loop: BackgroundLoop, transport: Transport, run: str, saved: Future[SaveWeightsResponse], rules: Sequence[Rule]
 ) -> Future[SaveWeightsResponse]:
     """Return the future of a save that also deletes the superfluous checkpoints of its run."""
 

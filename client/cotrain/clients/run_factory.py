@@ -87,8 +87,7 @@ class Runs:
         """Create a run with a new adapter. Raises RequestFailed, APIError, or UnsupportedInput."""
         if not isinstance(optimizer, OptimizerConfig | None):
             raise UnsupportedInput(
-                "optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(),"
-                f" not {optimizer!r:.80}"
+                f"optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(), not {optimizer!r:.80}"
             )
         session_id, seq_id = await self.reserve()
         request = CreateModelRequest(
@@ -117,26 +116,18 @@ class Runs:
             optimizer_config=start.optimizer and OptimizerChoice(type=start.optimizer.type),
         )
         model_id = await self._made("load_weights", request)
-        found = await self._transport.post(
-            "get_info", GetInfoRequest(model_id=model_id), reader(GetInfoResponse)
-        )
+        found = await self._transport.post("get_info", GetInfoRequest(model_id=model_id), reader(GetInfoResponse))
         base_model = found.model_data.model_name
         if base_model is None:
             raise MalformedMessage("get_info did not name a base model")
         return self._client(model_id, base_model)
 
     async def sweep(
-        self,
-        base_model: str,
-        settings: Sequence[Mapping[str, Any]],
-        name: str | None,
-        labels: Labels,
+        self, base_model: str, settings: Sequence[Mapping[str, Any]], name: str | None, labels: Labels
     ) -> Sweep[TrainingClient]:
         """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
         read, name = read_settings(settings), name or secrets.token_hex(4)
-        shown = [
-            shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)
-        ]
+        shown = [shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)]
         tagged = Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())])
         made = await asyncio.gather(
             *(
@@ -150,18 +141,11 @@ class Runs:
         if failed:
             await asyncio.gather(*(run.unload_async() for run in runs), return_exceptions=True)
             raise failed
-        trials = [
-            Trial(number, shown[number], run, read[number][1]) for number, run in enumerate(runs)
-        ]
+        trials = [Trial(number, shown[number], run, read[number][1]) for number, run in enumerate(runs)]
         return Sweep(self._connection, name, trials)
 
     async def fork(
-        self,
-        sampler_id: str,
-        parent: str,
-        base_model: str,
-        adams: Sequence[AdamParams],
-        name: str | None,
+        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
     ) -> Sweep[TrainingClient]:
         """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state.
 
@@ -174,8 +158,7 @@ class Runs:
             sampling_session_id=sampler_id,
             model_seq_ids=[next(self._seq_ids) for _ in adams],
             user_metadata=[
-                {"sweep": name, "trial": number, "forked_from": parent, **each}
-                for number, each in enumerate(settings)
+                {"sweep": name, "trial": number, "forked_from": parent, **each} for number, each in enumerate(settings)
             ],
             tags=[f"sweep:{name}"],
         )
@@ -185,9 +168,7 @@ class Runs:
                 raise status_error(refused.status_code, refused.error, None)
         made = (wait_for_json(self._transport, each.request_ids[0], Made) for each in answer.runs)
         runs = [self._client(each.model_id, base_model) for each in await asyncio.gather(*made)]
-        trials = [
-            Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)
-        ]
+        trials = [Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)]
         return Sweep(self._connection, name, trials)
 
     async def _made(self, endpoint: str, request: BaseModel) -> str:

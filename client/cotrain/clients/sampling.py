@@ -78,13 +78,7 @@ class SamplingClient(Ready):
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        sampler_id: str,
-        base_model: str,
-        *,
-        polls_in_batches: bool,
-        clone: int = 0,
+        self, connection: Connection, sampler_id: str, base_model: str, *, polls_in_batches: bool, clone: int = 0
     ) -> None:
         self._connection = connection
         self._requests = connection.samples
@@ -196,16 +190,9 @@ class SamplingClient(Ready):
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return _clone, (
-            self._connection.settings,
-            self._sampler_id,
-            self._base_model,
-            self._polls_in_batches,
-        )
+        return _clone, (self._connection.settings, self._sampler_id, self._base_model, self._polls_in_batches)
 
-    def _start(
-        self, request: SampleRequest, read_result: Callable[[SampleResponse], T]
-    ) -> Future[T]:
+    def _start(self, request: SampleRequest, read_result: Callable[[SampleResponse], T]) -> Future[T]:
         loop = self._connection.loop
         accepted = loop.start(self._requests.accept(request))
         return Future(
@@ -257,9 +244,7 @@ class SamplingClient(Ready):
             raise absent(self, name)
 
 
-def _clone(
-    settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool
-) -> SamplingClient:
+def _clone(settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool) -> SamplingClient:
     """Return a new client of an existing sampler. Its sequence ids differ from those of other clients."""
     connection = shared_connection(settings)
     return SamplingClient(
@@ -309,9 +294,7 @@ class Samplers:
         """Return the next `sampling_session_seq_id`."""
         return next(self._seq_ids)
 
-    async def create(
-        self, *, model_path: str | None = None, base_model: str | None = None
-    ) -> SamplingClient:
+    async def create(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
         """Create a sampler of saved weights, or of a base model. Raises APIError."""
         request = CreateSamplingSessionRequest(
             session_id=await self._session.id(),
@@ -331,10 +314,7 @@ class Samplers:
         """Return the client of an existing sampler."""
         config = await self._connection.config()
         return SamplingClient(
-            self._connection,
-            sampler_id,
-            base_model,
-            polls_in_batches=config.sample_use_retrieve_futures,
+            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
         )
 
     async def _base_model_of(self, sampler_id: str) -> str:

@@ -30,19 +30,9 @@ from cotrain.requests.polling import wait_for_json
 from cotrain.settings import client_settings
 from cotrain.transport.http import reader
 from cotrain.transport.retries import RetryPolicy
-from cotrain.wire.custom_loss import (
-    CreateCustomLossRequest,
-    CreateCustomLossResponse,
-    CustomLossInputRank,
-)
+from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint
-from cotrain.wire.runs import (
-    InterpolateRequest,
-    InterpolateResponse,
-    LoraConfig,
-    OptimizerConfig,
-    UntypedAPIFuture,
-)
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, OptimizerConfig, UntypedAPIFuture
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
@@ -70,9 +60,7 @@ class ServiceClient:
         self._connection = Connection(settings, network=network, policy=policy)
         self._transport = self._connection.transport
         self._loop = self._connection.loop
-        self._session = Session(
-            self._transport, user_metadata, project_id=project_id, display_name=display_name
-        )
+        self._session = Session(self._transport, user_metadata, project_id=project_id, display_name=display_name)
         self._samplers = Samplers(self._connection, self._session)
         self._runs = Runs(self._connection, self._session, self._samplers)
         self._checkpoints = Checkpoints(self._transport, self._runs)
@@ -114,9 +102,7 @@ class ServiceClient:
         labels = Labels(note, list(tags) or None)
         return await self._runs.create(base_model, lora, user_metadata, labels, optimizer)
 
-    create_lora_training_client, create_lora_training_client_async = both_ways(
-        _create_lora_training_client
-    )
+    create_lora_training_client, create_lora_training_client_async = both_ways(_create_lora_training_client)
 
     async def _create_sweep(
         self,
@@ -172,10 +158,9 @@ class ServiceClient:
         start = Start(path, base_model, user_metadata, weights_access_token)
         return await self._runs.load(start, optimizer=True)
 
-    (
-        create_training_client_from_state_with_optimizer,
-        create_training_client_from_state_with_optimizer_async,
-    ) = both_ways(_create_training_client_from_state_with_optimizer)
+    (create_training_client_from_state_with_optimizer, create_training_client_from_state_with_optimizer_async) = (
+        both_ways(_create_training_client_from_state_with_optimizer)
+    )
 
     @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(
@@ -202,10 +187,7 @@ class ServiceClient:
         loss, name = trace(fn, input_ranks), getattr(fn, "__name__", "loss")
         self._losses += 1
         request = CreateCustomLossRequest(
-            session_id=await self._session.id(),
-            custom_loss_seq_id=self._losses,
-            name=name,
-            **dict(loss),
+            session_id=await self._session.id(), custom_loss_seq_id=self._losses, name=name, **dict(loss)
         )
         future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
         made = await wait_for_json(self._transport, future.request_id, CreateCustomLossResponse)
@@ -219,9 +201,7 @@ class ServiceClient:
 
     async def _get_server_capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the base models of the server."""
-        return await self._transport.get(
-            "get_server_capabilities", reader(GetServerCapabilitiesResponse)
-        )
+        return await self._transport.get("get_server_capabilities", reader(GetServerCapabilitiesResponse))
 
     get_server_capabilities, get_server_capabilities_async = both_ways(_get_server_capabilities)
 
@@ -265,9 +245,7 @@ class ServiceClient:
 
     delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
-    async def _download_checkpoint(
-        self, path: str, folder: str | Path, progress: Progress | None = None
-    ) -> list[str]:
+    async def _download_checkpoint(self, path: str, folder: str | Path, progress: Progress | None = None) -> list[str]:
         """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
         Returns the file names. The next call resumes an interrupted download. The client's thread calls `progress` with
@@ -277,15 +255,11 @@ class ServiceClient:
 
     download_checkpoint, download_checkpoint_async = both_ways(_download_checkpoint)
 
-    async def _download_checkpoint_archive(
-        self, path: str, file: str | Path, progress: Progress | None = None
-    ) -> None:
+    async def _download_checkpoint_archive(self, path: str, file: str | Path, progress: Progress | None = None) -> None:
         """Download all files of a checkpoint as one tar. `progress` is as for `download_checkpoint`."""
         await self._checkpoints.download_archive(path, Path(file), progress)
 
-    download_checkpoint_archive, download_checkpoint_archive_async = both_ways(
-        _download_checkpoint_archive
-    )
+    download_checkpoint_archive, download_checkpoint_archive_async = both_ways(_download_checkpoint_archive)
 
     def export_checkpoint(
         self,
@@ -351,10 +325,7 @@ class ServiceClient:
     copy_weights_async = submitted(copy_weights)
 
     def interpolate_checkpoints(
-        self,
-        source_paths: Sequence[str],
-        coefficients: Sequence[float],
-        output_path: str | None = None,
+        self, source_paths: Sequence[str], coefficients: Sequence[float], output_path: str | None = None
     ) -> Future[InterpolateResponse]:
         """Create sampler weights whose change of the base model is exactly `sum coefficient * change`.
 
@@ -362,9 +333,7 @@ class ServiceClient:
         docs/guide/reverse-kl.md.
         """
         wanted = InterpolateRequest(
-            source_paths=list(source_paths),
-            coefficients=list(coefficients),
-            output_path=output_path,
+            source_paths=list(source_paths), coefficients=list(coefficients), output_path=output_path
         )
         return interpolate(self._loop, self._transport, wanted)
 

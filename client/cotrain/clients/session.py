@@ -75,14 +75,10 @@ class Session:
         farewell = FinishSessionRequest(reason=FinishReason(type=outcome), detail=detail)
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
-                await self._transport.post_once(
-                    f"sessions/{self._id}/finish", farewell, acknowledged
-                )
+                await self._transport.post_once(f"sessions/{self._id}/finish", farewell, acknowledged)
 
     async def _open(self) -> str:
-        opened = await self._transport.post(
-            "create_session", self._described, reader(CreateSessionResponse)
-        )
+        opened = await self._transport.post("create_session", self._described, reader(CreateSessionResponse))
         return opened.session_id
 
     async def _send_heartbeats(self, session_id: str) -> None:
@@ -108,7 +104,5 @@ class Session:
 def _is_final(error: APIError) -> bool:
     # The server rejects with JSON; a proxy's page implies nothing about the session.
     return (
-        isinstance(error, APIStatusError)
-        and error.status_code in (401, 403, 404, 410)
-        and isinstance(error.body, dict)
+        isinstance(error, APIStatusError) and error.status_code in (401, 403, 404, 410) and isinstance(error.body, dict)
     )

@@ -23,12 +23,7 @@ from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum
-from cotrain.wire.runs import (
-    AdamParams,
-    ForwardBackwardOutput,
-    LoraConfig,
-    OptimStepResponse,
-)
+from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
 
 ALIASES = {"lr": "learning_rate"}
 STEPS_IN_FLIGHT = 2
@@ -122,9 +117,7 @@ class SweepOutput(Generic[Result]):
 def read_settings(settings: Sequence[Mapping[str, Any]]) -> list[tuple[LoraConfig, AdamParams]]:
     """Return the adapter and the optimizer of each trial. Raises UnsupportedInput, which names the setting."""
     if not 1 <= len(settings) <= MAX_SWEEP_RUNS:
-        raise UnsupportedInput(
-            f"a sweep has 1 to {MAX_SWEEP_RUNS} trials, not {len(settings)}: split it into several"
-        )
+        raise UnsupportedInput(f"a sweep has 1 to {MAX_SWEEP_RUNS} trials, not {len(settings)}: split it into several")
     return [_read(number, given) for number, given in enumerate(settings)]
 
 
@@ -135,9 +128,7 @@ def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams
     lora = LoraConfig.model_fields.keys()
     known = [*lora, *AdamParams.model_fields]
     if unknown := named.keys() - set(known):
-        raise UnsupportedInput(
-            f"settings[{number}] has no {min(unknown)}; it has lr, {', '.join(known)}"
-        )
+        raise UnsupportedInput(f"settings[{number}] has no {min(unknown)}; it has lr, {', '.join(known)}")
     adapter = {name: value for name, value in named.items() if name in lora}
     optimizer = {name: value for name, value in named.items() if name not in lora}
     # Runs with one seed differ in the settings under test, and in nothing else.
@@ -227,9 +218,7 @@ class Sweep(Generic[RunT]):
         kept. An ended run cannot be continued: save it before if you need it.
         """
         if keep <= 0:
-            raise UnsupportedInput(
-                f"keep must be a number of trials, or a share above 0 and below 1, not {keep:g}"
-            )
+            raise UnsupportedInput(f"keep must be a number of trials, or a share above 0 and below 1, not {keep:g}")
         await self._arrived()
         ranked = sorted(self.live, key=lambda trial: (trial.score, trial.number))
         most = math.ceil(len(ranked) * keep) if keep < 1 else int(keep)
@@ -263,9 +252,7 @@ class Sweep(Generic[RunT]):
         loss. `lr_factor(step, steps)` is as in `train`. The caller's thread calls `progress` after each batch.
         """
         if steps < 1 or not 0 < keep < 1:
-            raise UnsupportedInput(
-                f"steps must be at least 1, and keep above 0 and below 1, not {steps} and {keep:g}"
-            )
+            raise UnsupportedInput(f"steps must be at least 1, and keep above 0 and below 1, not {steps} and {keep:g}")
         in_flight: deque[Future[SweepOutput[TrainOutput]]] = deque()
         cut_at = float(steps)
         for number, batch in enumerate(batches):
@@ -301,9 +288,7 @@ class Sweep(Generic[RunT]):
         if not trials:
             raise UnsupportedInput("all trials of this sweep are ended: create another sweep")
         runs = [trial.run.requests for trial in trials]
-        return self._requests.pass_over(
-            runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams
-        )
+        return self._requests.pass_over(runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams)
 
     def _joined(
         self,
@@ -332,9 +317,7 @@ class Sweep(Generic[RunT]):
                         notes[number](result.loss)
             return output
 
-        made = Future(
-            self._loop.start(accept()), self._loop.start(finish()), what=f"a batch of {self.name}"
-        )
+        made = Future(self._loop.start(accept()), self._loop.start(finish()), what=f"a batch of {self.name}")
         self._pending = {each for each in self._pending if not each.done()} | {made}
         return made
 
@@ -352,9 +335,7 @@ class Sweep(Generic[RunT]):
 
 def shown_settings(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
     """Return settings for people: the learning rate is always among them, as `lr`."""
-    others = {
-        name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"
-    }
+    others = {name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"}
     return {"lr": adam.learning_rate, **others}
 
 

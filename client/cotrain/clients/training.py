@@ -61,12 +61,7 @@ class Forks(Protocol):
     """Factory of copies of runs."""
 
     async def fork(
-        self,
-        sampler_id: str,
-        parent: str,
-        base_model: str,
-        adams: Sequence[AdamParams],
-        name: str | None,
+        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
     ) -> Sweep[TrainingClient]:
         """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
 
@@ -76,9 +71,7 @@ def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
     count = n if n is not None else len(lr or ())
     if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
         given = "" if lr is None else f", and lr has {len(lr)} rates"
-        raise UnsupportedInput(
-            f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}"
-        )
+        raise UnsupportedInput(f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}")
     return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
 
 
@@ -92,12 +85,7 @@ class TrainingClient(Ready, RunRecords):
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        samplers: Samplers,
-        model_id: str,
-        base_model: str,
-        forks: Forks,
+        self, connection: Connection, samplers: Samplers, model_id: str, base_model: str, forks: Forks
     ) -> None:
         self._connection = connection
         self._loop = connection.loop
@@ -124,10 +112,7 @@ class TrainingClient(Ready, RunRecords):
         return f"<TrainingClient of {self._requests!r}, {at}>"
 
     def forward(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Compute log-probs and the loss; gradients are unchanged."""
         return self._requests.pass_over(data, loss_fn, loss_fn_config, forward_only=True)
@@ -135,10 +120,7 @@ class TrainingClient(Ready, RunRecords):
     forward_async = submitted(forward)
 
     def forward_backward(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        loss_fn_config: Mapping[str, float | str] | None = None,
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Future[ForwardBackwardOutput]:
         """Compute the loss and add its gradient to the accumulated gradient of the run.
 
@@ -152,10 +134,7 @@ class TrainingClient(Ready, RunRecords):
 
     @hosted("learning_rate", "lr")
     def optim_step(
-        self,
-        adam_params: AdamParams | MuonParams | None = None,
-        *,
-        optim_params: AdamParams | MuonParams | None = None,
+        self, adam_params: AdamParams | MuonParams | None = None, *, optim_params: AdamParams | MuonParams | None = None
     ) -> Future[OptimStepResponse]:
         """Apply one step of the run's optimizer with the accumulated gradient, then zero the gradient.
 
@@ -163,18 +142,12 @@ class TrainingClient(Ready, RunRecords):
         both are passed.
         """
         if adam_params is not None and optim_params is not None:
-            raise UnsupportedInput(
-                "adam_params and optim_params are one argument: give one of them"
-            )
+            raise UnsupportedInput("adam_params and optim_params are one argument: give one of them")
         params = adam_params or optim_params or AdamParams()
         if not isinstance(params, AdamParams | MuonParams):
-            raise UnsupportedInput(
-                f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}"
-            )
+            raise UnsupportedInput(f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}")
         named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
-        return self._requests.ask(
-            "optim_step", OptimStepRequest, OptimStepResponse, **{named: params}
-        )
+        return self._requests.ask("optim_step", OptimStepRequest, OptimStepResponse, **{named: params})
 
     optim_step_async = submitted(optim_step)
 
@@ -205,17 +178,11 @@ class TrainingClient(Ready, RunRecords):
             overwrite=overwrite,
             user_metadata=user_metadata,
         )
-        return (
-            saved
-            if rules is None
-            else then_prune(self._loop, self._transport, self._model_id, saved, rules)
-        )
+        return saved if rules is None else then_prune(self._loop, self._transport, self._model_id, saved, rules)
 
     save_state_async = submitted(save_state)
 
-    def load_state(
-        self, path: str, weights_access_token: str | None = None
-    ) -> Future[LoadWeightsResponse]:
+    def load_state(self, path: str, weights_access_token: str | None = None) -> Future[LoadWeightsResponse]:
         """Load the weights of a checkpoint, with a new optimizer state and no gradient.
 
         The checkpoint must match the base model, rank and trained modules of this run. A checkpoint of
@@ -235,10 +202,7 @@ class TrainingClient(Ready, RunRecords):
     load_state_with_optimizer_async = submitted(load_state_with_optimizer)
 
     def save_weights_external(
-        self,
-        name: str,
-        ttl_seconds: int | None = None,
-        age_encryption_recipients: list[str] | None = None,
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> Future[SaveWeightsExternalResponse]:
         """Save the adapter as files to download, encrypted for `age1…` recipients if any are passed."""
         return self._requests.ask(
@@ -259,9 +223,7 @@ class TrainingClient(Ready, RunRecords):
 
         A name in use moves to these weights; samplers created from it before keep the old weights.
         """
-        return self._save_for_sampler(
-            path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata
-        )
+        return self._save_for_sampler(path=name, ttl_seconds=ttl_seconds, user_metadata=user_metadata)
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
@@ -405,10 +367,7 @@ class TrainingClient(Ready, RunRecords):
         return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
 
     async def _forked(
-        self,
-        saved: Future[SaveWeightsForSamplerResponse],
-        adams: Sequence[AdamParams],
-        name: str | None,
+        self, saved: Future[SaveWeightsForSamplerResponse], adams: Sequence[AdamParams], name: str | None
     ) -> Sweep[TrainingClient]:
         sampler_id = (await saved).sampling_session_id
         if sampler_id is None:
@@ -422,15 +381,10 @@ class TrainingClient(Ready, RunRecords):
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
         return self._requests.ask(
-            "save_weights_for_sampler",
-            SaveWeightsForSamplerRequest,
-            SaveWeightsForSamplerResponse,
-            **what,
+            "save_weights_for_sampler", SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse, **what
         )
 
-    def _load(
-        self, path: str, token: str | None, *, optimizer: bool
-    ) -> Future[LoadWeightsResponse]:
+    def _load(self, path: str, token: str | None, *, optimizer: bool) -> Future[LoadWeightsResponse]:
         return self._requests.ask(
             "load_weights",
             LoadWeightsRequest,

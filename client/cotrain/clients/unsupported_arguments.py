@@ -19,10 +19,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "lora_alpha": ((), "the argument is alpha"),
     "lora_rank": ((), "the argument is rank"),
     "lr": ((), "pass AdamParams(learning_rate=…)"),
-    "kind": (
-        ("snapshot",),
-        "a sampler is always a snapshot; create another one for newer weights",
-    ),
+    "kind": (("snapshot",), "a sampler is always a snapshot; create another one for newer weights"),
     "loss_type_input": ((None, "logprobs"), "a custom loss takes log-probs only"),
     "prompt_alt_tokens_k": ((None, 0), "this server computes no alternative tokens"),
     "record_stability_info": ((False,), "this server records no stability metrics"),

@@ -9,15 +9,7 @@ from rich.table import Table
 
 from cotrain.clients.rest import RestClient
 from cotrain.clients.retention import rules_of, superfluous
-from cotrain.commands.terminal import (
-    AsJson,
-    PathOf,
-    examples,
-    opened,
-    print_json,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import AsJson, PathOf, examples, opened, print_json, print_result, table
 from cotrain.errors import CotrainError
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.rest import Checkpoint
@@ -26,8 +18,7 @@ PATH = "tinker://1f2e3d4c:train:0/weights/final"
 SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 app = typer.Typer(
-    help="List, show, publish, keep and delete checkpoints; see also download and upload.",
-    no_args_is_help=True,
+    help="List, show, publish, keep and delete checkpoints; see also download and upload.", no_args_is_help=True
 )
 
 
@@ -43,8 +34,7 @@ def _seconds(text: str) -> int | None:
 
 @app.command("list", epilog=examples("cotrain checkpoints list --run 1f2e3d4c:train:0"))
 def list_checkpoints(
-    run: Annotated[str | None, typer.Option(help="Only those of this run.")] = None,
-    as_json: AsJson = False,
+    run: Annotated[str | None, typer.Option(help="Only those of this run.")] = None, as_json: AsJson = False
 ) -> None:
     """List checkpoints, newest first."""
     with opened() as service:
@@ -88,14 +78,10 @@ def unpublish(path: PathOf, as_json: AsJson = False) -> None:
     print_result({"tinker_path": path, "public": False}, f"unpublished {path}", as_json=as_json)
 
 
-@app.command(
-    epilog=examples(f"cotrain checkpoints ttl {PATH} 7d", f"cotrain checkpoints ttl {PATH} never")
-)
+@app.command(epilog=examples(f"cotrain checkpoints ttl {PATH} 7d", f"cotrain checkpoints ttl {PATH} never"))
 def ttl(
     path: PathOf,
-    after: Annotated[
-        str, typer.Argument(metavar="TIME", help="Seconds, or 90m, 12h, 7d; or never.")
-    ],
+    after: Annotated[str, typer.Argument(metavar="TIME", help="Seconds, or 90m, 12h, 7d; or never.")],
     as_json: AsJson = False,
 ) -> None:
     """Set the time until a checkpoint expires, or `never`."""
@@ -108,9 +94,7 @@ def ttl(
 
 @app.command(epilog=examples(f"cotrain checkpoints delete {PATH}"))
 def delete(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="tinker://<run>/<kind>/<name>")
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="tinker://<run>/<kind>/<name>")],
     as_json: AsJson = False,
 ) -> None:
     """Delete checkpoints; runs loaded from them keep their weights."""
@@ -137,9 +121,7 @@ def prune(
             "separated by commas."
         ),
     ],
-    run: Annotated[
-        str | None, typer.Option(help="Only this run; otherwise each run alone.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="Only this run; otherwise each run alone.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Delete nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:

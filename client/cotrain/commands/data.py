@@ -18,8 +18,7 @@ from cotrain.wire.datums import Datum
 
 BaseModel = Annotated[str | None, typer.Option(help="The server's model, if it has several.")]
 TokenizerName = Annotated[
-    str | None,
-    typer.Option(help="A folder or a name on the hub. Default: that of the server's model."),
+    str | None, typer.Option(help="A folder or a name on the hub. Default: that of the server's model.")
 ]
 TrainOnText = Annotated[str, typer.Option(help="last_answer, all_answers or each_answer.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest datum.")]
@@ -39,9 +38,7 @@ def group() -> None:
     )
 )
 def show(
-    file: Annotated[
-        Path, typer.Argument(help='JSONL: {"messages": [...], "tools": [...]}', exists=True)
-    ],
+    file: Annotated[Path, typer.Argument(help='JSONL: {"messages": [...], "tools": [...]}', exists=True)],
     tokenizer: TokenizerName = None,
     base_model: BaseModel = None,
     train_on: TrainOnText = "last_answer",
@@ -93,9 +90,7 @@ def tokenizer_of(name: str | None, base_model: str | None) -> Any:
     if name is not None:
         return _load(name)
     with opened() as service:
-        return service.create_sampling_client(
-            base_model=model_of(service, base_model)
-        ).get_tokenizer()
+        return service.create_sampling_client(base_model=model_of(service, base_model)).get_tokenizer()
 
 
 def model_of(service: ServiceClient, base_model: str | None) -> str:
@@ -109,9 +104,7 @@ def model_of(service: ServiceClient, base_model: str | None) -> str:
 
 def _load(name: str) -> Any:
     try:
-        return import_module("transformers").AutoTokenizer.from_pretrained(
-            name, trust_remote_code=False
-        )
+        return import_module("transformers").AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except ModuleNotFoundError as error:
         raise TokenizerMissing(
             "a tokenizer needs transformers: pip install -c constraints.txt '.[tokenizer]'"

@@ -50,9 +50,7 @@ def scalars_of(point: HistoryPoint) -> dict[str, float]:
     return {name: float(value) for name, value in shown.items() if value is not None}
 
 
-def scalars_in(
-    history: TrainingRunHistory,
-) -> list[tuple[HistoryPoint | MetricPoint, dict[str, float]]]:
+def scalars_in(history: TrainingRunHistory) -> list[tuple[HistoryPoint | MetricPoint, dict[str, float]]]:
     """Return each point of a history with its values, in the order of the run's log."""
     found: list[tuple[HistoryPoint | MetricPoint, dict[str, float]]] = []
     found += [(each, scalars_of(each)) for each in history.points]
@@ -107,11 +105,7 @@ def to_trackio(name: str, history: TrainingRunHistory, output: Path, project: st
     return f"trackio project {project}"
 
 
-EXPORTS: dict[Target, Export] = {
-    Target.TENSORBOARD: to_tensorboard,
-    Target.WANDB: to_wandb,
-    Target.TRACKIO: to_trackio,
-}
+EXPORTS: dict[Target, Export] = {Target.TENSORBOARD: to_tensorboard, Target.WANDB: to_wandb, Target.TRACKIO: to_trackio}
 
 
 def imported(module: str) -> Any:
@@ -120,9 +114,7 @@ def imported(module: str) -> Any:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise NotInstalled(
-            f"{error.name or package} is not installed here: pip install {package}"
-        ) from error
+        raise NotInstalled(f"{error.name or package} is not installed here: pip install {package}") from error
 
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
@@ -167,9 +159,7 @@ def export(
             typer.echo(f"{run}: {len(scalars_in(history))} points to {where}")
 
 
-def history_view(
-    points: Sequence[HistoryPoint], metrics: Mapping[str, Sequence[MetricPoint]]
-) -> RenderableType:
+def history_view(points: Sequence[HistoryPoint], metrics: Mapping[str, Sequence[MetricPoint]]) -> RenderableType:
     """Return curves over the steps, and a table of all points."""
     if not points and not metrics:
         return Text("no optimizer step yet")
@@ -183,11 +173,7 @@ def history_view(
     return Group(
         table(
             ("", "first", "last", ""),
-            (
-                (name, _digits(values[0]), _digits(values[-1]), sparkline(values))
-                for name, values in curves
-                if values
-            ),
+            ((name, _digits(values[0]), _digits(values[-1]), sparkline(values)) for name, values in curves if values),
         ),
         Text(),
         _table(points),

@@ -15,9 +15,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
 app = typer.Typer(help="List, show and end your runs.", no_args_is_help=True)
 
 
-@app.command(
-    "list", epilog=examples("cotrain runs list --limit 100", "cotrain runs list --json | jq length")
-)
+@app.command("list", epilog=examples("cotrain runs list --limit 100", "cotrain runs list --json | jq length"))
 def list_runs(
     limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 20,
     offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
@@ -37,8 +35,7 @@ def list_runs(
 
 @app.command(epilog=examples("cotrain runs show 1f2e3d4c:train:0"))
 def show(
-    run: Annotated[str, typer.Argument(help="Its id, or the path of a checkpoint of it.")],
-    as_json: AsJson = False,
+    run: Annotated[str, typer.Argument(help="Its id, or the path of a checkpoint of it.")], as_json: AsJson = False
 ) -> None:
     """Show one run and its checkpoints."""
     with opened() as service:
@@ -53,8 +50,7 @@ def show(
 
 @app.command(
     epilog=examples(
-        "cotrain runs note 1f2e3d4c:train:0 'the one with the longer warm-up'",
-        "cotrain runs list --text warm-up",
+        "cotrain runs note 1f2e3d4c:train:0 'the one with the longer warm-up'", "cotrain runs list --text warm-up"
     )
 )
 def note(
@@ -64,15 +60,12 @@ def note(
 ) -> None:
     """Write a note to a run."""
     with opened() as service:
-        _print_labels(
-            service.create_rest_client().update_training_run(run, note=text).result(), as_json
-        )
+        _print_labels(service.create_rest_client().update_training_run(run, note=text).result(), as_json)
 
 
 @app.command(
     epilog=examples(
-        "cotrain runs tag 1f2e3d4c:train:0 baseline paper --remove draft",
-        "cotrain runs list --tag baseline",
+        "cotrain runs tag 1f2e3d4c:train:0 baseline paper --remove draft", "cotrain runs list --tag baseline"
     )
 )
 def tag(
@@ -102,8 +95,7 @@ def end(run: Run, as_json: AsJson = False) -> None:
 
 app.command(
     epilog=examples(
-        "cotrain runs history 1f2e3d4c:train:0 --last 20",
-        "cotrain runs history 1f2e3d4c:train:0 --csv > history.csv",
+        "cotrain runs history 1f2e3d4c:train:0 --last 20", "cotrain runs history 1f2e3d4c:train:0 --csv > history.csv"
     )
 )(history)
 app.command(

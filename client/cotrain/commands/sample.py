@@ -13,15 +13,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from cotrain.commands.terminal import (
-    AsJson,
-    checked,
-    failing_in_a_sentence,
-    harmless,
-    opened,
-    plain_http,
-    print_json,
-)
+from cotrain.commands.terminal import AsJson, checked, failing_in_a_sentence, harmless, opened, plain_http, print_json
 from cotrain.errors import InternalServerError, MalformedMessage
 from cotrain.settings import client_settings
 
@@ -45,18 +37,14 @@ class TextRequest:
     stop: list[str] | None = None
 
 
-def sample(
-    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
-) -> dict[str, Any]:
+def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
     """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
     path, body = _question(about, asked)
     answer: dict[str, Any] = checked(http.post(path, json=body)).json()
     return answer
 
 
-def stream(
-    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest
-) -> Generator[str]:
+def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
     """Yield the text in parts as they become final. Closing the generator early cancels the sample.
 
     Raises APIStatusError, also after the first part.
@@ -93,25 +81,19 @@ def _text_in(content: str) -> str:
 
 
 def sample_text(
-    prompt: Annotated[
-        str | None, typer.Argument(help="What to continue; `-`: stdin. Without one: a chat.")
-    ] = None,
+    prompt: Annotated[str | None, typer.Argument(help="What to continue; `-`: stdin. Without one: a chat.")] = None,
     model_path: Annotated[
         str | None, typer.Option(help="Sampler weights: tinker://<run>/sampler_weights/<name>")
     ] = None,
     base_model: Annotated[
         str | None, typer.Option(help="A base model as it is; needed where the server has several.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Answer PROMPT as the user's turn of a chat.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer PROMPT as the user's turn of a chat.")] = False,
     system: Annotated[str | None, typer.Option(help="The system's words before a chat.")] = None,
     num_samples: Annotated[int, typer.Option(min=1, max=128, help="How many.")] = 1,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0, help="0: the likeliest.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Of the likeliest tokens, so much in all.")
-    ] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Of the likeliest tokens, so much in all.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this; may be repeated.")] = None,
     as_json: AsJson = False,
@@ -140,15 +122,11 @@ def _only_model() -> str:
         models = service.get_server_capabilities().supported_models
     names = [each.model_name for each in models if each.sampleable is not False and each.model_name]
     if len(names) != 1:
-        raise typer.BadParameter(
-            harmless(f"give --base-model: one of {', '.join(names) or 'none'}")
-        )
+        raise typer.BadParameter(harmless(f"give --base-model: one of {', '.join(names) or 'none'}"))
     return names[0]
 
 
-def _sample(
-    http: httpx.Client, about: str | Sequence[Message], asked: TextRequest, as_json: bool
-) -> None:
+def _sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest, as_json: bool) -> None:
     if as_json:
         print_json(_as_json(sample(http, about, asked)))
     elif asked.n == 1:
@@ -164,10 +142,7 @@ def _sample(
 def _as_json(answer: dict[str, Any]) -> dict[str, Any]:
     return {
         "model": answer["model"],
-        "samples": [
-            {"text": text_of(choice), "stop_reason": choice["finish_reason"]}
-            for choice in answer["choices"]
-        ],
+        "samples": [{"text": text_of(choice), "stop_reason": choice["finish_reason"]} for choice in answer["choices"]],
         "prompt_tokens": answer["usage"]["prompt_tokens"],
         "sampled_tokens": answer["usage"]["completion_tokens"],
     }

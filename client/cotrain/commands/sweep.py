@@ -14,23 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cotrain.clients.sweep import Sweep, Trial
-from cotrain.commands.data import (
-    BaseModel,
-    MaxTokens,
-    TokenizerName,
-    TrainOnText,
-    model_of,
-    tokenizer_of,
-)
-from cotrain.commands.terminal import (
-    AsJson,
-    Harmless,
-    examples,
-    failing_in_a_sentence,
-    opened,
-    print_result,
-    table,
-)
+from cotrain.commands.data import BaseModel, MaxTokens, TokenizerName, TrainOnText, model_of, tokenizer_of
+from cotrain.commands.terminal import AsJson, Harmless, examples, failing_in_a_sentence, opened, print_result, table
 from cotrain.data.conversations import read_chat
 from cotrain.data.rendering import TrainOn, render
 from cotrain.errors import UnsupportedInput
@@ -57,17 +42,12 @@ def sweep(
     train_on: TrainOnText = "last_answer",
     max_tokens: MaxTokens = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Datums of one step.")] = 16,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Default: one pass through the file.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: one pass through the file.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
     halve_after: Annotated[
-        int | None,
-        typer.Option(min=1, help="Keep the better half after so many steps, and each doubling."),
+        int | None, typer.Option(min=1, help="Keep the better half after so many steps, and each doubling.")
     ] = None,
-    evaluate: Annotated[
-        Path | None, typer.Option(help="Held-out JSONL: its loss ranks the runs.", exists=True)
-    ] = None,
+    evaluate: Annotated[Path | None, typer.Option(help="Held-out JSONL: its loss ranks the runs.", exists=True)] = None,
     save: Annotated[str, typer.Option(help="Name of the best run's checkpoint.")] = "sweep-best",
     as_json: AsJson = False,
 ) -> None:
@@ -79,17 +59,13 @@ def sweep(
         settings = [
             {"lr": rate, "rank": width, "seed": number}
             for width, rate, number in product(
-                _numbers("--rank", rank, int),
-                _numbers("--lr", lr, float),
-                _numbers("--seed", seed, int),
+                _numbers("--rank", rank, int), _numbers("--lr", lr, float), _numbers("--seed", seed, int)
             )
         ]
         if schedule not in SCHEDULES:
             raise UnsupportedInput(f"--schedule must be one of {', '.join(SCHEDULES)}")
         used = tokenizer_of(tokenizer, base_model)
-        datums, unseen = (
-            _datums(path, used, train_on, max_tokens) if path else [] for path in (file, evaluate)
-        )
+        datums, unseen = (_datums(path, used, train_on, max_tokens) if path else [] for path in (file, evaluate))
     batches = batches_of(datums, batch_size, steps)
     with opened() as service:
         made = service.create_sweep(model_of(service, base_model), settings)
@@ -122,8 +98,7 @@ def view(sweep: Sweep[Any], steps: int) -> Table:
     """Return the table of the runs, the best first."""
     ranked = sorted(sweep.trials, key=lambda trial: (trial.is_ended, trial.score, trial.number))
     shown = table(
-        ("run", "lr", "rank", "seed", "step", "loss", "evaluation", "state"),
-        (_cells(trial, steps) for trial in ranked),
+        ("run", "lr", "rank", "seed", "step", "loss", "evaluation", "state"), (_cells(trial, steps) for trial in ranked)
     )
     for column in shown.columns[:7]:
         column.justify = "right"
@@ -167,10 +142,7 @@ def _shown(sweep: Sweep[Any], steps: int, *, shown: bool) -> Iterator[Callable[[
     if not (shown and console.is_terminal):
         yield lambda _: None
         return
-    with (
-        PROGRESS.hidden(),
-        Live(Harmless(view(sweep, steps)), console=console, transient=True) as live,
-    ):
+    with PROGRESS.hidden(), Live(Harmless(view(sweep, steps)), console=console, transient=True) as live:
         yield lambda each: live.update(Harmless(view(each, steps)), refresh=True)
 
 
@@ -178,15 +150,11 @@ def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     try:
         return [kind(part) for part in text.split(",")]
     except ValueError:
-        raise UnsupportedInput(
-            f"{option} must be numbers separated by commas, not {text!r}"
-        ) from None
+        raise UnsupportedInput(f"{option} must be numbers separated by commas, not {text!r}") from None
 
 
 def _datums(path: Path, tokenizer: Any, train_on: str, max_tokens: int | None) -> list[Datum]:
-    rendered = render(
-        read_chat(path), tokenizer, train_on=cast(TrainOn, train_on), max_tokens=max_tokens
-    )
+    rendered = render(read_chat(path), tokenizer, train_on=cast(TrainOn, train_on), max_tokens=max_tokens)
     if not rendered.datums:
         raise UnsupportedInput(f"{path} has no conversation to train on")
     return rendered.datums

@@ -18,14 +18,7 @@ import httpx
 import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -38,13 +31,9 @@ from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import is_page, refusal, understood, unreached
 from cotrain.transport.retries import RetryPolicy
 
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")
-]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")]
 BaseUrl = Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")]
-DataDir = Annotated[
-    Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")
-]
+DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
 #: A person waits, so report soon that there is no server. A server that responds may take its time.
@@ -153,10 +142,7 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
     console = Console(stderr=True, markup=False, emoji=False)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
     disable = not (shown and console.is_terminal)
-    with (
-        PROGRESS.hidden(),
-        Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress,
-    ):
+    with PROGRESS.hidden(), Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)
 

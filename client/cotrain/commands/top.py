@@ -154,9 +154,7 @@ def _duration(seconds: float) -> str:
     return f"{days} d {clock}" if days else clock
 
 
-EXAMPLES = examples(
-    "cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools"
-)
+EXAMPLES = examples("cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools")
 
 
 TIMEOUT_S = 10.0
@@ -166,18 +164,11 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, for scripts.")] = False,
     all_tenants: Annotated[
-        bool,
-        typer.Option(
-            "--all", help="As the operator on the server's host: its data folder has the key."
-        ),
+        bool, typer.Option("--all", help="As the operator on the server's host: its data folder has the key.")
     ] = False,
     base_url: BaseUrl = DEFAULT_BASE_URL,
-    admin_key: Annotated[
-        str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key: all tenants.")
-    ] = "",
-    api_key: Annotated[
-        str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")
-    ] = "",
+    admin_key: Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key: all tenants.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")] = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     as_json: AsJson = False,
 ) -> None:
@@ -201,10 +192,7 @@ def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) 
 def _watch(http: httpx.Client, every_s: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
     first = Harmless(view(_ask(http)))
-    with (
-        suppress(KeyboardInterrupt),
-        Live(first, console=console, screen=True, auto_refresh=False) as live,
-    ):
+    with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.refresh()
             time.sleep(every_s)

@@ -16,9 +16,7 @@ from cotrain.export.adapter import CONFIG
 def download(
     path: PathOf,
     output: Annotated[Path, typer.Option(help="The folder to write its files to.")] = Path(),
-    archive: Annotated[
-        Path | None, typer.Option(help="Write one tar with all its files here instead.")
-    ] = None,
+    archive: Annotated[Path | None, typer.Option(help="Write one tar with all its files here instead.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
@@ -69,31 +67,22 @@ def _config_of(folder: Path, archive: Path | None) -> dict[str, Any]:
 
 def export(
     path: PathOf,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="The folder to make; missing or empty.")
-    ],
-    merged: Annotated[
-        bool, typer.Option("--merged", help="A whole model: base model plus adapter.")
-    ] = False,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make; missing or empty.")],
+    merged: Annotated[bool, typer.Option("--merged", help="A whole model: base model plus adapter.")] = False,
     peft: Annotated[bool, typer.Option("--peft", help="An adapter for PEFT.")] = False,
     vllm: Annotated[
-        bool,
-        typer.Option("--vllm", help="An adapter, merged where vLLM refuses it (LoRA on lm_head)."),
+        bool, typer.Option("--vllm", help="An adapter, merged where vLLM refuses it (LoRA on lm_head).")
     ] = False,
     tinker: Annotated[
         bool, typer.Option("--tinker", help="An adapter for the merge of tinker_cookbook.weights.")
     ] = False,
     gguf: Annotated[bool, typer.Option("--gguf", help="A LoRA adapter for llama.cpp.")] = False,
     base: Annotated[
-        str | None,
-        typer.Option(help="The base model's folder, or its name on the hub. Default: its name."),
+        str | None, typer.Option(help="The base model's folder, or its name on the hub. Default: its name.")
     ] = None,
-    leave_out_unembed: Annotated[
-        bool, typer.Option("--leave-out-unembed", help="Drop the LoRA of lm_head.")
-    ] = False,
+    leave_out_unembed: Annotated[bool, typer.Option("--leave-out-unembed", help="Drop the LoRA of lm_head.")] = False,
     dtype: Annotated[
-        str | None,
-        typer.Option(help="Of merged weights: bfloat16, float16, float32. Default: the base's."),
+        str | None, typer.Option(help="Of merged weights: bfloat16, float16, float32. Default: the base's.")
     ] = None,
     limit: Annotated[
         float | None,
@@ -104,12 +93,9 @@ def export(
         ),
     ] = None,
     check: Annotated[
-        str | None,
-        typer.Option(help="URL of a vLLM server that loads the result and is compared too."),
+        str | None, typer.Option(help="URL of a vLLM server that loads the result and is compared too.")
     ] = None,
-    prove: Annotated[
-        bool, typer.Option("--prove/--no-prove", help="Compare log-probs with the server's.")
-    ] = True,
+    prove: Annotated[bool, typer.Option("--prove/--no-prove", help="Compare log-probs with the server's.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Export a checkpoint for other programs, and compare its log-probs with the server's."""
@@ -144,14 +130,10 @@ def upload(
     source: Annotated[Path, typer.Argument(help="A PEFT folder, or a tar of one.", exists=True)],
     base_model: Annotated[str, typer.Option(help="The base model it was trained on.")],
     name: Annotated[str, typer.Option(help="What to call the checkpoint.")],
-    ttl_seconds: Annotated[
-        int | None, typer.Option(min=1, help="Delete it after so long; by default never.")
-    ] = None,
+    ttl_seconds: Annotated[int | None, typer.Option(min=1, help="Delete it after so long; by default never.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a LoRA adapter trained elsewhere: safetensors, in the format of PEFT."""
     with opened() as service, bar(source.name, shown=not as_json) as progress:
-        path = service.upload_checkpoint(
-            source, base_model, name, ttl_seconds=ttl_seconds, progress=progress
-        )
+        path = service.upload_checkpoint(source, base_model, name, ttl_seconds=ttl_seconds, progress=progress)
     print_result({"tinker_path": path}, path, as_json=as_json)

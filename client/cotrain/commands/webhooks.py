@@ -6,10 +6,7 @@ import typer
 
 from cotrain.commands.terminal import AsJson, examples, facts, minute, opened, print_result
 
-app = typer.Typer(
-    help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.",
-    no_args_is_help=True,
-)
+app = typer.Typer(help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.", no_args_is_help=True)
 
 
 @app.command(
@@ -22,8 +19,7 @@ app = typer.Typer(
 def set_webhook(
     url: Annotated[str, typer.Argument(metavar="URL", help="https://…")],
     drift_above: Annotated[
-        float | None,
-        typer.Option(metavar="NATS", help="Send run.drift above this mean rollout gap of a pass."),
+        float | None, typer.Option(metavar="NATS", help="Send run.drift above this mean rollout gap of a pass.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -59,12 +59,9 @@ def conversation_of(row: Any, source: str = "the conversation") -> Conversation:
         return row
     if not isinstance(row, Mapping) or not isinstance(row.get("messages"), list | tuple):
         keys = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
-        raise UnsupportedInput(
-            f"{source} has no list `messages` of role and content (it has {keys})"
-        )
+        raise UnsupportedInput(f"{source} has no list `messages` of role and content (it has {keys})")
     messages = tuple(
-        _message(message, f"{source}: messages[{number}]")
-        for number, message in enumerate(row["messages"])
+        _message(message, f"{source}: messages[{number}]") for number, message in enumerate(row["messages"])
     )
     if not any(message["role"] == ASSISTANT for message in messages):
         raise UnsupportedInput(f"{source}: messages has no answer (role assistant) to train on")

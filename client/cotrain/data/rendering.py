@@ -122,8 +122,7 @@ class _Template:
     def __init__(self, tokenizer: Any, options: dict[str, Any]) -> None:
         if getattr(tokenizer, "chat_template", None) is None:
             raise UnsupportedInput(
-                "the tokenizer has no chat template: use that of the instruct model, or a renderer of "
-                "tinker_cookbook"
+                "the tokenizer has no chat template: use that of the instruct model, or a renderer of tinker_cookbook"
             )
         self.tokenizer = tokenizer
         self._options = options
@@ -149,9 +148,7 @@ class _Template:
             raise TokenizerMissing(
                 "chat templates need jinja2: pip install -c constraints.txt '.[tokenizer]'"
             ) from error
-        except (
-            Exception
-        ) as error:  # templates raise TemplateError, TypeError and others for a message
+        except Exception as error:  # templates raise TemplateError, TypeError and others for a message
             raise UnsupportedInput(
                 f"{conversation.source}: the chat template refuses these messages: {error}"
             ) from error
@@ -170,19 +167,13 @@ def _weighted(
     if not answers:
         raise UnsupportedInput(f"{conversation.source}: every answer has weight 0")
     if train_on == "each_answer":
-        return [
-            _one(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers
-        ]
+        return [_one(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers]
     chosen = answers if train_on == "all_answers" else [len(messages) - 1]
     return [_one(template, conversation, len(messages), chosen, prompt_weight)]
 
 
 def _one(
-    template: _Template,
-    conversation: Conversation,
-    count: int,
-    answers: Sequence[int],
-    prompt_weight: float,
+    template: _Template, conversation: Conversation, count: int, answers: Sequence[int], prompt_weight: float
 ) -> tuple[list[int], list[float]]:
     whole = template.tokens(conversation, count)
     weights = [float(prompt_weight)] * len(whole)
@@ -246,8 +237,7 @@ def _datum(
     if max_tokens is not None and length > max_tokens:
         if too_long == "refuse":
             raise UnsupportedInput(
-                f"{conversation.source} has {length} tokens, max_tokens is {max_tokens}: pass too_long='cut' or "
-                "'drop'"
+                f"{conversation.source} has {length} tokens, max_tokens is {max_tokens}: pass too_long='cut' or 'drop'"
             )
         if too_long == "drop" or not any(weights[1 : max_tokens + 1]):
             report.dropped += 1

@@ -93,9 +93,7 @@ def read_adapter(folder: Path) -> Adapter:
     matrices: dict[str, tuple[Any, Any]] = {}
     for name, a in halves[0].items():
         b, stack = halves[1][name], _EXPERTS.fullmatch(name)
-        matrices |= (
-            _of_experts(stack["module"], a, b, int(config["r"])) if stack else {name: (a, b)}
-        )
+        matrices |= _of_experts(stack["module"], a, b, int(config["r"])) if stack else {name: (a, b)}
     return Adapter(config, tensors, matrices)
 
 

@@ -131,18 +131,14 @@ def find_base(name: str) -> BaseFolder:
             dtypes |= {str(opened.get_slice(name).get_dtype()) for name in files[file.name]}
     has_embedding = any(name.endswith(_EMBEDDING) for names in files.values() for name in names)
     if not dtypes <= _DTYPES.keys() or not has_embedding:
-        raise ExportFailed(
-            f"base: {path} has no model*.safetensors with weights of 16 or 32 bits; convert them"
-        )
+        raise ExportFailed(f"base: {path} has no model*.safetensors with weights of 16 or 32 bits; convert them")
     return BaseFolder(path, config, settings, files, _DTYPES[min(dtypes, key=list(_DTYPES).index)])
 
 
 def _from_hub(name: str) -> Path:
     hub = library("huggingface_hub")
     try:
-        found = hub.snapshot_download(
-            name, allow_patterns=["*.safetensors", *(f"*{end}" for end in _OTHER_FILES)]
-        )
+        found = hub.snapshot_download(name, allow_patterns=["*.safetensors", *(f"*{end}" for end in _OTHER_FILES)])
     except (OSError, ValueError) as error:
         raise ExportFailed(
             f"base: {name!r} is no folder here, and neither in the hub's cache nor on the hub; pass the "

@@ -18,9 +18,7 @@ build_hf_model(base_model="BASE", adapter_path="FOLDER", output_path="merged")""
 }
 
 
-def card(
-    kind: str, path: str, base: BaseFolder, base_model: str, adapter: Adapter, notes: Sequence[str]
-) -> str:
+def card(kind: str, path: str, base: BaseFolder, base_model: str, adapter: Adapter, notes: Sequence[str]) -> str:
     """Return the text of the card. `kind` is merged, adapter, tinker or gguf; `notes` are sentences."""
     library = {"merged": "transformers", "adapter": "peft", "gguf": "gguf", "tinker": "peft"}[kind]
     targets = ", ".join(sorted({name.rpartition(".")[2] for name in adapter.matrices}))

@@ -32,9 +32,7 @@ def at_tinker(tensors: Mapping[str, Any], rank: int, *, interleaved: bool) -> di
     return found
 
 
-def _products(
-    module: str, a: Any, b: Any, rank: int, *, interleaved: bool
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _products(module: str, a: Any, b: Any, rank: int, *, interleaved: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield each product with A `[experts, rank, inputs]` and B `[experts, outputs, rank]`."""
     is_down = not module.endswith(_INNER)
     width = rank if is_down else 2 * rank

@@ -62,9 +62,7 @@ def write_gguf(base: BaseFolder, adapter: Adapter, file: Path, name: str) -> Non
     writer.write_tensors_to_file()
     writer.close()
     found = {each.name: each.data for each in gguf.GGUFReader(file).tensors}
-    if found.keys() != tensors.keys() or any(
-        (found[name] != values).any() for name, values in tensors.items()
-    ):
+    if found.keys() != tensors.keys() or any((found[name] != values).any() for name, values in tensors.items()):
         raise ExportFailed(f"{file.name} does not read as it was written")
 
 

@@ -24,11 +24,7 @@ def unties(base: BaseFolder, adapter: Adapter) -> bool:
 
 
 def write_merged(
-    base: BaseFolder,
-    adapter: Adapter,
-    folder: Path,
-    dtype: str | None,
-    progress: Callable[[int, int], None],
+    base: BaseFolder, adapter: Adapter, folder: Path, dtype: str | None, progress: Callable[[int, int], None]
 ) -> None:
     """Write the merged model to an empty folder, in the base model's dtype or in `dtype`.
 

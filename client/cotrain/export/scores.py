@@ -58,11 +58,7 @@ def compared(found: Scores, expected: Scores, unadapted: Scores, limit: float) -
 
 def distances(found: Scores, expected: Scores) -> list[float]:
     """Return the absolute difference of every log-prob; infinite for one that is not a number."""
-    pairs = [
-        (a, b)
-        for ours, theirs in zip(found, expected, strict=True)
-        for a, b in zip(ours, theirs, strict=True)
-    ]
+    pairs = [(a, b) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return [abs(a - b) if abs(a - b) >= 0 else float("inf") for a, b in pairs]
 
 
@@ -75,18 +71,13 @@ def check_limit(proof: Proof, what: str) -> None:
         )
 
 
-def score_merged(
-    folder: Path, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]
-) -> Scores:
+def score_merged(folder: Path, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]) -> Scores:
     """Compute log-probs with the model of a folder."""
     return _scores(_load(folder), texts, progress)
 
 
 def score_peft(
-    base: BaseFolder,
-    adapter: Path,
-    texts: Sequence[Sequence[int]],
-    progress: Callable[[int, int], None],
+    base: BaseFolder, adapter: Path, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]
 ) -> Scores:
     """Compute log-probs with an adapter that PEFT attaches to the base model, unmerged."""
     peft = library("peft")
@@ -128,9 +119,7 @@ def _free_bytes() -> float:
     return int(found[1]) * 1024 if found else float("inf")
 
 
-def _scores(
-    model: Any, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]
-) -> Scores:
+def _scores(model: Any, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]) -> Scores:
     torch = library("torch")
     scores = []
     with torch.no_grad():

@@ -31,9 +31,7 @@ def score_on_vllm(url: str, folder: Path, texts: Sequence[Sequence[int]]) -> Sco
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ExportFailed(f"--check {url}: {error!r}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ExportFailed(
-            f"--check {url}: the answer is not one of a vLLM server: {error!r}"
-        ) from error
+        raise ExportFailed(f"--check {url}: the answer is not one of a vLLM server: {error!r}") from error
 
 
 def _model(http: httpx.Client, folder: Path) -> str:
@@ -43,8 +41,7 @@ def _model(http: httpx.Client, folder: Path) -> str:
     name = folder.name
     if name in served:
         raise ExportFailed(
-            f"--check: vLLM already serves a model named {name!r}; unload it, or export to a folder of "
-            "another name"
+            f"--check: vLLM already serves a model named {name!r}; unload it, or export to a folder of another name"
         )
     body = {"lora_name": name, "lora_path": str(folder)}
     response = http.post("/v1/load_lora_adapter", json=body)
@@ -58,13 +55,7 @@ def _model(http: httpx.Client, folder: Path) -> str:
 
 
 def _score(http: httpx.Client, model: str, text: Sequence[int]) -> list[float]:
-    body = {
-        "model": model,
-        "prompt": list(text),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": 0,
-    }
+    body = {"model": model, "prompt": list(text), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     [choice] = _answer(http.post("/v1/completions", json=body))["choices"]
     rows = choice["prompt_logprobs"][1:]
     return [float(row[str(token)]["logprob"]) for row, token in zip(rows, text[1:], strict=True)]

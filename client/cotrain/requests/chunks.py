@@ -17,9 +17,7 @@ FRAME_BYTES = 6
 """Upper bounds of the overhead in bytes: per request, and per datum."""
 
 
-def chunks_of(
-    datums: Sequence[wire.Datum], config: ClientConfigResponse
-) -> list[Sequence[wire.Datum]]:
+def chunks_of(datums: Sequence[wire.Datum], config: ClientConfigResponse) -> list[Sequence[wire.Datum]]:
     """Split a pass into the chunks that its server requires; a cotrain server receives it whole.
 
     Raises UnsupportedInput if it exceeds the limits of a cotrain server for one request.

@@ -150,9 +150,7 @@ class Connection:
         policy: RetryPolicy | None = None,
     ) -> None:
         self.settings = settings
-        self.transport = Transport(
-            settings.base_url, settings.api_key, network=network, policy=policy
-        )
+        self.transport = Transport(settings.base_url, settings.api_key, network=network, policy=policy)
         self.loop = BackgroundLoop("cotrain-client")
         self.in_flight = InFlightLimit(self.loop.is_here)
         self.samples = SampleRequests(self.transport)
@@ -191,9 +189,7 @@ class Connection:
             if was_known:
                 raise
             message = f"{self.settings.base_url} is no cotrain server: is the base URL right?"
-            raise NotFoundError(
-                f"{message} ({error.message})", 404, error.body, request_id=error.request_id
-            ) from error
+            raise NotFoundError(f"{message} ({error.message})", 404, error.body, request_id=error.request_id) from error
         if config.cotrain_protocol not in (None, PROTOCOL):
             raise VersionMismatch(
                 f"the server is cotrain {config.cotrain_version} and speaks protocol"

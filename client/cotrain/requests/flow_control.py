@@ -61,8 +61,7 @@ class InFlightLimit:
 
     def _fits(self, size_bytes: int, requests: int) -> bool:
         return not self._requests or (
-            self._bytes + size_bytes <= IN_FLIGHT_BYTES
-            and self._requests + requests <= IN_FLIGHT_REQUESTS
+            self._bytes + size_bytes <= IN_FLIGHT_BYTES and self._requests + requests <= IN_FLIGHT_REQUESTS
         )
 
 
@@ -108,9 +107,7 @@ class _Waiting(NamedTuple):
 class SendQueue:
     """Unaccepted requests of one run, in order. Runs on the client's own loop."""
 
-    def __init__(
-        self, dispatch: Dispatch, pause: Callable[[int, RateLimitError, float], Awaitable[None]]
-    ) -> None:
+    def __init__(self, dispatch: Dispatch, pause: Callable[[int, RateLimitError, float], Awaitable[None]]) -> None:
         self._dispatch = dispatch
         self._pause = pause
         self._waiting: list[_Waiting] = []  # a heap

@@ -108,9 +108,7 @@ class Future(Generic[T]):
                     self.cancel()
                 raise
 
-    def _value_of(
-        self, settled: concurrent.futures.Future[Value], timeout: float | None = None
-    ) -> Value:
+    def _value_of(self, settled: concurrent.futures.Future[Value], timeout: float | None = None) -> Value:
         try:
             return settled.result(timeout)
         except CancelledError:
@@ -160,11 +158,7 @@ class Future(Generic[T]):
     if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(
-                f"this is a Future: await it, or call .result(), before .{name}",
-                name=name,
-                obj=self,
-            )
+            raise AttributeError(f"this is a Future: await it, or call .result(), before .{name}", name=name, obj=self)
 
 
 class Submitted(Coroutine[Any, Any, Future[T]]):
@@ -239,8 +233,7 @@ class Submitted(Coroutine[Any, Any, Future[T]]):
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
-                f"this is a request that was sent: await it for its Future, or call .result(), "
-                f"before .{name}",
+                f"this is a request that was sent: await it for its Future, or call .result(), before .{name}",
                 name=name,
                 obj=self,
             )
@@ -290,9 +283,7 @@ P = ParamSpec("P")
 
 def both_ways(
     work: Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]],
-) -> tuple[
-    Callable[Concatenate[Looped, P], T], Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]]
-]:
+) -> tuple[Callable[Concatenate[Looped, P], T], Callable[Concatenate[Looped, P], Coroutine[Any, Any, T]]]:
     """Return, for `async def _x`, the methods `x` (blocks) and `x_async` (awaitable on any loop)."""
 
     @wraps(work)
@@ -312,9 +303,7 @@ def both_ways(
     return blocking, awaited
 
 
-def submitted(
-    send: Callable[Concatenate[S, P], Future[T]],
-) -> Callable[Concatenate[S, P], Submitted[T]]:
+def submitted(send: Callable[Concatenate[S, P], Future[T]]) -> Callable[Concatenate[S, P], Submitted[T]]:
     """Return `x_async` for the method `x`, which sends a request. It also sends when called."""
 
     @wraps(send)

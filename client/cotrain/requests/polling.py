@@ -13,12 +13,7 @@ from pydantic import BaseModel, ValidationError
 from cotrain import errors
 from cotrain.transport.http import JSON, Transport, acknowledged, read, reader
 from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
-from cotrain.wire.runs import (
-    ForwardBackwardOutput,
-    FutureRetrieveRequest,
-    RequestFailedResponse,
-    UntypedAPIFuture,
-)
+from cotrain.wire.runs import ForwardBackwardOutput, FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
 from cotrain.wire.sample_codec import decode_sample_response
 from cotrain.wire.sampling import (
     MAX_RETRIEVED,
@@ -58,10 +53,7 @@ async def wait_for_json(transport: Transport, request_id: str, result: type[Resu
 
 
 async def _wait(
-    transport: Transport,
-    request_id: str,
-    result: type[Result],
-    decode: Callable[[bytes], Result] | None = None,
+    transport: Transport, request_id: str, result: type[Result], decode: Callable[[bytes], Result] | None = None
 ) -> Result:
     def checked(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
@@ -73,9 +65,7 @@ async def _wait(
     patience = transport.patience()
     while True:
         try:
-            return await transport.post_once(
-                "retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}"
-            )
+            return await transport.post_once("retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}")
         # The result itself; CheckpointNotFound is an APIStatusError as well.
         except errors.RequestFailed:
             raise
@@ -188,9 +178,7 @@ class Completions:
             timeout=None if self._waiting else 0.0,
             retrieved_request_ids=retrieved,
         )
-        answer = await self._transport.post_once(
-            "retrieve_futures", request, reader(RetrieveFuturesResponse)
-        )
+        answer = await self._transport.post_once("retrieve_futures", request, reader(RetrieveFuturesResponse))
         self._retrieved.difference_update(retrieved)
         self._cursor = answer.cursor
         for completion in answer.completions:

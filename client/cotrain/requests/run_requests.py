@@ -71,9 +71,7 @@ class RunRequests:
     def __repr__(self) -> str:
         return f"run {self.model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
 
-    def ask(
-        self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any
-    ) -> Future[Result]:
+    def ask(self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any) -> Future[Result]:
         """POST the run's next request with these fields; its result is JSON.
 
         Raises ValidationError for invalid fields.
@@ -127,18 +125,11 @@ class RunRequests:
         Raises UnsupportedInput for a datum that is not text.
         """
         config = self._connection.known_config
-        parts = cut(
-            encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count
-        )
-        requests = [
-            wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True)
-            for part in parts
-        ]
+        parts = cut(encode_datums(data), config.fwdbwd_max_chunk_len, config.fwdbwd_max_chunk_bytes_count)
+        requests = [wrap_datums(self.model_id, 1, part, loss_fn, loss_fn_config, forward_only=True) for part in parts]
         return [self._send("forward_backward", [each], self._pass_result) for each in requests]
 
-    def pass_twice(
-        self, data: Sequence[Datum], custom: CustomPass
-    ) -> Future[ForwardBackwardOutput]:
+    def pass_twice(self, data: Sequence[Datum], custom: CustomPass) -> Future[ForwardBackwardOutput]:
         """POST a forward and, once `custom` has processed its result, a backward with as many datums.
 
         Both have their `seq_id`s before this returns, so later requests of the run come after both.
@@ -148,9 +139,7 @@ class RunRequests:
         accepted, seq_ids = self._start(
             "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
         )
-        work = self._loop.start(
-            self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks])
-        )
+        work = self._loop.start(self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks]))
         # Shielded: cancelling the result must leave no gap at the backward's `seq_id`.
         outcome = self._loop.start(_shielded(work))
         what = f"custom pass {seq_ids.start} of run {self.model_id}"
@@ -220,9 +209,7 @@ class RunRequests:
         started.add_done_callback(self._undone.discard)
         return Future(accepted, started, what=f"{what} of run {self.model_id}")
 
-    async def _submit(
-        self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int
-    ) -> list[str]:
+    async def _submit(self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int) -> list[str]:
         """POST every request (the server orders them); returns their request ids."""
         try:
             answers = await asyncio.gather(
@@ -236,9 +223,7 @@ class RunRequests:
         return [answer for answer in answers if isinstance(answer, str)]
 
     async def _submit_one(self, path: str, request: Any) -> str:
-        return await self._queue.send(
-            request.seq_id, _size(request), lambda: self._post(path, request)
-        )
+        return await self._queue.send(request.seq_id, _size(request), lambda: self._post(path, request))
 
     async def _post(self, path: str, request: Any) -> str:
         try:
@@ -258,9 +243,7 @@ class RunRequests:
             await self._fill_gap(seq_id)
 
     async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
-        future = await self._transport.post(
-            path, request, reader(UntypedAPIFuture), raises_busy=raises_busy
-        )
+        future = await self._transport.post(path, request, reader(UntypedAPIFuture), raises_busy=raises_busy)
         return future.request_id
 
     async def fill_lost(self) -> None:
@@ -281,9 +264,7 @@ class RunRequests:
         """
         self._lost.add(seq_id)
         try:
-            await self._transport.post_once(
-                "forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture)
-            )
+            await self._transport.post_once("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
         except APIError as error:
             if is_transient(error):
                 return
@@ -304,9 +285,7 @@ class RunRequests:
         return self._cross_entropy(seq_id, [], forward_only=True)
 
     async def _outcome(
-        self,
-        accepted: concurrent.futures.Future[list[str]],
-        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+        self, accepted: concurrent.futures.Future[list[str]], wait: Callable[[list[str]], Coroutine[Any, Any, T]]
     ) -> T:
         # Acceptance is shielded, so that a caller that cancels the result leaves no gap in the order.
         return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
@@ -322,9 +301,7 @@ class RunRequests:
             request_ids = await asyncio.wrap_future(accepted)
             # Outside the limit of the run's other polls. Those may all poll requests that wait for the
             # backward, which itself waits for this forward.
-            outputs = await asyncio.gather(
-                *(wait_for_pass(self._transport, request_id) for request_id in request_ids)
-            )
+            outputs = await asyncio.gather(*(wait_for_pass(self._transport, request_id) for request_id in request_ids))
             datums = encode_datums(await asyncio.to_thread(custom.datums, combine(outputs)))
         except Exception:  # also any exception of the caller's loss
             await asyncio.gather(*map(self._fill_gap, seq_ids))
@@ -346,19 +323,13 @@ class RunRequests:
     def _cross_entropy(
         self, seq_id: int, chunk: Sequence[wire.Datum], *, forward_only: bool
     ) -> wire.ForwardBackwardRequest:
-        return wrap_datums(
-            self.model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only
-        )
+        return wrap_datums(self.model_id, seq_id, chunk, "cross_entropy", None, forward_only=forward_only)
 
     async def _pass_result(self, request_ids: list[str]) -> ForwardBackwardOutput:
-        outputs = await asyncio.gather(
-            *(self._polled(wait_for_pass, request_id) for request_id in request_ids)
-        )
+        outputs = await asyncio.gather(*(self._polled(wait_for_pass, request_id) for request_id in request_ids))
         return combine(outputs)
 
-    async def _polled(
-        self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str
-    ) -> T:
+    async def _polled(self, poll: Callable[[Transport, str], Coroutine[Any, Any, T]], request_id: str) -> T:
         # First come, first served: results arrive in about the order of acceptance.
         async with self._polls:
             return await poll(self._transport, request_id)

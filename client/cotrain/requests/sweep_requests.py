@@ -11,13 +11,7 @@ from contextlib import ExitStack
 from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
-from cotrain.errors import (
-    APIError,
-    MalformedMessage,
-    RateLimitError,
-    UnsupportedInput,
-    status_error,
-)
+from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
 from cotrain.requests.chunks import chunks_of
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future
@@ -27,13 +21,7 @@ from cotrain.transport.http import Transport, reader
 from cotrain.wire.datums import Datum, is_unshifted, total_weight
 from cotrain.wire.pass_codec import encode_datums, wrap_datums
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import (
-    AdamParams,
-    ForwardBackwardOutput,
-    OptimStepResponse,
-    SweepFuture,
-    SweepFutures,
-)
+from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, OptimStepResponse, SweepFuture, SweepFutures
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")
@@ -122,11 +110,7 @@ class SweepRequests:
         return [self._run_step(run, answer, i, weight, bool(steps)) for i, run in enumerate(runs)]
 
     async def _submit(
-        self,
-        runs: Sequence[RunRequests],
-        seq_ids: Sequence[int],
-        request: wire.SweepPassRequest,
-        size_bytes: int,
+        self, runs: Sequence[RunRequests], seq_ids: Sequence[int], request: wire.SweepPassRequest, size_bytes: int
     ) -> list[SweepFuture]:
         joint = _Joint(len(runs), lambda: self._post(runs, seq_ids, request))
         try:
@@ -150,9 +134,7 @@ class SweepRequests:
         try:
             for run in runs:
                 await run.fill_lost()
-            answer = await self._transport.post(
-                "sweep_pass", request, reader(SweepFutures), raises_busy=True
-            )
+            answer = await self._transport.post("sweep_pass", request, reader(SweepFutures), raises_busy=True)
         except RateLimitError:
             raise
         except APIError as error:
@@ -186,23 +168,14 @@ class SweepRequests:
         return RunStep(passed, stepped)
 
 
-def _positions(
-    model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]
-) -> wire.SweepRuns:
+def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:
     """Return the runs of a request, with every number that they have in common once."""
     prefix = commonprefix(model_ids)  # noqa: RUF071  # of any characters; they are no paths
     adam = None
     if steps:
-        columns = {
-            field: _column([getattr(step, field) for step in steps])
-            for field in AdamParams.model_fields
-        }
-        is_default = {
-            name: columns[name] == [info.default] for name, info in AdamParams.model_fields.items()
-        }
-        adam = wire.AdamSteps(
-            **{name: each for name, each in columns.items() if not is_default[name]}
-        )
+        columns = {field: _column([getattr(step, field) for step in steps]) for field in AdamParams.model_fields}
+        is_default = {name: columns[name] == [info.default] for name, info in AdamParams.model_fields.items()}
+        adam = wire.AdamSteps(**{name: each for name, each in columns.items() if not is_default[name]})
     return wire.SweepRuns(
         prefix=prefix,
         names=",".join(each.removeprefix(prefix) for each in model_ids),
@@ -215,9 +188,7 @@ def _column(values: Sequence[T]) -> list[T]:
     return list(values[:1] if len(set(values)) == 1 else values)
 
 
-async def _request_id(
-    answer: concurrent.futures.Future[list[SweepFuture]], number: int, which: int
-) -> str:
+async def _request_id(answer: concurrent.futures.Future[list[SweepFuture]], number: int, which: int) -> str:
     """Return a request id of one run. Raises APIStatusError if the run accepted nothing."""
     # Shielded, so that a caller that cancels one result leaves no gap in the order of the runs.
     entry = (await asyncio.shield(asyncio.wrap_future(answer)))[number]

@@ -41,11 +41,7 @@ class Download:
     """Download of a URL to a file, which is complete or missing."""
 
     def __init__(
-        self,
-        http: httpx.AsyncClient,
-        url: str,
-        target: Path,
-        progress: Callable[[int, int], None] | None,
+        self, http: httpx.AsyncClient, url: str, target: Path, progress: Callable[[int, int], None] | None
     ) -> None:
         self._http = http
         self._url = url
@@ -120,9 +116,7 @@ class Download:
     def _parts(self) -> list[Path]:
         start = _start_of(self._target)
         return [
-            each
-            for each in self._target.parent.iterdir()
-            if each.name.startswith(start) and each.suffix == ".part"
+            each for each in self._target.parent.iterdir() if each.name.startswith(start) and each.suffix == ".part"
         ]
 
 
@@ -165,9 +159,7 @@ class UploadArchive:
     parts: tuple[bytes | Path, ...]
     size: int
 
-    async def chunks(
-        self, progress: Callable[[int, int], None] | None = None
-    ) -> AsyncIterator[bytes]:
+    async def chunks(self, progress: Callable[[int, int], None] | None = None) -> AsyncIterator[bytes]:
         """Yield the bytes from the start; `progress` is called with the bytes sent and the total."""
         sent = 0
         for part in self.parts:
@@ -190,11 +182,7 @@ def archive_of(source: Path) -> UploadArchive:
     for name in ADAPTER_FILES:
         info = tarfile.TarInfo(name)
         info.size = (source / name).stat().st_size
-        parts += [
-            info.tobuf(tarfile.GNU_FORMAT),
-            source / name,
-            bytes(-info.size % tarfile.BLOCKSIZE),
-        ]
+        parts += [info.tobuf(tarfile.GNU_FORMAT), source / name, bytes(-info.size % tarfile.BLOCKSIZE)]
     parts.append(bytes(2 * tarfile.BLOCKSIZE))
     return UploadArchive(tuple(parts), sum(map(_size, parts)))
 
@@ -205,8 +193,7 @@ def _refuse_other_weights(folder: Path) -> None:
     names = sorted(path.name for pattern in OTHER_WEIGHTS for path in folder.glob(pattern))
     if names:
         raise UnsupportedInput(
-            f"Only safetensors checkpoints are accepted. {folder} holds {names[0]}: save the adapter as one "
-            f"{TENSORS}."
+            f"Only safetensors checkpoints are accepted. {folder} holds {names[0]}: save the adapter as one {TENSORS}."
         )
 
 

@@ -38,9 +38,7 @@ def trusted() -> ssl.SSLContext:
             return ssl.create_default_context(capath=path)
         return ssl.create_default_context(cafile=path)
     except (OSError, ssl.SSLError) as error:
-        raise SettingsMissing(
-            f"{name} names {path}, whose certificates cannot be read: {error}"
-        ) from error
+        raise SettingsMissing(f"{name} names {path}, whose certificates cannot be read: {error}") from error
 
 
 def proxy_of(url: str) -> str | None:
@@ -72,9 +70,7 @@ def through_proxy(url: str) -> str:
     if proxy is None:
         return ""
     name = _name_of(urlsplit(url).scheme, getproxies())
-    return (
-        f" through the proxy {_shown(proxy)} of {name} (NO_PROXY names hosts to reach without it)"
-    )
+    return f" through the proxy {_shown(proxy)} of {name} (NO_PROXY names hosts to reach without it)"
 
 
 def _name_of(scheme: str, proxies: dict[str, str]) -> str:

@@ -27,15 +27,7 @@ from pydantic import BaseModel
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.environment import proxy_of, through_proxy, trusted
-from cotrain.transport.responses import (
-    acknowledged,
-    is_page,
-    read,
-    reader,
-    refusal,
-    understood,
-    unreached,
-)
+from cotrain.transport.responses import acknowledged, is_page, read, reader, refusal, understood, unreached
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
 from cotrain.wire.pass_codec import PROTOBUF
@@ -226,9 +218,7 @@ class Transport:
             )
         )
 
-    async def fetch(
-        self, url: str, target: Path, progress: Callable[[int, int], None] | None = None
-    ) -> None:
+    async def fetch(self, url: str, target: Path, progress: Callable[[int, int], None] | None = None) -> None:
         """Download a link of the server to a file, atomically.
 
         Resumes where an earlier attempt stopped, also one of another process. The link needs no key, so the
@@ -253,12 +243,7 @@ class Transport:
         return 0
 
     async def post_once(
-        self,
-        path: str,
-        message: BaseModel | Message,
-        reads: Callable[[httpx.Response], T],
-        *,
-        accept: str = JSON,
+        self, path: str, message: BaseModel | Message, reads: Callable[[httpx.Response], T], *, accept: str = JSON
     ) -> T:
         """POST a single time. Raises APIError for any response that `reads` cannot parse."""
         body, described = await self._encoded(message)
@@ -277,16 +262,12 @@ class Transport:
         """Close every connection."""
         await self._pools.close()
 
-    async def _ask(
-        self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None
-    ) -> T:
+    async def _ask(self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None) -> T:
         headers = {} if body is None else {"Content-Type": JSON}
         build = partial(self._http.build_request, method, path, content=body, headers=headers)
         return await self._until_answered(lambda: self._send(build(), reads))
 
-    async def _until_answered(
-        self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False
-    ) -> T:
+    async def _until_answered(self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False) -> T:
         patience = self.patience()
         while True:
             try:
@@ -308,15 +289,9 @@ class Transport:
         return await asyncio.to_thread(_written, message, zips=zips), headers
 
     async def _post(
-        self,
-        path: str,
-        body: bytes,
-        reads: Callable[[httpx.Response], T],
-        headers: Mapping[str, str],
+        self, path: str, body: bytes, reads: Callable[[httpx.Response], T], headers: Mapping[str, str]
     ) -> T:
-        return await self._send(
-            self._http.build_request("POST", path, content=body, headers=headers), reads
-        )
+        return await self._send(self._http.build_request("POST", path, content=body, headers=headers), reads)
 
     async def _send(self, request: httpx.Request, reads: Callable[[httpx.Response], T]) -> T:
         request.headers.update(traceparent())

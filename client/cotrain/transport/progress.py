@@ -107,9 +107,7 @@ class Progress:
     def _begin(self) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="cotrain-progress", daemon=True
-                )
+                self._thread = threading.Thread(target=self._run, name="cotrain-progress", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:

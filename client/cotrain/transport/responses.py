@@ -49,9 +49,7 @@ def acknowledged(response: httpx.Response) -> None:
         raise errors.MalformedMessage(f"{response.url} did not answer that it is done")
 
 
-def understood(
-    response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False
-) -> T:
+def understood(response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False) -> T:
     """Parse a response; `is_known` if this server has responded before.
 
     If `reads` raises MalformedMessage, raises ForeignAnswer with a hint at the cause.
@@ -74,8 +72,7 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> errors.APISt
     hint = "" if response.is_server_error else _hint(response, is_known=is_known)
     if response.status_code == TOO_LARGE and not isinstance(body, dict):
         hint = (
-            "; a proxy before the server takes no request of this size: raise its limit"
-            " (nginx: client_max_body_size)"
+            "; a proxy before the server takes no request of this size: raise its limit (nginx: client_max_body_size)"
         )
     return errors.status_error(
         response.status_code,
@@ -97,8 +94,7 @@ def unreached(
     message = f"cannot reach {url}{through}: {error}"
     if UNBELIEVED in str(error):
         message += (
-            ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file"
-            " of its certificate"
+            ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file of its certificate"
         )
         return errors.APIConnectionError(message) if is_known else errors.SettingsMissing(message)
     if isinstance(error, httpx.TimeoutException):
@@ -106,9 +102,7 @@ def unreached(
     if is_known:
         return errors.APIConnectionError(message)
     if url.scheme == "https" and any(sign in str(error) for sign in NO_TLS):
-        return errors.SettingsMissing(
-            f"{_origin(url)} does not speak https: try http://{_host(url)}"
-        )
+        return errors.SettingsMissing(f"{_origin(url)} does not speak https: try http://{_host(url)}")
     if url.scheme == "http" and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return errors.APIConnectionError(f"{message} If it speaks https, try https://{_host(url)}")
     return errors.APIConnectionError(message)

@@ -98,10 +98,7 @@ class Contact:
         # The message contains numbers that change: a position, seconds.
         about = re.sub(r"\d+", "", why) if why else error.status_code
         now = time.monotonic()
-        if (
-            waited_s >= WARN_AFTER_S
-            and now - self._warned_at.get(about, -WARN_AGAIN_S) >= WARN_AGAIN_S
-        ):
+        if waited_s >= WARN_AFTER_S and now - self._warned_at.get(about, -WARN_AGAIN_S) >= WARN_AGAIN_S:
             self._warned_at[about] = now
             PROGRESS.clear()
             log.warning("still waiting, and trying again: %s", why or error)
@@ -141,9 +138,7 @@ class Patience:
         tried_s = time.monotonic() - self._since
         if isinstance(error, APIConnectionError):
             self.contact.lost(error, self._limit_s(error))
-        if not is_transient(error) or (
-            isinstance(error, ForeignAnswer) and not self.contact.is_known
-        ):
+        if not is_transient(error) or (isinstance(error, ForeignAnswer) and not self.contact.is_known):
             raise error
         if tried_s > self._limit_s(error):
             raise self._enough(error, tried_s)

@@ -141,13 +141,9 @@ def decode_loss(loss_id: str) -> CustomLoss:
     """Return the checked loss of a `loss_id`. Raises UnsupportedInput."""
     try:
         compressed = urlsafe_b64decode(loss_id[:MAX_ID].removeprefix(PREFIX))
-        loss = CustomLoss.model_validate_json(
-            zlib.decompressobj().decompress(compressed, _MAX_JSON)
-        )
+        loss = CustomLoss.model_validate_json(zlib.decompressobj().decompress(compressed, _MAX_JSON))
     except (ValueError, zlib.error):
-        raise UnsupportedInput(
-            "loss_fn_config.loss_id is not an id that create_custom_loss returned."
-        ) from None
+        raise UnsupportedInput("loss_fn_config.loss_id is not an id that create_custom_loss returned.") from None
     check_loss(loss)
     return loss
 
@@ -179,9 +175,7 @@ def loss_and_metrics(loss: CustomLoss) -> tuple[str, dict[str, str]]:
         case [{"tuple": [{"ref": value}, metrics]}] | [[{"ref": value}, metrics]]:
             pass
         case _:
-            raise UnsupportedInput(
-                "a custom loss must return (loss, metrics), both made of tensors."
-            )
+            raise UnsupportedInput("a custom loss must return (loss, metrics), both made of tensors.")
     entries = metrics.get("dict", metrics) if isinstance(metrics, dict) else None
     if not isinstance(entries, dict) or len(entries) > MAX_METRICS:
         raise UnsupportedInput(f"metrics must be a dict of at most {MAX_METRICS} tensors.")
@@ -211,9 +205,7 @@ def _check_node(node: CustomLossNode, earlier: set[str]) -> None:
         case "call_module":
             raise UnsupportedInput(f"{where}: modules are not allowed. Use torch.nn.functional.")
         case "call_function" if node.target == "getattr" and not _is_attribute(node):
-            raise UnsupportedInput(
-                f"{where}: allowed attributes are {', '.join(sorted(ATTRIBUTES))}."
-            )
+            raise UnsupportedInput(f"{where}: allowed attributes are {', '.join(sorted(ATTRIBUTES))}.")
     if node.kwargs.get("inplace") or "out" in node.kwargs:
         raise UnsupportedInput(f"{where}: {node.target} must not change its arguments.")
     texts = [value for name, value in node.kwargs.items() if name in _TEXTS]
@@ -225,13 +217,9 @@ def _check_node(node: CustomLossNode, earlier: set[str]) -> None:
             case {"ref": name} if name not in earlier:
                 raise UnsupportedInput(f"{where}: {name!r:.80} is no earlier node.")
             case {"dtype": name} if name not in DTYPES:
-                raise UnsupportedInput(
-                    f"{where}: dtype {name!r:.80} is not one of {', '.join(sorted(DTYPES))}."
-                )
+                raise UnsupportedInput(f"{where}: dtype {name!r:.80} is not one of {', '.join(sorted(DTYPES))}.")
             case {"device": name} if name != "cpu":
-                raise UnsupportedInput(
-                    f"{where}: device {name!r:.80}: a custom loss runs where the server decides."
-                )
+                raise UnsupportedInput(f"{where}: device {name!r:.80}: a custom loss runs where the server decides.")
 
 
 def _not_allowed(where: str, target: str, hint: str | None = None) -> UnsupportedInput:

@@ -7,15 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    field_serializer,
-    field_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_serializer, field_validator
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
@@ -97,9 +89,7 @@ class ImageChunk(OneLine):
     def length(self) -> int:
         """Number of tokens. Raises UnsupportedInput if `expected_tokens` is not set."""
         if self.expected_tokens is None:
-            raise UnsupportedInput(
-                "ImageChunk has no expected_tokens; the length is unknown without"
-            )
+            raise UnsupportedInput("ImageChunk has no expected_tokens; the length is unknown without")
         return self.expected_tokens
 
 
@@ -118,10 +108,7 @@ class DmelChunk(BaseModel):
 def cannot_read(chunk: BaseModel) -> str:
     """Return the sentence about a chunk of a type that no server reads."""
     kind = getattr(chunk, "type", type(chunk).__name__)
-    remedy = {
-        "image_asset_pointer": "send the bytes of the image as an image chunk",
-        "image": "send text tokens",
-    }
+    remedy = {"image_asset_pointer": "send the bytes of the image as an image chunk", "image": "send text tokens"}
     return f"chunks of type {kind} cannot be read here; {remedy.get(kind, 'send text tokens or images')}"
 
 
@@ -173,10 +160,7 @@ class ModelInput(OneLine):
     @property
     def length(self) -> int:
         """Number of tokens. Raises UnsupportedInput for an image without `expected_tokens`, and for audio."""
-        return sum(
-            chunk.length if isinstance(chunk, ImageChunk) else len(_tokens_of(chunk))
-            for chunk in self.chunks
-        )
+        return sum(chunk.length if isinstance(chunk, ImageChunk) else len(_tokens_of(chunk)) for chunk in self.chunks)
 
 
 class Datum(OneLine):
@@ -208,10 +192,7 @@ class Datum(OneLine):
     routed_experts: RoutedExperts | None = None
 
     def __init__(
-        self,
-        model_input: ModelInput,
-        loss_fn_inputs: Mapping[str, Any] | None = None,
-        routed_experts: Any = None,
+        self, model_input: ModelInput, loss_fn_inputs: Mapping[str, Any] | None = None, routed_experts: Any = None
     ) -> None:
         given = loss_fn_inputs or {}
         try:

@@ -48,9 +48,7 @@ class OneLine(BaseModel):
 class WireModel(OneLine):
     """Base of all messages: field names of the wire, immutable, without NaN except where a field allows it."""
 
-    model_config = ConfigDict(
-        frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
+    model_config = ConfigDict(frozen=True, protected_namespaces=(), allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
 class Argument(WireModel):

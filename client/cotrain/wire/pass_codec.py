@@ -12,14 +12,7 @@ from google.protobuf.message import DecodeError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.constants import ROUTED_EXPERTS
-from cotrain.wire.datums import (
-    Datum,
-    EncodedTextChunk,
-    ImageChunk,
-    ModelInputChunk,
-    cannot_read,
-    datums_of,
-)
+from cotrain.wire.datums import Datum, EncodedTextChunk, ImageChunk, ModelInputChunk, cannot_read, datums_of
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import DType, TensorData, from_bytes, to_bytes
@@ -42,9 +35,7 @@ def encode_pass_request(
     Equal arguments give equal bytes under `SerializeToString(deterministic=True)`. Raises
     UnsupportedInput, which names the datum, if a chunk is not text.
     """
-    return wrap_datums(
-        model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only
-    )
+    return wrap_datums(model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only)
 
 
 def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
@@ -81,9 +72,7 @@ def decode_pass_output(payload: bytes) -> ForwardBackwardOutput:
         raise MalformedMessage("this is not a ForwardBackwardOutput") from error
     return ForwardBackwardOutput(
         loss_fn_output_type=message.loss_fn_output_type.rsplit(":", 1)[-1] or "ArrayRecord",
-        loss_fn_outputs=[
-            outputs for record in message.loss_fn_outputs for outputs in _split_record(record)
-        ],
+        loss_fn_outputs=[outputs for record in message.loss_fn_outputs for outputs in _split_record(record)],
         metrics=dict(message.metrics),
     )
 
@@ -150,9 +139,7 @@ def _split_record(record: wire.ArrayRecord) -> Iterator[dict[str, TensorData]]:
     columns = {name: list(_split_batch(name, batch)) for name, batch in record.fields.items()}
     for name, column in columns.items():
         if len(column) != record.num_datums:
-            raise MalformedMessage(
-                f"{name} has {len(column)} arrays for {record.num_datums} datums"
-            )
+            raise MalformedMessage(f"{name} has {len(column)} arrays for {record.num_datums} datums")
     for index in range(record.num_datums):
         yield {name: column[index] for name, column in columns.items()}
 

@@ -311,9 +311,7 @@ class UserSearchOwner(WireModel):
     owner_urns: list[Name] = Field(min_length=1, max_length=10)
 
 
-SearchOwner = Annotated[
-    OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")
-]
+SearchOwner = Annotated[OwnSearchOwner | AccessibleSearchOwner | UserSearchOwner, Field(discriminator="type")]
 
 
 class ActiveStatusQuery(WireModel):
@@ -409,9 +407,7 @@ class SessionFailed(WireModel):
     message: str
 
 
-SessionStatus = Annotated[
-    SessionActive | SessionFinished | SessionFailed, Field(discriminator="type")
-]
+SessionStatus = Annotated[SessionActive | SessionFinished | SessionFailed, Field(discriminator="type")]
 
 
 class SessionSummary(WireModel):

@@ -38,9 +38,7 @@ class RoutedExperts(BaseModel):
             return values
         flat, shape = numbers_and_shape(values, "int64")
         if len(shape) != 3:
-            raise UnsupportedInput(
-                f"routed_experts must have shape [tokens, layers, experts of a token], not {shape}"
-            )
+            raise UnsupportedInput(f"routed_experts must have shape [tokens, layers, experts of a token], not {shape}")
         if flat and not (min(flat) >= -1 and max(flat) < 2**15):
             raise UnsupportedInput("routed_experts must be numbers of experts, or -1")
         dtype: Literal["int8", "int16"] = "int8" if max(flat, default=0) < 2**7 else "int16"
@@ -71,8 +69,7 @@ class RoutedExperts(BaseModel):
         shape = (self.tokens + other.tokens, *self.shape[1:])
         dtype = max(self.dtype, other.dtype, key=lambda each: array(_TYPECODE[each]).itemsize)
         data = b"".join(
-            each.data if each.dtype == dtype else to_bytes(_TYPECODE[dtype], each._numbers())
-            for each in (self, other)
+            each.data if each.dtype == dtype else to_bytes(_TYPECODE[dtype], each._numbers()) for each in (self, other)
         )
         return RoutedExperts(data=data, dtype=dtype, shape=shape)
 
@@ -83,9 +80,7 @@ class RoutedExperts(BaseModel):
         stop = max(start, stop)
         row = self._row_bytes
         shape = (stop - start, *self.shape[1:])
-        return RoutedExperts(
-            data=self.data[start * row : stop * row], dtype=self.dtype, shape=shape
-        )
+        return RoutedExperts(data=self.data[start * row : stop * row], dtype=self.dtype, shape=shape)
 
     @property
     def _row_bytes(self) -> int:
@@ -97,7 +92,5 @@ class RoutedExperts(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if len(self.data) != self.tokens * self._row_bytes:
-            raise ValueError(
-                f"{len(self.data)} bytes do not fill shape {list(self.shape)} of {self.dtype}"
-            )
+            raise ValueError(f"{len(self.data)} bytes do not fill shape {list(self.shape)} of {self.dtype}")
         return self

@@ -23,16 +23,7 @@ from cotrain.errors import Category
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
-from cotrain.wire.model import (
-    Argument,
-    Listed,
-    ModelSeqId,
-    Name,
-    SeqId,
-    SequencedRequest,
-    WireModel,
-    six_digits,
-)
+from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel, six_digits
 from cotrain.wire.rest import Note, Tags
 from cotrain.wire.routed_experts import RoutedExperts
 from cotrain.wire.tensors import TensorData
@@ -83,9 +74,7 @@ class LoraConfig(Argument):
 
 def _refuse_dimuon(name: Any) -> Any:
     if name == "dimuon":
-        raise ValueError(
-            "dimuon is not served, because its rule is not published in full. muon is a related optimizer"
-        )
+        raise ValueError("dimuon is not served, because its rule is not published in full. muon is a related optimizer")
     return name
 
 
@@ -221,9 +210,9 @@ class ForwardBackwardOutput(WireModel):
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
     """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
-    metrics: Annotated[
-        dict[str, Annotated[float, Field(allow_inf_nan=True)]], AfterValidator(Metrics)
-    ] = Field(default={})
+    metrics: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=True)]], AfterValidator(Metrics)] = Field(
+        default={}
+    )
     """A name ends in `:` and the reduction over parts of a request: `loss:sum`, `x:mean`."""
 
     _total_weight: float = PrivateAttr(default=0.0)

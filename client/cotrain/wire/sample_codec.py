@@ -15,14 +15,8 @@ from cotrain.wire.tensors import DType, TensorData, from_bytes
 NOTHING = (0, -99999.0)
 """Value of the empty cells of a top-k matrix."""
 
-_STOP_REASON: dict[int, Literal["length", "stop"]] = {
-    wire.STOP_REASON_STOP: "stop",
-    wire.STOP_REASON_LENGTH: "length",
-}
-_ELEMENT: dict[int, tuple[str, DType]] = {
-    wire.DTYPE_FLOAT32: ("f", "float32"),
-    wire.DTYPE_INT64: ("q", "int64"),
-}
+_STOP_REASON: dict[int, Literal["length", "stop"]] = {wire.STOP_REASON_STOP: "stop", wire.STOP_REASON_LENGTH: "length"}
+_ELEMENT: dict[int, tuple[str, DType]] = {wire.DTYPE_FLOAT32: ("f", "float32"), wire.DTYPE_INT64: ("q", "int64")}
 
 
 def decode_sample_response(payload: bytes) -> SampleResponse:
@@ -39,20 +33,14 @@ def decode_sample_response(payload: bytes) -> SampleResponse:
             else None
         ),
         topk_prompt_logprobs=(
-            _topk(message.topk_prompt_logprobs)
-            if message.HasField("topk_prompt_logprobs")
-            else None
+            _topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None
         ),
         target_prompt_logprobs=(
-            _tensor(message.target_prompt_logprobs)
-            if message.HasField("target_prompt_logprobs")
-            else None
+            _tensor(message.target_prompt_logprobs) if message.HasField("target_prompt_logprobs") else None
         ),
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
         prompt_routed_experts=(
-            _experts(message.prompt_routed_experts)
-            if message.HasField("prompt_routed_experts")
-            else None
+            _experts(message.prompt_routed_experts) if message.HasField("prompt_routed_experts") else None
         ),
     )
 
@@ -68,17 +56,9 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
     return SampledSequence(
         stop_reason=_STOP_REASON[message.stop_reason],
         tokens=from_bytes("i", message.tokens).tolist(),
-        logprobs=(
-            from_bytes("f", message.logprobs).tolist() if message.HasField("logprobs") else None
-        ),
-        topk_logprobs=(
-            _topk(message.topk_sampled_logprobs)
-            if message.HasField("topk_sampled_logprobs")
-            else None
-        ),
-        routed_experts=(
-            _experts(message.routed_experts) if message.HasField("routed_experts") else None
-        ),
+        logprobs=(from_bytes("f", message.logprobs).tolist() if message.HasField("logprobs") else None),
+        topk_logprobs=(_topk(message.topk_sampled_logprobs) if message.HasField("topk_sampled_logprobs") else None),
+        routed_experts=(_experts(message.routed_experts) if message.HasField("routed_experts") else None),
         policy_spans=[_span(span) for span in message.policy_spans] or None,
     )
 
@@ -94,9 +74,7 @@ def _span(message: wire.PolicySpan) -> PolicySpan:
 
 def _topk(message: wire.TopkLogprobs) -> list[TopK | None]:
     """Parse two `[length, k]` matrices; a row without any token is None."""
-    cells = list(
-        zip(from_bytes("i", message.token_ids), from_bytes("f", message.logprobs), strict=False)
-    )
+    cells = list(zip(from_bytes("i", message.token_ids), from_bytes("f", message.logprobs), strict=False))
     if len(cells) != message.length * message.k:
         raise MalformedMessage(f"top-k of {message.length} rows and {message.k} columns is cut")
     rows = (cells[row * message.k : (row + 1) * message.k] for row in range(message.length))

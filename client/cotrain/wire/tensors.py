@@ -109,10 +109,7 @@ class TensorData(OneLine):
         dense = cls.of(tensor)
         if len(dense.dense_shape) != 2:
             return dense
-        kept = [
-            [(column, value) for column, value in enumerate(row) if value != pad_value]
-            for row in dense.tolist()
-        ]
+        kept = [[(column, value) for column, value in enumerate(row) if value != pad_value] for row in dense.tolist()]
         listed = list(chain.from_iterable(kept))
         if len(kept) + 1 + 2 * len(listed) >= len(dense.data):
             return dense
@@ -206,15 +203,11 @@ def numbers_and_shape(values: Any, dtype: DType) -> tuple[list[Any], list[int]]:
         flat = values if len(values.shape) == 1 else values.reshape(-1)
         return read_numbers(flat.tolist(), dtype), list(values.shape)
     if values is None or isinstance(values, str | bytes | Mapping):
-        raise UnsupportedInput(
-            f"it is {reprlib.repr(values)}, and must be a list, an array or a tensor"
-        )
+        raise UnsupportedInput(f"it is {reprlib.repr(values)}, and must be a list, an array or a tensor")
     nested = list(values) if isinstance(values, Iterable) else values
     shape = _shape_of(nested)
     # Nearly every list is flat; a walk over its elements would cost more than sending it.
-    if len(shape) != 1 or any(
-        issubclass(kind, list | tuple) for kind in {type(value) for value in nested}
-    ):
+    if len(shape) != 1 or any(issubclass(kind, list | tuple) for kind in {type(value) for value in nested}):
         nested = list(_flatten(nested, shape))
     return read_numbers(nested, dtype), shape
 

@@ -41,9 +41,7 @@ class CheckpointUsage(WireModel):
     count: int
 
 
-UsageInfo = Annotated[
-    TrainingUsage | PrefillUsage | SampleUsage | CheckpointUsage, Field(discriminator="type")
-]
+UsageInfo = Annotated[TrainingUsage | PrefillUsage | SampleUsage | CheckpointUsage, Field(discriminator="type")]
 
 
 class UsageEvent(WireModel):

@@ -16,9 +16,7 @@ from cotrain_store.blobs.protocol import Blob, Moments
 from cotrain_store.failpoints import failpoint, write_past
 
 #: Errors of a lost file: no such name, a bad sector, a damaged file system.
-_LOST = frozenset(
-    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-)
+_LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 
 
 def passes(error: Exception) -> bool:
@@ -71,9 +69,7 @@ class Folder:
         """Return the blobs of a subfolder."""
         return type(self)(self.folder / prefix, self._root)
 
-    def put(
-        self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
-    ) -> None:
+    def put(self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None) -> None:
         """Write a file, fsync it, and rename it. Raises OSError, FileExistsError."""
         path = self.folder / key
         unfinished = path.with_name(f".{path.name}.{uuid4().hex}")

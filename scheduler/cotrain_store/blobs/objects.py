@@ -73,9 +73,7 @@ class Objects:
         """Return the blobs below a prefix."""
         return type(self)(self._store, f"{self._prefix}{prefix}/")
 
-    def put(
-        self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
-    ) -> None:
+    def put(self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None) -> None:
         """Write an object; the parts of a large one appear only when all are written."""
         if moments:
             failpoint(moments.half_written)
@@ -156,9 +154,7 @@ class Objects:
             if isinstance(failed, BlobsUnavailable):
                 raise
             FAILURES.note(operation, key, _sentence(failed))
-            raise BlobsUnavailable(
-                _sentence(failed), is_refusal=isinstance(failed, _REFUSALS)
-            ) from failed
+            raise BlobsUnavailable(_sentence(failed), is_refusal=isinstance(failed, _REFUSALS)) from failed
         else:
             FAILURES.note_success()
 

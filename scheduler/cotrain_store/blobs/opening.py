@@ -47,9 +47,7 @@ def check_url(url: str) -> None:
             raise ValueError(f"{url!r} names no folder: file:///path.")
         return
     if not parts.netloc or parts.username or parts.query:
-        raise ValueError(
-            f"{url!r} is not {parts.scheme}://bucket/prefix; credentials are variables."
-        )
+        raise ValueError(f"{url!r} is not {parts.scheme}://bucket/prefix; credentials are variables.")
     try:
         import obstore  # noqa: F401 - an extra, which others do not need
     except ImportError:
@@ -100,9 +98,7 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
         owner = _owner(blobs, name)
     except (BlobsUnavailable, FileNotFoundError) as failed:
         if isinstance(failed, BlobsUnavailable) and not failed.is_refusal:
-            raise StoreUnavailable(
-                f"{setting}: {where} does not answer: {failed.strerror}."
-            ) from failed
+            raise StoreUnavailable(f"{setting}: {where} does not answer: {failed.strerror}.") from failed
         raise UnsafeRedis(
             f"{setting}: {where} cannot be used: {failed.strerror}. Check that the bucket exists, and the "
             "variables with its credentials, region and endpoint."

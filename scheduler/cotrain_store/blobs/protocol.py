@@ -52,9 +52,7 @@ class Blobs(Protocol):
     def below(self, prefix: str) -> Self:
         """Return the blobs whose keys begin with `prefix/`, by the rest of their keys."""
 
-    def put(
-        self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None
-    ) -> None:
+    def put(self, key: str, content: bytes, *, new: bool = False, moments: Moments | None = None) -> None:
         """Write a blob, durable when this returns, with failpoints.
 
         Raises FileExistsError if `new` is set and the blob exists.

@@ -59,9 +59,7 @@ class ImageReader:
         """
         self._images += 1
         if self._images > MAX_IMAGES:
-            raise UnusableImage(
-                f"is image {self._images} of the request, which may have {MAX_IMAGES}."
-            )
+            raise UnusableImage(f"is image {self._images} of the request, which may have {MAX_IMAGES}.")
         if declared not in _FORMATS:
             raise UnusableImage(f"has format {declared!r:.20}; send png or jpeg.")
         grid = self._decoded(data, declared)
@@ -81,9 +79,7 @@ class ImageReader:
         try:
             opened = PIL.Image.open(BytesIO(data), formats=("PNG", "JPEG"))
         except PIL.Image.DecompressionBombError as bomb:  # far above our limit
-            raise UnusableImage(
-                f"has more pixels than the limit of {MAX_PIXELS}. Reduce it."
-            ) from bomb
+            raise UnusableImage(f"has more pixels than the limit of {MAX_PIXELS}. Reduce it.") from bomb
         except Exception as broken:  # decoders raise exceptions of any type at hostile bytes
             raise UnusableImage("is neither a PNG nor a JPEG file.") from broken
         with opened:
@@ -95,20 +91,14 @@ class ImageReader:
             try:
                 opened.load()
             except Exception as broken:  # see above
-                raise UnusableImage(
-                    f"cannot be decoded: {str(broken) or 'it is broken'!s:.200}."
-                ) from broken
+                raise UnusableImage(f"cannot be decoded: {str(broken) or 'it is broken'!s:.200}.") from broken
             return grid_of(*opened.size, self._rules)
 
     def _check_size(self, width: int, height: int) -> None:
         if width * height > MAX_PIXELS:
-            raise UnusableImage(
-                f"has {width} x {height} pixels; the limit is {MAX_PIXELS}. Reduce it."
-            )
+            raise UnusableImage(f"has {width} x {height} pixels; the limit is {MAX_PIXELS}. Reduce it.")
         if max(width, height) > MAX_ASPECT * min(width, height):
-            raise UnusableImage(
-                f"has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other."
-            )
+            raise UnusableImage(f"has {width} x {height} pixels; one side may be {MAX_ASPECT} times the other.")
         self._pixels += width * height
         if self._pixels > MAX_REQUEST_PIXELS:
             raise UnusableImage(

@@ -105,10 +105,7 @@ def decoding(request: wire_pb2.ForwardBackwardRequest) -> Generator[None, None, 
             yield
     datums += block.datums()
     return PassBody(
-        datums=tuple(datums),
-        loss_fn=request.loss_fn,
-        loss_config=config,
-        forward_only=request.forward_only,
+        datums=tuple(datums), loss_fn=request.loss_fn, loss_config=config, forward_only=request.forward_only
     )
 
 
@@ -157,9 +154,7 @@ class _Block:
             if kind == "encoded_text":
                 raw = chunk.encoded_text.tokens
                 if len(raw) % 4:
-                    raise MalformedBody(
-                        f"datum {index}: model_input tokens are not a list of 32-bit integers."
-                    )
+                    raise MalformedBody(f"datum {index}: model_input tokens are not a list of 32-bit integers.")
             elif kind == "image":
                 images.append(_image(index, chunk.image, stop - start))
                 raw = bytes(4 * images[-1].tokens)
@@ -218,9 +213,7 @@ class _Block:
         if len(raw) % size:
             raise MalformedBody(_broken(_where(index, name), raw, dtypes[kind]))
         if shape and count * size != len(raw):
-            raise MalformedBody(
-                f"{_where(index, name)} has {len(raw) // size} values for shape {list(shape)}."
-            )
+            raise MalformedBody(f"{_where(index, name)} has {len(raw) // size} values for shape {list(shape)}.")
         return self._append(kind, raw, size, shape)
 
 
@@ -250,9 +243,7 @@ def locate_images(request: wire_pb2.ForwardBackwardRequest, reader: ImageReader)
                 continue
             image, where = chunk.image, f"data[{index}].model_input.chunks[{at}]"
             if image.HasField("override_dimensions"):
-                raise MalformedBody(
-                    f"{where}: override_dimensions is not supported. Resize the image."
-                )
+                raise MalformedBody(f"{where}: override_dimensions is not supported. Resize the image.")
             expected = image.expected_tokens if image.HasField("expected_tokens") else None
             try:
                 height, width = reader.read(image.data, image.format, expected)
@@ -268,9 +259,7 @@ def _image(index: int, image: wire_pb2.ImageChunk, start: int) -> BodyImage:
     return BodyImage(start, grid.height, grid.width, image.data)
 
 
-def _csr(
-    where: str, sparse: wire_pb2.SparseCsr, dtype: np.dtype, shape: tuple[int, ...]
-) -> np.ndarray:
+def _csr(where: str, sparse: wire_pb2.SparseCsr, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     if len(shape) != 2:
         raise MalformedBody(f"{where} is sparse and needs a 2-D shape, got {list(shape)}.")
     rows, columns = shape

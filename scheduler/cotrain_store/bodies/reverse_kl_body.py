@@ -51,10 +51,7 @@ class ReverseKlBody:
     @property
     def num_tokens(self) -> int:
         """Input tokens of the run and of the reference, as counted by the token budget."""
-        return sum(
-            len(d.student_context) + len(d.reference_context) + 2 * (len(d.targets) - 1)
-            for d in self.datums
-        )
+        return sum(len(d.student_context) + len(d.reference_context) + 2 * (len(d.targets) - 1) for d in self.datums)
 
 
 def encode_reverse_kl(body: ReverseKlBody) -> bytes:
@@ -103,9 +100,7 @@ def decode_reverse_kl(body: bytes) -> ReverseKlBody:
             datums.append(KlArrays(*contexts, tokens[s + r :], weights, experts))
         reference = settings["reference"]
         return ReverseKlBody(
-            WeightsRef(reference) if reference is not None else None,
-            float(settings["temperature"]),
-            tuple(datums),
+            WeightsRef(reference) if reference is not None else None, float(settings["temperature"]), tuple(datums)
         )
     except (struct.error, ValueError, LookupError, TypeError) as broken:
         raise MalformedBody("The body of a reverse-KL request cannot be read.") from broken
@@ -117,17 +112,10 @@ def reverse_kl_answer(losses: Sequence[np.ndarray], metrics: Mapping[str, float]
     For each datum, `loss` is the sum of its `losses`, and `token_losses` has the terms. `mint` 0.2.0 ignores the latter.
     """
     outputs = [
-        {
-            "loss": _tensor([float(each.sum(dtype=np.float64))]),
-            "token_losses": _tensor(each.tolist()),
-        }
+        {"loss": _tensor([float(each.sum(dtype=np.float64))]), "token_losses": _tensor(each.tolist())}
         for each in losses
     ]
-    return {
-        "outputs": outputs,
-        "metrics": dict(metrics),
-        "type": "mint_forward_backward_reverse_kl",
-    }
+    return {"outputs": outputs, "metrics": dict(metrics), "type": "mint_forward_backward_reverse_kl"}
 
 
 def _tensor(data: list[float]) -> dict[str, Any]:

@@ -122,14 +122,10 @@ def encode_sample(body: SampleBody) -> bytes:
     if body.policy_step is None:  # as in bodies of earlier versions, which a client may repeat
         del settings["policy_step"]
     if body.images:
-        settings["images"] = [
-            (each.start, each.height, each.width, len(each.data)) for each in body.images
-        ]
+        settings["images"] = [(each.start, each.height, each.width, len(each.data)) for each in body.images]
     prompt = np.asarray(settings.pop("prompt"), "<i4")
     targets = settings.pop("target_prompt_logprobs")
-    rows, columns = (
-        (len(targets), len(targets[0]) if targets else 0) if targets is not None else (0, 0)
-    )
+    rows, columns = (len(targets), len(targets[0]) if targets else 0) if targets is not None else (0, 0)
     settings["has_targets"] = targets is not None
     text = json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()
     header = _HEADER.pack(len(text), prompt.size, rows, columns)
@@ -156,14 +152,7 @@ def decode_sample(body: bytes) -> SampleBody:
             tuple(map(tuple, targets.reshape(rows, columns).tolist())) if has_targets else None
         )
         return decode(SampleBody, settings)
-    except (
-        struct.error,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as broken:
+    except (struct.error, ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as broken:
         raise MalformedBody("The body of a sample request cannot be read.") from broken
 
 
@@ -175,16 +164,12 @@ def _images(spans: Iterable[Sequence[int]], data: bytes) -> Iterator[BodyImage]:
         yield BodyImage(start, height, width, image)
 
 
-def encode_sample_output(
-    output: SampleOutput, policy_run: str | None = None, policy_step: int | None = None
-) -> bytes:
+def encode_sample_output(output: SampleOutput, policy_run: str | None = None, policy_step: int | None = None) -> bytes:
     """Return an output as the wire's SampleResponse. Weights of `policy_run` at `policy_step` sampled all its tokens."""
     response = wire_pb2.SampleResponse(prompt_cache_hit_tokens=output.cached_prompt_tokens)
     for sequence in output.sequences:
         response.sequences.append(_sequence(sequence))
-        response.sequences[-1].policy_spans.add(
-            end=len(sequence.tokens), training_run_id=policy_run, step=policy_step
-        )
+        response.sequences[-1].policy_spans.add(end=len(sequence.tokens), training_run_id=policy_run, step=policy_step)
     if output.prompt_logprobs is not None:
         response.prompt_logprobs = np.ascontiguousarray(output.prompt_logprobs, "<f4").tobytes()
     if output.topk_prompt is not None:
@@ -202,17 +187,11 @@ def encode_sample_output(
 
 def _sequence(sequence: SampledSequence) -> wire_pb2.SampledSequence:
     return wire_pb2.SampledSequence(
-        stop_reason=(
-            wire_pb2.STOP_REASON_STOP
-            if sequence.stop_reason == "stop"
-            else wire_pb2.STOP_REASON_LENGTH
-        ),
+        stop_reason=(wire_pb2.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire_pb2.STOP_REASON_LENGTH),
         tokens=np.ascontiguousarray(sequence.tokens, "<i4").tobytes(),
         logprobs=np.ascontiguousarray(sequence.logprobs, "<f4").tobytes(),
         topk_sampled_logprobs=None if sequence.topk is None else _topk(sequence.topk),
-        routed_experts=(
-            None if sequence.routed_experts is None else _experts(sequence.routed_experts)
-        ),
+        routed_experts=(None if sequence.routed_experts is None else _experts(sequence.routed_experts)),
     )
 
 

@@ -63,9 +63,7 @@ class Capacity:
             DISK_RESERVE_REACHED, STORE_FULL, CONNECTION_LOST: retry later.
         """
         if self._free_disk().free < self._reserve:
-            raise Refused(
-                Reason.DISK_RESERVE_REACHED
-            )  # small bodies too: Redis and recovery copies need disk
+            raise Refused(Reason.DISK_RESERVE_REACHED)  # small bodies too: Redis and recovery copies need disk
         now = time.monotonic()
         if now - self._memory_asked_at > _ASK_MEMORY_EVERY_S:
             memory = await self._redis.info("memory")

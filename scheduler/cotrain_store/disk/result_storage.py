@@ -23,9 +23,7 @@ _WHOLE = {spooled: whole for whole, spooled in _SPOOLED.items()}
 
 
 @contextmanager
-def encoded_results(
-    results: Sequence[Result], spool: Spool
-) -> Iterator[Sequence[tuple[bytes, int]]]:
+def encoded_results(results: Sequence[Result], spool: Spool) -> Iterator[Sequence[tuple[bytes, int]]]:
     """Encode results for Redis, each with its lifetime in ms; large ones are on disk afterwards.
 
     Their files are kept at least until the block ends, which must store the references to them.

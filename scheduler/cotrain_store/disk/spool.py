@@ -252,9 +252,7 @@ class Spool:
         self._leave_segment()
         name = f"{self._writer}-{self._count}"
         self._count += 1
-        file = os.open(
-            self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600
-        )
+        file = os.open(self.folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             sync_folder(self.folder)

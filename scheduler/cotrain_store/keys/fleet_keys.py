@@ -113,9 +113,7 @@ def tenant_seconds(tenant: TenantId | str) -> str:
 
 
 def cycle_counts(
-    record: Mapping[str, Any],
-    usage: Mapping[RunId, RunUsage],
-    tenant_by_run: Mapping[RunId, TenantId],
+    record: Mapping[str, Any], usage: Mapping[RunId, RunUsage], tenant_by_run: Mapping[RunId, TenantId]
 ) -> dict[str, float]:
     """Return the counts of a cycle, computed from its history record."""
     tokens = record.get("tokens", 0)

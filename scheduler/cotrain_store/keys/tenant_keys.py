@@ -112,10 +112,7 @@ def usage_field(what: str, base_model: str, user: str) -> str:
 
 
 def training_amounts(
-    used_by_run: Mapping[RunId, RunUsage],
-    tenant_by_run: Mapping[RunId, TenantId],
-    base_model: str,
-    now_s: float,
+    used_by_run: Mapping[RunId, RunUsage], tenant_by_run: Mapping[RunId, TenantId], base_model: str, now_s: float
 ) -> dict[str, dict[str, float]]:
     """Return the usage of runs, grouped by the key of their tenant's hour."""
     amounts: dict[str, dict[str, float]] = {}
@@ -126,9 +123,7 @@ def training_amounts(
     return amounts
 
 
-def sampling_amounts(
-    request: RequestId, used: SampleUsage | None, base_model: str
-) -> dict[str, float]:
+def sampling_amounts(request: RequestId, used: SampleUsage | None, base_model: str) -> dict[str, float]:
     """Return the usage fields of a sample request; empty if its usage is unknown."""
     name = parse_sample(request)
     if used is None or name is None:
@@ -139,8 +134,4 @@ def sampling_amounts(
         "sampled_tokens": used.sampled_tokens,
         "device_s": used.device_s,
     }
-    return {
-        usage_field(what, base_model, name.sampler): amount
-        for what, amount in amounts.items()
-        if amount
-    }
+    return {usage_field(what, base_model, name.sampler): amount for what, amount in amounts.items() if amount}

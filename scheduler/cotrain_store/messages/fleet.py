@@ -116,9 +116,7 @@ def restoring_text(progress: Mapping[str, int] | None) -> str:
     """Return `WorkerHeartbeat.restoring` in words: `3 of 12 runs, 41 of 200 ops`; "" where nothing is restored."""
     if not progress:
         return ""
-    of_runs, of_ops = (
-        f"{progress[f'{each}_done']} of {progress[each]} {each}" for each in ("runs", "ops")
-    )
+    of_runs, of_ops = (f"{progress[f'{each}_done']} of {progress[each]} {each}" for each in ("runs", "ops"))
     return f"{of_runs}, {of_ops}"
 
 

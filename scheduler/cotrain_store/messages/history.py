@@ -22,9 +22,7 @@ def read_metric(stored: Iterable[bytes]) -> list[MetricPoint]:
     for row in stored:
         number, step, seq, time_s, total, weight = METRIC_POINT.unpack(row)
         value = total / weight if weight > 0 else total
-        points.append(
-            MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value)
-        )
+        points.append(MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value))
         before = number
     return points
 

@@ -12,15 +12,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from cotrain_store.messages.fleet import Move, WorkerSlot
-from cotrain_store.messages.ids import (
-    PoolId,
-    RequestId,
-    RunId,
-    TenantId,
-    WorkerId,
-    decode,
-    request_id,
-)
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WorkerId, decode, request_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, RunState, SessionRecord
 from cotrain_store.messages.saves import WeightsRecord
 
@@ -124,9 +116,7 @@ class Step:
     def parse(cls, text: str | bytes) -> Step:
         """Return the step that `encode` wrote."""
         raw = json.loads(text)
-        raw["ops"] = tuple(
-            decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"]
-        )
+        raw["ops"] = tuple(decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"])
         return decode(cls, raw)
 
 
@@ -193,10 +183,7 @@ def weights_record(row: Sequence[bytes]) -> WeightsRecord:
     raw = json.loads(row[0])
     raw["lora"] = decode(LoraSpec, raw["lora"])
     return replace(
-        decode(WeightsRecord, raw),
-        digest=row[1].decode(),
-        size=int(row[2]),
-        optimizer_digest=(row[3] or b"").decode(),
+        decode(WeightsRecord, raw), digest=row[1].decode(), size=int(row[2]), optimizer_digest=(row[3] or b"").decode()
     )
 
 

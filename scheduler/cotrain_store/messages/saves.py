@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from cotrain_store.messages.ids import (
-    PoolId,
-    RunId,
-    SamplerId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    decode,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WeightsRef, WorkerId, decode
 from cotrain_store.messages.runs import LoraSpec, SamplerRecord
 
 #: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights` are for download.

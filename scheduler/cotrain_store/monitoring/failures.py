@@ -60,9 +60,7 @@ async def recent_failures(connection: Connection, now_s: float) -> dict[TenantId
     return dict(sorted(rows.items(), key=lambda item: (-item[1].count, item[0])))
 
 
-def _of(
-    tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping[str, object]]
-) -> TenantFailures:
+def _of(tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping[str, object]]) -> TenantFailures:
     fields = (f"failed|{tenant}", f"refused|{tenant}")
     known = [texts[field] for field in fields if field in texts]
     newest = max(known, key=lambda text: float(str(text["at"])), default={})
@@ -75,17 +73,13 @@ def _of(
     )
 
 
-async def most_failures(
-    connection: Connection, most: int
-) -> dict[PoolId, list[tuple[TenantId, int]]]:
+async def most_failures(connection: Connection, most: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
     """Return the tenants of each pool with the most failed requests in total, at most `most`."""
     found: dict[PoolId, list[tuple[TenantId, int]]] = {}
     for field, count in (await connection.hgetall(fleet_keys.failure_totals())).items():
         pool, _, tenant = field.decode().rpartition("|")
         found.setdefault(PoolId(pool), []).append((TenantId(tenant), int(count)))
-    return {
-        pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:most] for pool, rows in found.items()
-    }
+    return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:most] for pool, rows in found.items()}
 
 
 class Refusals:
@@ -123,8 +117,7 @@ class Refusals:
             return
         minute = fleet_keys.failures(fleet_keys.minute_of(now_s))
         newest = {
-            f"refused|{tenant}": json.dumps({"at": now_s, "message": message})
-            for tenant, message in messages.items()
+            f"refused|{tenant}": json.dumps({"at": now_s, "message": message}) for tenant, message in messages.items()
         }
         pipeline = self._redis.pipeline(transaction=False)
         for tenant, count in counts.items():

@@ -127,9 +127,7 @@ class PoolStatus:
         """Shares of the last minute by phase (train, optim, sample, idle), on average of workers."""
         shares = [worker.duty for worker in self.workers if any(worker.duty.values())]
         phases = dict.fromkeys(phase for each in shares for phase in each)
-        return {
-            phase: sum(each.get(phase, 0.0) for each in shares) / len(shares) for phase in phases
-        }
+        return {phase: sum(each.get(phase, 0.0) for each in shares) / len(shares) for phase in phases}
 
     @property
     def _known(self) -> list[WorkerStatus]:
@@ -196,14 +194,10 @@ async def read_pools(
     """Read all pools, by base model; with the queues of all tenants, of one, or of none."""
     records = map(pool_record, await connection.hvals(fleet_keys.pools()))
     in_order = sorted(records, key=lambda record: record.base_model)
-    return tuple(
-        [await _read(connection, record, tenant, with_queues=with_queues) for record in in_order]
-    )
+    return tuple([await _read(connection, record, tenant, with_queues=with_queues) for record in in_order])
 
 
-async def pool_status(
-    connection: Connection, pool: PoolId, tenant: TenantId | None = None
-) -> PoolStatus:
+async def pool_status(connection: Connection, pool: PoolId, tenant: TenantId | None = None) -> PoolStatus:
     """Read one pool, with the queues of all tenants or of one."""
     record = pool_record(await connection.hget(fleet_keys.pools(), pool))
     return await _read(connection, record, tenant, with_queues=True)
@@ -265,9 +259,7 @@ async def _active_tenants(connection: Connection, pool: PoolId) -> list[TenantId
     return sorted(TenantId(name.decode()) for name in names)
 
 
-async def _queues(
-    connection: Connection, pool: PoolId, tenants: Sequence[TenantId]
-) -> tuple[QueueStatus, ...]:
+async def _queues(connection: Connection, pool: PoolId, tenants: Sequence[TenantId]) -> tuple[QueueStatus, ...]:
     queue_loads = async_script(connection, "queue_loads")
     queues: list[QueueStatus] = []
     for first in range(0, len(tenants), TENANTS_AT_ONCE):

@@ -125,9 +125,7 @@ def _without_keys(_: WrappedLogger, __: str, line: Any) -> str:
     return _KEY.sub("[key]", line)
 
 
-def _log_crash(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _log_crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     log.critical("crashed", exc_info=(kind, error, trace))
 
 

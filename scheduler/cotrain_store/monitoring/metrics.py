@@ -74,9 +74,7 @@ class CountedHistogram(Collector):
         return [family]
 
     def _family(self) -> HistogramMetricFamily:
-        return HistogramMetricFamily(
-            self._metric.name, self._metric.help, labels=self._metric.labels
-        )
+        return HistogramMetricFamily(self._metric.name, self._metric.help, labels=self._metric.labels)
 
 
 REGISTRIES: dict[Source, CollectorRegistry] = {
@@ -121,10 +119,7 @@ TRACE_SPANS_DROPPED = {
 }
 
 # One for each kind of process that reads and writes blobs
-BLOB_FAILURES = {
-    source: _counter(f"cotrain_{source}_blob_failures_total")
-    for source in (Source.API, Source.WORKER)
-}
+BLOB_FAILURES = {source: _counter(f"cotrain_{source}_blob_failures_total") for source in (Source.API, Source.WORKER)}
 
 
 def count_blob_failures(source: Source) -> None:
@@ -140,9 +135,7 @@ SCHEDULER_TICK = _histogram("cotrain_scheduler_tick_seconds")
 # Worker
 CYCLE_DURATION = _histogram("cotrain_cycle_duration_seconds")
 OP_LATENCY = _histogram("cotrain_op_latency_seconds")
-SAMPLE_INTER_TOKEN = CountedHistogram(
-    METRICS["cotrain_sample_inter_token_seconds"], REGISTRIES[Source.WORKER]
-)
+SAMPLE_INTER_TOKEN = CountedHistogram(METRICS["cotrain_sample_inter_token_seconds"], REGISTRIES[Source.WORKER])
 SAMPLE_QUEUE = _histogram("cotrain_sample_queue_seconds")
 SAMPLE_FIRST_TOKEN = _histogram("cotrain_sample_time_to_first_token_seconds")
 SNAPSHOT_DURATION = _histogram("cotrain_snapshot_seconds")

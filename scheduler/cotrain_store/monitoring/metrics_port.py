@@ -57,9 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def metrics_port(
-    settings: StoreSettings, pages: Mapping[str, Callable[[], bytes]]
-) -> Iterator[int | None]:
+def metrics_port(settings: StoreSettings, pages: Mapping[str, Callable[[], bytes]]) -> Iterator[int | None]:
     """Serve these pages while the block runs, if the settings enable it; yield the port.
 
     A port that cannot be opened ends the process: a restart would not help.

@@ -45,9 +45,7 @@ def open_provider(process: str, instance: str, *, decides: bool) -> TracerProvid
         shutdown_on_exit=False,
         span_limits=SpanLimits(max_links=SpanLimits.UNSET),  # a cycle has a link to each of its ops
     )
-    provider.add_span_processor(
-        BoundedProcessor(OTLPSpanExporter(), _queue_size(), Source(process))
-    )
+    provider.add_span_processor(BoundedProcessor(OTLPSpanExporter(), _queue_size(), Source(process)))
     atexit.register(stop, provider)
     return provider
 
@@ -141,9 +139,7 @@ def _resource(process: str, instance: str) -> Resource:
     own["service.version"] = __version__
     # A service name of the operator (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) takes precedence over ours.
     chosen = Resource.create()
-    is_named = "OTEL_SERVICE_NAME" in os.environ or (
-        "service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-    )
+    is_named = "OTEL_SERVICE_NAME" in os.environ or ("service.name" in os.environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     if is_named:
         del own["service.name"]
     return chosen.merge(Resource(own))

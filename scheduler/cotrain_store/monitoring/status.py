@@ -22,9 +22,7 @@ READ_AT_ONCE = 50
 
 async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:
     """Read the records of the last `count` cycles, newest first."""
-    return [
-        json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)
-    ]
+    return [json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)]
 
 
 async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict[str, Any] | None:
@@ -41,9 +39,7 @@ async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict
     return next((record for record in found if record["cycle"] == cycle), None)
 
 
-async def session_cycles(
-    connection: Connection, pool: PoolId, session: SessionId
-) -> list[dict[str, Any]]:
+async def session_cycles(connection: Connection, pool: PoolId, session: SessionId) -> list[dict[str, Any]]:
     """Return a pool's cycle records with a run of this session, oldest first. `runs` holds only its own runs.
 
     Other records are not decoded. New records may shift the list during the read, so a record may be read twice; it
@@ -80,9 +76,7 @@ class LoggedOp:
     error: str  # error message; empty if it did not fail
 
 
-async def newest_ops(
-    connection: Connection, run: RunRecord, last: int, most: int
-) -> list[LoggedOp]:
+async def newest_ops(connection: Connection, run: RunRecord, last: int, most: int) -> list[LoggedOp]:
     """Return at most `most` ops up to seq `last`, in order. Ops with neither a log entry nor a result are left out."""
     seqs = range(max(0, last - most + 1), last + 1)
     if not seqs:
@@ -118,9 +112,7 @@ def _error(result: bytes) -> str:
     return str(text)
 
 
-async def owners(
-    connection: Connection, pool: PoolId, runs: Sequence[RunId]
-) -> dict[RunId, WorkerId]:
+async def owners(connection: Connection, pool: PoolId, runs: Sequence[RunId]) -> dict[RunId, WorkerId]:
     """Return the worker of each of these runs of a pool. Ended runs, and runs without a worker, are left out."""
     pipeline = connection.pipeline(transaction=False)
     for run in runs:

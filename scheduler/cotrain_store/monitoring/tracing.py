@@ -9,14 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opentelemetry.context import Context
-from opentelemetry.trace import (
-    Link,
-    Span,
-    StatusCode,
-    Tracer,
-    get_current_span,
-    set_span_in_context,
-)
+from opentelemetry.trace import Link, Span, StatusCode, Tracer, get_current_span, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cotrain.version import __version__
@@ -57,11 +50,7 @@ def trace_id(traceparent: str) -> str:
 
 def named(**attributes: Any) -> dict[str, Any]:
     """Return attributes with the prefix `cotrain.`. Names with a dot are standard names and stay unchanged."""
-    return {
-        name if "." in name else _PREFIX + name: value
-        for name, value in attributes.items()
-        if value is not None
-    }
+    return {name if "." in name else _PREFIX + name: value for name, value in attributes.items() if value is not None}
 
 
 def nanoseconds(seconds: float) -> int:
@@ -133,9 +122,7 @@ def is_asked_for(environ: Mapping[str, str]) -> bool:
         raise TracingRefused(f"OTEL_TRACES_EXPORTER={exporter}: spans are sent by otlp, or none.")
     protocol = next((environ[name] for name in _PROTOCOLS if environ.get(name)), "http/protobuf")
     if protocol != "http/protobuf":
-        raise TracingRefused(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: spans are sent by http/protobuf alone."
-        )
+        raise TracingRefused(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: spans are sent by http/protobuf alone.")
     if not endpoint.startswith(("http://", "https://")):
         raise TracingRefused(f"OTEL_EXPORTER_OTLP_ENDPOINT={endpoint}: not an http address.")
     return True

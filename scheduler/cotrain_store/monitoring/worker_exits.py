@@ -18,9 +18,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST, SyncConnectio
 _CHARACTERS = 500
 #: Exits less than this time in s apart belong to one series.
 _SERIES_S = 600.0
-_SILENT = (
-    "It ended without a message, for example by SIGKILL or because the host had too little memory."
-)
+_SILENT = "It ended without a message, for example by SIGKILL or because the host had too little memory."
 
 
 @contextmanager
@@ -37,10 +35,7 @@ def noted_exit(connection: SyncConnection, base_model: str, worker: WorkerId) ->
 
 
 def note_silent_exit(
-    connection: SyncConnection,
-    base_model: str,
-    worker: WorkerId,
-    predecessor: WorkerHeartbeat | None,
+    connection: SyncConnection, base_model: str, worker: WorkerId, predecessor: WorkerHeartbeat | None
 ) -> None:
     """Store the exit of a predecessor that left its heartbeat behind, unless its exit is stored."""
     if predecessor is None:
@@ -55,9 +50,7 @@ def _last(connection: SyncConnection, base_model: str, worker: WorkerId) -> Work
     return decode(WorkerExit, json.loads(text)) if text else None
 
 
-def _store(
-    connection: SyncConnection, base_model: str, worker: WorkerId, reason: str, now_s: float
-) -> None:
+def _store(connection: SyncConnection, base_model: str, worker: WorkerId, reason: str, now_s: float) -> None:
     last, key = _last(connection, base_model, worker), fleet_keys.worker_exits(base_model)
     since = last.since if last and now_s - last.at < _SERIES_S else now_s
     made = WorkerExit(now_s, last.count + 1 if last else 1, reason[:_CHARACTERS], since)

@@ -106,16 +106,13 @@ def op_rows(
                 released=_body_of(op) if has_crashed or op.kind is OpKind.FORWARD else None,
                 envelope=_rejected_envelope(op) if has_crashed else None,
                 found=found.get((op.run, op.seq)),
-                replaces_state=op.kind is OpKind.LOAD
-                and results[op.run, op.seq].kind is not ResultKind.FAILURE,
+                replaces_state=op.kind is OpKind.LOAD and results[op.run, op.seq].kind is not ResultKind.FAILURE,
             )
         )
     return rows
 
 
-def put_backs(
-    step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, int]
-) -> list[PutBack]:
+def put_backs(step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, int]) -> list[PutBack]:
     """Return the runs with ops without a result, each with its first such op.
 
     `opened` holds the executed tokens of ops that have begun.
@@ -172,8 +169,5 @@ def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
 
 def _collision(checkpoint: CheckpointRecord) -> Result:
     """Return the result of a save whose name is in use."""
-    message = (
-        f"Checkpoint name {checkpoint.name!r} already exists in this run; "
-        "pass overwrite=true to replace it."
-    )
+    message = f"Checkpoint name {checkpoint.name!r} already exists in this run; pass overwrite=true to replace it."
     return Result.failed(message, "user")

@@ -197,9 +197,7 @@ class Dispatch:
             queues += (await self.view(pool, runs=runs[first : first + RUNS_AT_ONCE])).queues
         return [queue for queue in queues if queue.ops]
 
-    async def view(
-        self, pool: PoolId, since: int | None = None, runs: Sequence[RunId] = ()
-    ) -> PoolView:
+    async def view(self, pool: PoolId, since: int | None = None, runs: Sequence[RunId] = ()) -> PoolView:
         """Return the state of a pool, with the changes since a number, or the oldest part of them.
 
         Without a number it contains no changes. A repeated call returns the same changes or more.
@@ -247,9 +245,7 @@ class Dispatch:
         """Return the runs that hold ops behind a seq missing for longer than this."""
         latest = await clock_ms(self._redis) - older_than_s * 1000
         runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
-        tenants = [
-            await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs
-        ]
+        tenants = [await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
             for run, tenant in zip(runs, tenants, strict=True)
@@ -277,9 +273,7 @@ class Dispatch:
         }  # fmt: skip
         await self._write(self._expire_gap, script_keys, args)
 
-    async def _write(
-        self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str
-    ) -> Any:
+    async def _write(self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str) -> Any:
         """Run a script that only the leader may run, with its epoch. Raises Fenced."""
         keys, args = [fleet_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
         return await script(keys, args, *stored)
@@ -291,9 +285,7 @@ class Dispatch:
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(fleet_keys.notify_scheduler())
             async for message in subscription.listen():
-                yield (
-                    None if message["type"] == "subscribe" else Wake.parse(message["data"].decode())
-                )
+                yield (None if message["type"] == "subscribe" else Wake.parse(message["data"].decode()))
 
 
 def _worker_slot(row: tuple[bytes, bytes, bytes, int]) -> WorkerSlot:
@@ -304,10 +296,7 @@ def _worker_slot(row: tuple[bytes, bytes, bytes, int]) -> WorkerSlot:
 
 def _run_queue(row: Sequence[bytes]) -> RunQueue:
     run, tenant, worker, first, begun, *envelopes = (field.decode() for field in row)
-    ops = tuple(
-        QueuedOp.parse(RunId(run), int(first) + offset, envelope)
-        for offset, envelope in enumerate(envelopes)
-    )
+    ops = tuple(QueuedOp.parse(RunId(run), int(first) + offset, envelope) for offset, envelope in enumerate(envelopes))
     at = WorkerId(worker) if worker else None
     return RunQueue(RunId(run), TenantId(tenant), at, ops, int(begun))
 

@@ -100,12 +100,7 @@ class Execution:
     """Access of one worker to its pool."""
 
     def __init__(
-        self,
-        connection: SyncConnection,
-        spool: Spool,
-        results: Spool,
-        pool: PoolId,
-        worker: WorkerId,
+        self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId
     ) -> None:
         self._redis = connection
         self._spool = spool
@@ -157,9 +152,7 @@ class Execution:
         if current is None or int(current) != self.epoch:
             raise Fenced
         text = json.dumps(asdict(heartbeat))
-        self._redis.set(
-            fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_HEARTBEAT_TTL_MS
-        )
+        self._redis.set(fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_HEARTBEAT_TTL_MS)
 
     def take_self_check(self) -> float | None:
         """Remove the operator's request for a self-check, and return its time; None if there is none."""
@@ -233,9 +226,7 @@ class Execution:
         for run in runs:
             pipeline.getrange(run_keys.history(run), 0, STEPS_OF_HISTORY.size - 1)
         found = [row or bytes(STEPS_OF_HISTORY.size) for row in pipeline.execute()]
-        return {
-            run: int(*STEPS_OF_HISTORY.unpack(row)) for run, row in zip(runs, found, strict=True)
-        }
+        return {run: int(*STEPS_OF_HISTORY.unpack(row)) for run, row in zip(runs, found, strict=True)}
 
     def commit(
         self,
@@ -298,13 +289,9 @@ class Execution:
 
         answer = stored_results(in_order, self._results, commit)
         if answer == b"ORDER":
-            raise AssertionError(
-                f"cycle {step.cycle} holds an op whose predecessor is not committed"
-            )
+            raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
 
-    def register_snapshot(
-        self, run: RunId, seq: int, file: str, sha256: str, size: int = 0
-    ) -> bool:
+    def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str, size: int = 0) -> bool:
         """Make a complete file of `size` bytes the run's base. The previous base is kept, and the
         log is cut up to it.
 
@@ -343,9 +330,7 @@ class Execution:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
         return self._roll_back(position, checkpoint, file, sha256)
 
-    def _roll_back(
-        self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str
-    ) -> int:
+    def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
         failure = _failure(checkpoint, weights_epoch)
         script_keys = [
@@ -438,9 +423,7 @@ class Execution:
         found = set()
         for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
             members = self._redis.smembers(fleet_keys.workers(pool))
-            alive = [
-                latest_heartbeat(self._redis, pool, WorkerId(name.decode())) for name in members
-            ]
+            alive = [latest_heartbeat(self._redis, pool, WorkerId(name.decode())) for name in members]
             found |= {f"{worker.id}-{worker.epoch}" for worker in alive if worker}
         return frozenset(found)
 
@@ -453,9 +436,7 @@ class Execution:
         self._wakes.get_message(timeout=timeout_s)
 
 
-def latest_heartbeat(
-    connection: SyncConnection, pool: PoolId, worker: WorkerId
-) -> WorkerHeartbeat | None:
+def latest_heartbeat(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerHeartbeat | None:
     """Return the latest heartbeat of a worker id, or None."""
     heartbeat = connection.get(fleet_keys.worker(pool, worker))
     return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None

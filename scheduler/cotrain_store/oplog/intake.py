@@ -18,14 +18,7 @@ import structlog
 from cotrain_store.disk.capacity import Capacity, StoreBody
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.errors import (
-    Reason,
-    Refused,
-    RunClosed,
-    RunNotFound,
-    SeqConflict,
-    WeightsDeleted,
-)
+from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, WeightsRef, encode, request_id
@@ -34,13 +27,7 @@ from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import current_traceparent
-from cotrain_store.oplog.submission import (
-    MAX_SEQ_GAP,
-    Submission,
-    SubmittedOp,
-    TenantLimits,
-    submission_keys,
-)
+from cotrain_store.oplog.submission import MAX_SEQ_GAP, Submission, SubmittedOp, TenantLimits, submission_keys
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf
@@ -48,9 +35,7 @@ from cotrain_store.tenants.run_bytes import RunWeight, weigh_run
 
 _OF_OPS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
-    "FAR": lambda what: Refused(
-        Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."
-    ),
+    "FAR": lambda what: Refused(Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
     "WEIGHTS": lambda _: WeightsDeleted(),
     "GONE": lambda _: RunNotFound(),
     "CLOSED": lambda _: RunClosed(),
@@ -91,11 +76,7 @@ def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
 
 def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
     limits = asked.limits
-    added = (
-        1 + bool(asked.save),
-        asked.tokens,
-        asked.op.size + (asked.save.size if asked.save else 0),
-    )
+    added = (1 + bool(asked.save), asked.tokens, asked.op.size + (asked.save.size if asked.save else 0))
     most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
     rows = zip(most.items(), queued, added, strict=True)
     (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])
@@ -129,11 +110,7 @@ class Intake:
     """Creates runs, accepts their ops and closes runs."""
 
     def __init__(
-        self,
-        connection: Connection,
-        spool: Spool,
-        limits_of: LimitsOf[TenantLimits],
-        disk_reserve_bytes: int = 0,
+        self, connection: Connection, spool: Spool, limits_of: LimitsOf[TenantLimits], disk_reserve_bytes: int = 0
     ) -> None:
         self._limits_of = limits_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
@@ -267,9 +244,7 @@ class Intake:
         weighs = await self._weigh(run, limits.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
-            along = (
-                None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
-            )
+            along = None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
             unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
@@ -279,9 +254,7 @@ class Intake:
                 limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
-            if (
-                len(body) > INLINE_LIMIT_BYTES
-            ):  # checked first: a refused body is not worth an fsync
+            if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
                 answer, *at = await self._run_submit(run, asked, b"", save or b"")
             if answer == b"ROOM":
                 op = await _stored(store, run, seq or 0, kind, body, tokens, now, digest)
@@ -310,9 +283,7 @@ class Intake:
         free_bytes = self._capacity.free_disk_bytes
         return weigh_run(run.lora, pools[run.pool], pools.values(), quota, free_bytes)
 
-    async def _run_submit(
-        self, run: RunRecord, asked: Submission, body: bytes, save: bytes
-    ) -> list[Any]:
+    async def _run_submit(self, run: RunRecord, asked: Submission, body: bytes, save: bytes) -> list[Any]:
         inline = body if asked.op.segment is None else b""
         inline_save = save if asked.save and asked.save.segment is None else b""
         answer: list[Any] = await self._submit(submission_keys(run), asked, inline, inline_save)
@@ -320,14 +291,7 @@ class Intake:
 
 
 async def _stored(
-    store: StoreBody,
-    run: RunRecord,
-    seq: int,
-    kind: OpKind,
-    body: bytes,
-    tokens: int,
-    now: float,
-    digest: str = "",
+    store: StoreBody, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float, digest: str = ""
 ) -> SubmittedOp:
     """Store a body in Redis or in the spool, and return the op for the log."""
     ref = await store(body)

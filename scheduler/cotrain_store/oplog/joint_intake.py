@@ -70,10 +70,7 @@ class JointIntake(Intake):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
             refs = {body: await store(body, copies=count) for body, count in copies.items()}
-            stored = [
-                replace(each, op=_stored(op, refs, now))
-                for op, each in zip(ops, asked, strict=True)
-            ]
+            stored = [replace(each, op=_stored(op, refs, now)) for op, each in zip(ops, asked, strict=True)]
             about = [request_id(op.run.id, op.seq) for op in ops]
             failpoint("api.before_submit", about)
             accepted = await self._run(ops, stored)
@@ -101,9 +98,7 @@ class JointIntake(Intake):
         return accepted
 
 
-def _submission(
-    op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight | None
-) -> Submission:
+def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight | None) -> Submission:
     """Return the argument that only checks if the op would be accepted."""
     run = op.run
     return Submission(
@@ -117,8 +112,6 @@ def _submission(
 
 def _stored(op: JointOp, refs: Mapping[bytes, str], now: float) -> SubmittedOp:
     ref = refs[op.body]
-    queued = QueuedOp(
-        *(op.run.id, op.seq, op.kind, op.tokens, ref, len(op.body), now, current_traceparent())
-    )
+    queued = QueuedOp(*(op.run.id, op.seq, op.kind, op.tokens, ref, len(op.body), now, current_traceparent()))
     segment = None if ref == "inline" else SpoolRef.parse(ref).segment
     return SubmittedOp(op.digest, len(op.body), queued.envelope(), segment)

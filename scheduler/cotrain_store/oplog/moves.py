@@ -50,14 +50,9 @@ class Moves:
             case b"THERE":
                 raise Refused(Reason.CANNOT_MOVE, f"Run {run} is already on worker {to}.")
             case b"UNOWNED":
-                raise Refused(
-                    Reason.CANNOT_MOVE,
-                    f"Run {run} has no worker yet. Its next request assigns one.",
-                )
+                raise Refused(Reason.CANNOT_MOVE, f"Run {run} has no worker yet. Its next request assigns one.")
 
-    async def request_move(
-        self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str
-    ) -> bool:
+    async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved within
         QUIET_S.
 
@@ -71,9 +66,7 @@ class Moves:
         """Cancel the move of a run."""
         await self._redis.hdel(fleet_keys.moves(pool), run)
 
-    async def _answer(
-        self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str, quiet_s: float
-    ) -> bytes:
+    async def _answer(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str, quiet_s: float) -> bytes:
         script_keys = [
             fleet_keys.scheduler_epoch(), fleet_keys.moves(pool), fleet_keys.workers(pool),
             run_keys.log(pool, run), fleet_keys.worker(pool, to),

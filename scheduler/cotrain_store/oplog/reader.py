@@ -114,10 +114,7 @@ class RunLogs:
         found = []
         for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
             waiting = itertools.takewhile(lambda each: each is not None, envelopes)
-            found += [
-                QueuedOp.parse(run, at, envelope.decode())
-                for at, envelope in enumerate(waiting, start=seq + 1)
-            ]
+            found += [QueuedOp.parse(run, at, envelope.decode()) for at, envelope in enumerate(waiting, start=seq + 1)]
         return found
 
     def ready_runs(self, most: int) -> list[RunId]:
@@ -149,9 +146,7 @@ class RunLogs:
         """
         names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
         of_training = [name.decode() for name in names if name.startswith(b"weights/")]
-        rows = self._redis.mget(
-            [weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""]
-        )
+        rows = self._redis.mget([weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""])
         found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
         own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
         return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
@@ -171,9 +166,7 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
         older_sha256=row.get("oldsha", ""),
         older_snap=int(row.get("oldsnap", -1)),
         numerics_id=numerics,
-        older_numerics_id="mixed"
-        if older and numerics and older != numerics
-        else older or numerics,
+        older_numerics_id="mixed" if older and numerics and older != numerics else older or numerics,
         weights_epoch=int(row.get("epoch", 0)),
         rolled_back_to=row.get("rolled_back_to", ""),
         steps=_numbered(row, "step:"),
@@ -182,11 +175,7 @@ def log_position(row: Mapping[str, str]) -> LogPosition:
 
 
 def _numbered(row: Mapping[str, str], prefix: str) -> dict[int, int]:
-    return {
-        int(name.removeprefix(prefix)): int(float(value))
-        for name, value in row.items()
-        if name.startswith(prefix)
-    }
+    return {int(name.removeprefix(prefix)): int(float(value)) for name, value in row.items() if name.startswith(prefix)}
 
 
 async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int | None:
@@ -203,9 +192,7 @@ async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:
     return frozenset(name.decode() for name in await connection.hkeys(run_keys.metric_names(run)))
 
 
-async def read_metrics(
-    connection: Connection, run: RunId, after_step: int = -1
-) -> dict[str, list[MetricPoint]]:
+async def read_metrics(connection: Connection, run: RunId, after_step: int = -1) -> dict[str, list[MetricPoint]]:
     """Return the points of a run's own metrics after a step, by name. The caller has checked the
     tenant.
     """
@@ -221,15 +208,11 @@ async def read_metrics(
     return {name: points for name, points in found.items() if points}
 
 
-async def read_history(
-    connection: Connection, run: RunId, after_step: int = -1
-) -> list[HistoryPoint]:
+async def read_history(connection: Connection, run: RunId, after_step: int = -1) -> list[HistoryPoint]:
     """Return the points after a step of a run, in the order of its log. The caller has checked the
     tenant.
     """
-    pipeline = connection.pipeline(
-        transaction=True
-    )  # a transaction, because a rollback cuts both lists at once
+    pipeline = connection.pipeline(transaction=True)  # a transaction, because a rollback cuts both lists at once
     pipeline.lrange(run_keys.steps(run), 0, -1)
     pipeline.lrange(run_keys.evaluations(run), 0, -1)
     steps, evaluations = await pipeline.execute()

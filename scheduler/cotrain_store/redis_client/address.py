@@ -64,19 +64,11 @@ def parse_address(url: str) -> RedisAddress:
     login, _, hosts = where.partition("/")[0].rpartition("@")
     service, _, database = where.partition("/")[2].strip("/").partition("/")
     if not hosts or not service:
-        raise ValueError(
-            "redis_url names no Sentinels and service: redis+sentinel://host:26379,host:26379/service/0"
-        )
+        raise ValueError("redis_url names no Sentinels and service: redis+sentinel://host:26379,host:26379/service/0")
     of_sentinel: dict[str, Any] = {
-        name.removeprefix(_OF_SENTINEL): options.pop(name)
-        for name in list(options)
-        if name.startswith(_OF_SENTINEL)
+        name.removeprefix(_OF_SENTINEL): options.pop(name) for name in list(options) if name.startswith(_OF_SENTINEL)
     }
-    of_redis: dict[str, Any] = {
-        **options,
-        **_login(login),
-        "db": _number(database or "0", "database"),
-    }
+    of_redis: dict[str, Any] = {**options, **_login(login), "db": _number(database or "0", "database")}
     if scheme == "rediss+sentinel":
         of_redis["ssl"] = True
         of_sentinel |= {name: value for name, value in of_redis.items() if name.startswith("ssl")}
@@ -112,9 +104,7 @@ def _number(given: str, what: str, most: int = 2**31) -> int:
     return int(given)
 
 
-class BlockingSentinelPool(
-    redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool
-):
+class BlockingSentinelPool(redis.asyncio.sentinel.SentinelConnectionPool, redis.asyncio.BlockingConnectionPool):
     """Pool of asynchronous connections. Callers queue for one, as in any blocking pool."""
 
     @override
@@ -141,9 +131,7 @@ def sync_sentinel_pool(address: RedisAddress, settings: Mapping[str, Any]) -> An
     return _made(redis.sentinel.Sentinel, BlockingSyncSentinelPool, address, settings, once)
 
 
-def _made(
-    watchers: Any, pool: Any, address: RedisAddress, settings: Mapping[str, Any], once: Any
-) -> Any:
+def _made(watchers: Any, pool: Any, address: RedisAddress, settings: Mapping[str, Any], once: Any) -> Any:
     # Each Sentinel gets one attempt with the connect timeout of Redis. Then the next one is tried.
     wait_s = settings["socket_connect_timeout"]
     waits = {"socket_timeout": wait_s, "socket_connect_timeout": wait_s, "retry": once}

@@ -24,20 +24,10 @@ from redis.retry import Retry
 
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.keys import fleet_keys, result_keys
-from cotrain_store.redis_client.address import (
-    RedisAddress,
-    parse_address,
-    sentinel_pool,
-    sync_sentinel_pool,
-)
+from cotrain_store.redis_client.address import RedisAddress, parse_address, sentinel_pool, sync_sentinel_pool
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
-from cotrain_store.redis_client.replicas import (
-    WAITING,
-    ReplicatedBatchingRedis,
-    ReplicatedRedis,
-    ReplicatedSyncRedis,
-)
+from cotrain_store.redis_client.replicas import WAITING, ReplicatedBatchingRedis, ReplicatedRedis, ReplicatedSyncRedis
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: Transient errors, which callers retry: Redis is unavailable or rejects writes (full, read-only, busy …).
@@ -181,13 +171,9 @@ def _judge(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> No
     refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
 
 
-def refuse_unsafe(
-    found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool
-) -> None:
+def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool) -> None:
     """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
-    wrong = [
-        f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v
-    ]
+    wrong = [f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v]
     if wrong and not accept_data_loss:
         raise UnsafeRedis(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "

@@ -11,12 +11,7 @@ from typing import Any, Self
 
 import structlog
 
-from cotrain_store.redis_client.connection import (
-    ANY_TROUBLE,
-    CONNECTION_LOST,
-    Connection,
-    stop_tasks,
-)
+from cotrain_store.redis_client.connection import ANY_TROUBLE, CONNECTION_LOST, Connection, stop_tasks
 from cotrain_store.redis_client.refusals import NEEDS_OPERATOR
 
 log = structlog.get_logger()
@@ -52,9 +47,7 @@ class ChannelSubscriber:
         await stop_tasks(self._tasks)
 
 
-async def _listen(
-    connection: Connection, channel: str, receive: Callable[[bytes | None], Awaitable[None]]
-) -> None:
+async def _listen(connection: Connection, channel: str, receive: Callable[[bytes | None], Awaitable[None]]) -> None:
     while True:
         try:
             async with connection.pubsub(ignore_subscribe_messages=False) as subscription:

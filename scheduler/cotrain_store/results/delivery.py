@@ -60,12 +60,7 @@ class DeliveryLog:
         self._samples: dict[tuple[SampleName, str], float] = {}
 
     def sent(
-        self,
-        tenant: TenantId,
-        request: RequestId,
-        origin: PoolId | SampleName,
-        now: float,
-        key_id: str = THIS_SERVER,
+        self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, now: float, key_id: str = THIS_SERVER
     ) -> None:
         """Record that a result was sent to the client of an API key.
 
@@ -127,11 +122,7 @@ class DeliveryLog:
         sessions = {name.session for name, _ in old}
         alive = await self._alive(sessions)
         owners = await session_owners(self._redis, alive)
-        read = [
-            name
-            for name, key_id in old
-            if name.session in alive and is_owner(key_id, owners[name.session])
-        ]
+        read = [name for name, key_id in old if name.session in alive and is_owner(key_id, owners[name.session])]
         if read:
             args = {
                 "requests": [sample_id(*name) for name in read],
@@ -145,9 +136,7 @@ class DeliveryLog:
 
     async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)
-        heartbeats = await self._redis.mget(
-            [tenant_keys.session_heartbeat(session) for session in asked]
-        )
+        heartbeats = await self._redis.mget([tenant_keys.session_heartbeat(session) for session in asked])
         return {session for session, at in zip(asked, heartbeats, strict=True) if at is not None}
 
 

@@ -16,13 +16,7 @@ from typing_extensions import override
 
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
-from cotrain_store.errors import (
-    RequestNotFound,
-    RunNotFound,
-    SampleExpired,
-    SamplerNotFound,
-    SpoolCorrupt,
-)
+from cotrain_store.errors import RequestNotFound, RunNotFound, SampleExpired, SamplerNotFound, SpoolCorrupt
 from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
 from cotrain_store.messages.ids import (
@@ -104,11 +98,7 @@ class Futures(ChannelSubscriber):
                     waiter.set_result(None)
 
     async def wait(
-        self,
-        tenant: TenantId,
-        request: RequestId,
-        timeout_s: float,
-        key_id: str | None = THIS_SERVER,
+        self, tenant: TenantId, request: RequestId, timeout_s: float, key_id: str | None = THIS_SERVER
     ) -> Result | Pending:
         """Wait for the result, at most `timeout_s`.
 
@@ -163,26 +153,17 @@ class Futures(ChannelSubscriber):
         self._note_sent(tenant, request, pool, key_id)
         return await self._whole(value, RequestNotFound("The result has expired."))
 
-    def _note_sent(
-        self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None
-    ) -> None:
+    def _note_sent(self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None) -> None:
         if key_id is not None:
             self._deliveries.sent(tenant, request, origin, time.monotonic(), key_id)
 
     async def _sample_outcome(
-        self,
-        tenant: TenantId,
-        request: RequestId,
-        name: SampleName,
-        timeout_s: float,
-        key_id: str | None,
+        self, tenant: TenantId, request: RequestId, name: SampleName, timeout_s: float, key_id: str | None
     ) -> Result | Pending:
         is_done = await self._is_sample_done(tenant, request, name)
         value = await self._awaited(request, 0.0 if is_done else timeout_s)
         if value is None and not await self._is_sample_done(tenant, request, name):
-            return (
-                Pending() if self._released else await self._pending_sample(tenant, request, name)
-            )
+            return Pending() if self._released else await self._pending_sample(tenant, request, name)
         # The request may have finished between the two checks.
         value = value or await self._redis.get(result_keys.result(request))
         if value is None:
@@ -236,9 +217,7 @@ class Futures(ChannelSubscriber):
         finally:
             timer.cancel()
 
-    async def _pending_sample(
-        self, tenant: TenantId, request: RequestId, name: SampleName
-    ) -> Pending:
+    async def _pending_sample(self, tenant: TenantId, request: RequestId, name: SampleName) -> Pending:
         try:
             pool = (await self._records.sampler(tenant, name.sampler)).pool
         except SamplerNotFound:  # its request continues without it
@@ -252,9 +231,7 @@ class Futures(ChannelSubscriber):
         before = await self._waiting_before(tenant, pool, request)
         return Pending(reason=sample_notice(backlog, tenant, before))
 
-    async def _waiting_before(
-        self, tenant: TenantId, pool: PoolId, request: RequestId
-    ) -> int | None:
+    async def _waiting_before(self, tenant: TenantId, pool: PoolId, request: RequestId) -> int | None:
         """Return the number of the tenant's sample requests waiting before this one; None if it is not waiting."""
         workers = await self._redis.smembers(fleet_keys.workers(pool))
         pipeline = self._redis.pipeline(transaction=False)

@@ -54,9 +54,7 @@ class Backlog:
         """
         own = self.sample_tokens.get(tenant, 0)
         before = sum(
-            min(tokens, own)
-            for other, tokens in self.sample_tokens.items()
-            if other not in self.policy.pauses.tenants
+            min(tokens, own) for other, tokens in self.sample_tokens.items() if other not in self.policy.pauses.tenants
         )
         return _seconds(before, self.sample_tokens_per_s)
 
@@ -64,9 +62,7 @@ class Backlog:
         return self.policy.weights.get(tenant, WEIGHT)
 
 
-def training_notice(
-    backlog: Backlog, tenant: TenantId, position: int, worker: WorkerId | None = None
-) -> str:
+def training_notice(backlog: Backlog, tenant: TenantId, position: int, worker: WorkerId | None = None) -> str:
     """Return the notice of a training request at `position` (from 1) among its run's unfinished requests.
 
     `worker` is the current or last worker of the run.
@@ -96,9 +92,7 @@ def _restoring(progress: str) -> str:
 
 
 def _about(how: str, seconds: float) -> str:
-    return (
-        f"; {how} {math.ceil(seconds)} s for all that you have sent" if seconds < math.inf else ""
-    )
+    return f"; {how} {math.ceil(seconds)} s for all that you have sent" if seconds < math.inf else ""
 
 
 def _seconds(tokens: float, tokens_per_s: float) -> float:
@@ -131,9 +125,7 @@ class Backlogs:
         pipeline = self._redis.pipeline(transaction=False)
         for name in tenants:
             pipeline.hget(run_keys.queue(pool, TenantId(name)), "tokens")
-            pipeline.hmget(
-                run_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"]
-            )
+            pipeline.hmget(run_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
         for name in workers:
             pipeline.get(fleet_keys.worker(pool, WorkerId(name)))
         rows: list[Any] = await pipeline.execute()
@@ -142,21 +134,15 @@ class Backlogs:
         loads = dict(zip(map(TenantId, tenants), queued[1::2], strict=True))
         heartbeats = [json.loads(row) for row in given if row]
         return Backlog(
-            tokens={
-                TenantId(n): int(row or 0) for n, row in zip(tenants, queued[::2], strict=True)
-            },
-            samples={
-                tenant: sum(int(count or 0) for count in load[:2]) for tenant, load in loads.items()
-            },
+            tokens={TenantId(n): int(row or 0) for n, row in zip(tenants, queued[::2], strict=True)},
+            samples={tenant: sum(int(count or 0) for count in load[:2]) for tenant, load in loads.items()},
             workers=len(heartbeats),
             tokens_per_s=sum(each["tokens_per_s"] for each in heartbeats),
             policy=policy,
             sample_tokens={tenant: int(load[2] or 0) for tenant, load in loads.items()},
             sample_tokens_per_s=sum(each.get("sample_tokens_per_s", 0.0) for each in heartbeats),
             restoring={
-                WorkerId(each["id"]): text
-                for each in heartbeats
-                if (text := restoring_text(each.get("restoring")))
+                WorkerId(each["id"]): text for each in heartbeats if (text := restoring_text(each.get("restoring")))
             },
         )
 

@@ -49,13 +49,7 @@ class SampleClaims:
     """
 
     def __init__(
-        self,
-        connection: SyncConnection,
-        spool: Spool,
-        results: Spool,
-        pool: PoolId,
-        worker: WorkerId,
-        epoch: int,
+        self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId, epoch: int
     ) -> None:
         self._redis = connection
         self._spool = spool
@@ -80,10 +74,7 @@ class SampleClaims:
         return self._put_back(crashes=0)
 
     def claim(
-        self,
-        most: int,
-        max_of_tenant: int | None = None,
-        waiting: Mapping[TenantId, int] = MappingProxyType({}),
+        self, most: int, max_of_tenant: int | None = None, waiting: Mapping[TenantId, int] = MappingProxyType({})
     ) -> list[ClaimedSample]:
         """Claim waiting requests, one per tenant in turn; within a tenant, first those that only this worker can run.
 
@@ -159,11 +150,7 @@ class SampleClaims:
         return sorted(RequestId(member.decode()) for member in members)
 
     def _put_back(self, *, crashes: int) -> int:
-        script_keys = [
-            self._epoch_key,
-            result_keys.spool_segment_refs(),
-            result_keys.notify_results(),
-        ]
+        script_keys = [self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results()]
         args = {
             "epoch": str(self._epoch), "prefix": fleet_keys.prefix(self._pool), "worker": self._worker,
             "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS,
@@ -172,9 +159,7 @@ class SampleClaims:
         return int(count)
 
     def _claimed(self, row: Sequence[bytes | None]) -> ClaimedSample:
-        request, tenant, sampler, weights, ref, at = (
-            (row[column] or b"").decode() for column in (0, 1, 2, 3, 4, 6)
-        )
+        request, tenant, sampler, weights, ref, at = ((row[column] or b"").decode() for column in (0, 1, 2, 3, 4, 6))
         return ClaimedSample(
             request=RequestId(request),
             tenant=TenantId(tenant),

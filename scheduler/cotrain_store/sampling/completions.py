@@ -90,9 +90,7 @@ class Completions(ChannelSubscriber):
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(woken.wait(), min(left_s, SWEEP_S))
 
-    async def acknowledge(
-        self, sampler: SamplerRecord, requests: Iterable[str], key_id: str = THIS_SERVER
-    ) -> None:
+    async def acknowledge(self, sampler: SamplerRecord, requests: Iterable[str], key_id: str = THIS_SERVER) -> None:
         """Shorten the lifetime of results that the client of an API key has received.
 
         Ids of other samplers are ignored, and all ids if another key opened the session.
@@ -111,13 +109,9 @@ class Completions(ChannelSubscriber):
             }
             await self._read([], args)
 
-    async def _ended(
-        self, sampler: SamplerId, clone: int, after: int
-    ) -> tuple[list[Completion], int]:
+    async def _ended(self, sampler: SamplerId, clone: int, after: int) -> tuple[list[Completion], int]:
         name, read = run_keys.completions(sampler, clone), min(after, _LARGEST)
-        rows = await self._redis.zrangebyscore(
-            name, f"({read}", "+inf", start=0, num=LIMITS, withscores=True
-        )
+        rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=LIMITS, withscores=True)
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:

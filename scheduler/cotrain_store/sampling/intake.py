@@ -72,20 +72,14 @@ class SampleIntake:
     """Accepts and cancels sample requests."""
 
     def __init__(
-        self,
-        connection: Connection,
-        spool: Spool,
-        limits_of: LimitsOf[SampleLimits],
-        disk_reserve_bytes: int = 0,
+        self, connection: Connection, spool: Spool, limits_of: LimitsOf[SampleLimits], disk_reserve_bytes: int = 0
     ) -> None:
         self._limits_of = limits_of
         self._capacity = Capacity(connection, spool, disk_reserve_bytes)
         self._submit = async_script(connection, "sample_submit")
         self._cancel = async_script(connection, "sample_cancel")
 
-    async def submit(
-        self, sampler: SamplerRecord, seq: int, body: SampleBody, longest: int = 0
-    ) -> RequestId:
+    async def submit(self, sampler: SamplerRecord, seq: int, body: SampleBody, longest: int = 0) -> RequestId:
         """Accept one sample request; it is durable when this returns. A repeat with the same body has no effect.
 
         `longest` is the maximum length of a prompt and its continuation together, in tokens.
@@ -128,22 +122,12 @@ class SampleIntake:
         """
         if parse_sample(request) is None:
             return
-        script_keys = [
-            run_keys.sample(request),
-            result_keys.spool_segment_refs(),
-            result_keys.notify_results(),
-        ]
+        script_keys = [run_keys.sample(request), result_keys.spool_segment_refs(), result_keys.notify_results()]
         args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
         await self._cancel(script_keys, args)
 
     async def _accept(
-        self,
-        sampler: SamplerRecord,
-        request: RequestId,
-        seq: int,
-        content: bytes,
-        tokens: int,
-        ref: str | None,
+        self, sampler: SamplerRecord, request: RequestId, seq: int, content: bytes, tokens: int, ref: str | None
     ) -> bytes:
         pool, tenant = sampler.pool, sampler.tenant
         limits = await self._limits_of(tenant)

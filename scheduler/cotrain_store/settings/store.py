@@ -36,10 +36,7 @@ class _Variables(PydanticBaseSettingsSource):
 
     @override
     def __call__(self) -> dict[str, Any]:
-        read = {
-            name: self.get_field_value(field, name)[0]
-            for name, field in self.settings_cls.model_fields.items()
-        }
+        read = {name: self.get_field_value(field, name)[0] for name, field in self.settings_cls.model_fields.items()}
         return {name: text for name, text in read.items() if text is not None}
 
 
@@ -112,11 +109,7 @@ class StoreSettings(BaseSettings):
     def open_spool(self, writer: str) -> Spool:
         """Open the spool for bodies and results too large for Redis; raises OSError."""
         spool = self.blob_store.below("spool")
-        return (
-            Spool(spool.folder, writer)
-            if spool.folder
-            else ObjectSpool(spool, writer, self.data_dir)
-        )
+        return Spool(spool.folder, writer) if spool.folder else ObjectSpool(spool, writer, self.data_dir)
 
 
 def with_password_of(url: str, file: Path) -> str:

@@ -77,13 +77,9 @@ class WorkerSettings(StoreSettings):
     @model_validator(mode="after")
     def _quantizes_where_it_can(self) -> Self:
         if self.quantization != "none" and self.group_size > 1:
-            raise ValueError(
-                "quantization needs group_size=1: the parts of a group are not quantized."
-            )
+            raise ValueError("quantization needs group_size=1: the parts of a group are not quantized.")
         if self.quantization != "none" and self.sampler == "vllm":
-            raise ValueError(
-                "quantization needs sampler=engine: a vLLM server would sample from other weights."
-            )
+            raise ValueError("quantization needs sampler=engine: a vLLM server would sample from other weights.")
         return self
 
     @property

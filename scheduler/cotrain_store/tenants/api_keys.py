@@ -87,14 +87,10 @@ def read_chosen_keys(entries: Iterable[str]) -> tuple[ChosenKey, ...]:
 def _chosen_key(entry: str) -> ChosenKey:
     name, _, api_key = entry.rpartition("=")
     if name and not _NAME.fullmatch(name):
-        raise InvalidKey(
-            "The name of an API key is at most 64 letters, digits, `_`, `.`, `@` or `-`."
-        )
+        raise InvalidKey("The name of an API key is at most 64 letters, digits, `_`, `.`, `@` or `-`.")
     which = f"API key {name!r}" if name else "An API key"
     if not _FORM.fullmatch(api_key):
-        raise InvalidKey(
-            f"{which} is not `tml-` or `sk-` and letters, digits, `_`, `.` or `-`, at most 322 of them."
-        )
+        raise InvalidKey(f"{which} is not `tml-` or `sk-` and letters, digits, `_`, `.` or `-`, at most 322 of them.")
     if len(api_key.partition("-")[2]) < MIN_CHARACTERS:
         raise InvalidKey(
             f"{which} is too easy to guess: behind `tml-` or `sk-` it needs {MIN_CHARACTERS} characters "
@@ -301,12 +297,7 @@ class Tenants:
         """Return the record of a chosen key. An unknown key permanently gets a new tenant."""
         digest = digest_of_key(chosen.api_key)
         fresh = KeyRecord(
-            id=secrets.token_hex(8),
-            tenant=new_tenant(),
-            name="",
-            created_at=time.time(),
-            not_after=None,
-            prefix="",
+            id=secrets.token_hex(8), tenant=new_tenant(), name="", created_at=time.time(), not_after=None, prefix=""
         )
         await self._redis.hsetnx(tenant_keys.chosen_keys(), digest, encode(fresh))
         known = json.loads(await self._redis.hget(tenant_keys.chosen_keys(), digest) or b"")

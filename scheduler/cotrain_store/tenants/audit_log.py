@@ -126,9 +126,7 @@ class Audit:
         }  # fmt: skip
         return dict(zip(streams, await self._note(streams, args), strict=True))
 
-    async def page(
-        self, tenant: TenantId | None, before: str | None, limit: int
-    ) -> list[AuditEntry]:
+    async def page(self, tenant: TenantId | None, before: str | None, limit: int) -> list[AuditEntry]:
         """Return events, newest first, of one tenant or of all. `before` is the id of the last event already read."""
         name = tenant_keys.audit(tenant) if tenant else tenant_keys.audit_of_all()
         rows = await self._redis.xrevrange(name, f"({before}" if before else "+", "-", limit)
@@ -140,16 +138,12 @@ class Audit:
         first, last = max(0, start_ms), max(0, start_ms + _DAY_MS - 1)
         rows = await self._redis.xrange(tenant_keys.audit(tenant), first, last)
         entries = [_entry(name, fields) for name, fields in rows]
-        return [
-            entry for entry in entries if entry.event.startswith(f"{resource}_" if resource else "")
-        ]
+        return [entry for entry in entries if entry.event.startswith(f"{resource}_" if resource else "")]
 
 
 def _entry(name: bytes, fields: Mapping[bytes, bytes]) -> AuditEntry:
     """Return one entry of the stream; its name starts with the time in ms."""
-    tenant, key_id, key_name = (
-        fields.get(field, b"").decode() for field in (b"tenant", b"key_id", b"key_name")
-    )
+    tenant, key_id, key_name = (fields.get(field, b"").decode() for field in (b"tenant", b"key_id", b"key_name"))
     event, details = fields[b"event"].decode(), json.loads(fields[b"details"])
     return AuditEntry(
         id=name.decode(), at=int(name.partition(b"-")[0]) / 1000, event=event, tenant=tenant,

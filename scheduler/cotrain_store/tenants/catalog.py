@@ -50,12 +50,7 @@ class Catalog:
         self._checkpoints = checkpoints
 
     async def runs(
-        self,
-        tenant: TenantId,
-        offset: int,
-        limit: int,
-        project: str | None = None,
-        among: Container[str] | None = None,
+        self, tenant: TenantId, offset: int, limit: int, project: str | None = None, among: Container[str] | None = None
     ) -> Page[RunEntry]:
         """Return a page of a tenant's runs, optionally of one project, or `among` these."""
         await self._checkpoints.strike_expired(tenant)
@@ -132,12 +127,8 @@ class Catalog:
         A position is the time in µs and the member of the last checkpoint. It is None at the end.
         """
         await self._checkpoints.strike_expired(tenant)
-        rows = await self._redis.zrange(
-            weights_keys.tenant_checkpoints(tenant), 0, -1, withscores=True
-        )
-        newest_first = sorted(
-            ((round(score * 1_000_000), name.decode()) for name, score in rows), reverse=True
-        )
+        rows = await self._redis.zrange(weights_keys.tenant_checkpoints(tenant), 0, -1, withscores=True)
+        newest_first = sorted(((round(score * 1_000_000), name.decode()) for name, score in rows), reverse=True)
         left = [each for each in newest_first if after is None or each < after]
         found: list[tuple[CheckpointRecord, RunRecord]] = []
         for start in range(0, len(left), READ_AT_ONCE):
@@ -168,13 +159,9 @@ class Catalog:
     async def session_runs(self, session: SessionId) -> list[RunId]:
         """Return the runs of a session, in order of creation. The caller has checked the tenant."""
         members = await self._redis.smembers(tenant_keys.session_runs(session))
-        return sorted(
-            (RunId(member.decode()) for member in members), key=lambda run: (len(run), run)
-        )
+        return sorted((RunId(member.decode()) for member in members), key=lambda run: (len(run), run))
 
-    async def session_records(
-        self, sessions: Iterable[SessionId]
-    ) -> dict[SessionId, SessionRecord]:
+    async def session_records(self, sessions: Iterable[SessionId]) -> dict[SessionId, SessionRecord]:
         """Return the records of sessions that a tenant's own records name."""
         names = list(sessions)
         pipeline = self._redis.pipeline(transaction=False)
@@ -183,9 +170,7 @@ class Catalog:
         rows = zip(names, await pipeline.execute(), strict=True)
         return {name: session_record(row) for name, row in rows if row}
 
-    async def _page(
-        self, key: str, offset: int, limit: int, keep: Callable[[str], bool] | None = None
-    ) -> Page[str]:
+    async def _page(self, key: str, offset: int, limit: int, keep: Callable[[str], bool] | None = None) -> Page[str]:
         """Return a page of a sorted set, or of its members that pass `keep`."""
         if keep is None:
             pipeline = self._redis.pipeline()
@@ -203,9 +188,7 @@ class Catalog:
         for run in runs:
             pipeline.zrange(weights_keys.run_checkpoints(run.id), 0, -1, desc=True)
         rows = await pipeline.execute()
-        newest = [
-            _newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)
-        ]
+        newest = [_newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)]
         found = await self._checkpoint_records(member for members in newest for member in members)
         return [_entry(run, [record for record in found if record.run == run.id]) for run in runs]
 
@@ -260,9 +243,7 @@ async def name_tenant(connection: Connection, tenant: TenantId, name: str) -> No
     await connection.hsetnx(tenant_keys.tenant_names(), tenant, name)
 
 
-async def tenant_names(
-    connection: Connection, tenants: Collection[TenantId]
-) -> dict[TenantId, str]:
+async def tenant_names(connection: Connection, tenants: Collection[TenantId]) -> dict[TenantId, str]:
     """Return display names, without tenants that never had a key."""
     ids = sorted(tenants)
     return _named(ids, await connection.hmget(tenant_keys.tenant_names(), ids)) if ids else {}

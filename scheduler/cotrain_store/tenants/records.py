@@ -23,30 +23,9 @@ from cotrain_store.errors import (
     SeqConflict,
 )
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
-from cotrain_store.messages.ids import (
-    PoolId,
-    RunId,
-    SamplerId,
-    SessionId,
-    TenantId,
-    WeightsRef,
-    decode,
-    encode,
-)
-from cotrain_store.messages.ops import (
-    WEIGHTS_FIELDS,
-    pool_record,
-    run_record,
-    session_record,
-    weights_record,
-)
-from cotrain_store.messages.runs import (
-    FinishReason,
-    PoolRecord,
-    RunRecord,
-    SamplerRecord,
-    SessionRecord,
-)
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef, decode, encode
+from cotrain_store.messages.ops import WEIGHTS_FIELDS, pool_record, run_record, session_record, weights_record
+from cotrain_store.messages.runs import FinishReason, PoolRecord, RunRecord, SamplerRecord, SessionRecord
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
@@ -77,10 +56,7 @@ class Records:
     """Reader and writer of the records of tenants."""
 
     def __init__(
-        self,
-        connection: Connection,
-        limits_of: LimitsOf[RecordLimits] | None = None,
-        base_models: Iterable[str] = (),
+        self, connection: Connection, limits_of: LimitsOf[RecordLimits] | None = None, base_models: Iterable[str] = ()
     ) -> None:
         """Store the base models that the operator serves now. If empty, every base model with a pool is served."""
         self._redis = connection
@@ -173,9 +149,7 @@ class Records:
         session = await self.session(tenant, session_id)
         await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
 
-    async def finish(
-        self, tenant: TenantId, session_id: str, reason: FinishReason
-    ) -> tuple[RunId, ...]:
+    async def finish(self, tenant: TenantId, session_id: str, reason: FinishReason) -> tuple[RunId, ...]:
         """End a session and return its runs, which the caller must close. The first reason is kept."""
         session = await self.session(tenant, session_id)
         name = tenant_keys.session(session.id)
@@ -190,9 +164,7 @@ class Records:
         """Return a run. Raises RunNotFound."""
         return _own_run(await self._row(run_keys.run(RunId(run_id)), run_id), tenant)
 
-    async def run_with(
-        self, tenant: TenantId, run_id: str, sent: Awaitable[_Answer]
-    ) -> tuple[RunRecord, _Answer]:
+    async def run_with(self, tenant: TenantId, run_id: str, sent: Awaitable[_Answer]) -> tuple[RunRecord, _Answer]:
         """Return a run, and the answer to a command that the caller has just sent, in one round trip. Raises RunNotFound."""
         if not _ID.fullmatch(run_id):
             await sent
@@ -232,9 +204,7 @@ class Records:
         if base_model in self._base_models:
             raise Refused(Reason.BASE_MODEL_STARTING)
         served = ", ".join(pool.base_model for pool in pools) or "none yet"
-        raise BaseModelNotServed(
-            f"Base model {base_model!r} is not served here. Available: {served}."
-        )
+        raise BaseModelNotServed(f"Base model {base_model!r} is not served here. Available: {served}.")
 
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
         """Return the pool of an id, or None."""
@@ -243,11 +213,7 @@ class Records:
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Return a sampler. Raises SamplerNotFound."""
-        text = (
-            await self._redis.get(run_keys.sampler(SamplerId(sampler)))
-            if _SAMPLER_ID.fullmatch(sampler)
-            else None
-        )
+        text = await self._redis.get(run_keys.sampler(SamplerId(sampler))) if _SAMPLER_ID.fullmatch(sampler) else None
         record = decode(SamplerRecord, json.loads(text)) if text else None
         if record is None or record.tenant != tenant:
             raise SamplerNotFound
@@ -329,9 +295,7 @@ class Records:
         now, ttl_ms = time.time(), tenant_keys.SESSION_HEARTBEAT_TTL_MS
         async with self._redis.pipeline() as pipeline:
             pipeline.set(tenant_keys.session_heartbeat(session.id), repr(now), px=ttl_ms)
-            pipeline.zadd(
-                tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms}
-            )
+            pipeline.zadd(tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms})
             await pipeline.execute()
 
 

@@ -40,10 +40,7 @@ def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:
 
 def default_quota(pools: Iterable[PoolRecord]) -> int:
     """Return the bytes that one tenant's runs may hold without a quota of its own."""
-    largest = max(
-        (BYTES_PER_VALUE * pool.max_rank * sum(pool.lora_widths.values()) for pool in pools),
-        default=0,
-    )
+    largest = max((BYTES_PER_VALUE * pool.max_rank * sum(pool.lora_widths.values()) for pool in pools), default=0)
     return max(LEAST_QUOTA, LARGEST_RUNS * STATES_KEPT * largest)
 
 

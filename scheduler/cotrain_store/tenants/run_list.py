@@ -58,11 +58,7 @@ class RunList:
         self._redis = connection
 
     async def page(
-        self,
-        tenant: TenantId | None,
-        cursor: str,
-        limit: int,
-        keep: Callable[[RunRecord], bool] | None = None,
+        self, tenant: TenantId | None, cursor: str, limit: int, keep: Callable[[RunRecord], bool] | None = None
     ) -> RunPage:
         """Return the page after a cursor, filtered by `keep`. A page may have fewer runs than the limit.
 
@@ -99,9 +95,7 @@ class RunList:
         tenants = sorted({run.tenant for run in runs})
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hmget(
-                run_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"]
-            )
+            pipeline.hmget(run_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"])
             pipeline.zscore(run_keys.ready(run.pool), run.id)
             pipeline.zscore(run_keys.gaps(run.pool), run.id)
             # Decoding the last point requires the one before it.
@@ -170,9 +164,7 @@ class LabelQuery:
     def matches(self, note: str, tags: Sequence[str]) -> bool:
         """Return True if a run with these labels matches."""
         written = "\n".join([note, *tags]).casefold()
-        return set(self.tags) <= set(tags) and all(
-            word in written for word in self.text.casefold().split()
-        )
+        return set(self.tags) <= set(tags) and all(word in written for word in self.text.casefold().split())
 
     def __bool__(self) -> bool:
         return bool(self.tags or self.text.split())
@@ -186,12 +178,7 @@ class RunLabels:
         self._label = async_script(connection, "run_label")
 
     async def set(
-        self,
-        run: RunRecord,
-        max_record_bytes: int,
-        *,
-        note: str | None = None,
-        tags: Sequence[str] | None = None,
+        self, run: RunRecord, max_record_bytes: int, *, note: str | None = None, tags: Sequence[str] | None = None
     ) -> None:
         """Write a run's note or its tags. None leaves them unchanged.
 
@@ -230,7 +217,4 @@ class RunLabels:
         for run in runs:
             pipeline.hmget(run_keys.run(run), ["note", "tags"])
         rows = await pipeline.execute() if runs else []
-        return {
-            run: ((note or b"").decode(), tags_of(tags))
-            for run, (note, tags) in zip(runs, rows, strict=True)
-        }
+        return {run: ((note or b"").decode(), tags_of(tags)) for run, (note, tags) in zip(runs, rows, strict=True)}

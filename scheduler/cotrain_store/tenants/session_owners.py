@@ -10,9 +10,7 @@ from cotrain_store.redis_client.connection import Connection
 THIS_SERVER = ""
 
 
-async def session_owners(
-    connection: Connection, sessions: Iterable[SessionId]
-) -> dict[SessionId, str]:
+async def session_owners(connection: Connection, sessions: Iterable[SessionId]) -> dict[SessionId, str]:
     """Return the id of the key that opened each session; "" where none is noted."""
     asked = sorted(sessions)
     async with connection.pipeline(transaction=False) as pipeline:

@@ -52,9 +52,7 @@ class SessionSearch:
         self._redis = connection
         self._checkpoints = checkpoints
 
-    async def behind(
-        self, tenant: TenantId, cursor: Cursor | None, count: int
-    ) -> list[SessionEntry]:
+    async def behind(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[SessionEntry]:
         """Return up to `count` sessions after a cursor, or from the newest one without a cursor.
 
         Sessions added later come before every cursor, so an iteration returns each older session once.
@@ -77,9 +75,7 @@ class SessionSearch:
                 failed.get(SessionId(found.session)),
                 tuple(RunId(run.decode()) for run in members),
             )
-            for found, row, heartbeat, members in zip(
-                cursors, answers[::3], answers[1::3], answers[2::3], strict=True
-            )
+            for found, row, heartbeat, members in zip(cursors, answers[::3], answers[1::3], answers[2::3], strict=True)
         ]
 
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
@@ -101,14 +97,7 @@ class SessionSearch:
         newest = (cursor.created_at_us + 1) / _MICROSECONDS
         same = await self._redis.zcount(name, (cursor.created_at_us - 1) / _MICROSECONDS, newest)
         rows = await self._redis.zrange(
-            name,
-            newest,
-            "-inf",
-            desc=True,
-            byscore=True,
-            withscores=True,
-            offset=0,
-            num=count + same,
+            name, newest, "-inf", desc=True, byscore=True, withscores=True, offset=0, num=count + same
         )
         behind = (cursor.created_at_us, cursor.session)
         cursors = [_cursor(*row) for row in rows]

@@ -9,12 +9,7 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import Connection
 
 What: TypeAlias = Literal[
-    "training_tokens",
-    "device_s",
-    "prefill_tokens",
-    "cached_tokens",
-    "sampled_tokens",
-    "checkpoints",
+    "training_tokens", "device_s", "prefill_tokens", "cached_tokens", "sampled_tokens", "checkpoints"
 ]
 HOUR = timedelta(hours=1)
 

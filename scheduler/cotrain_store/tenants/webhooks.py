@@ -69,10 +69,7 @@ class Webhooks:
             waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
             last_at=datetime.fromtimestamp(float(last_at), UTC) if last_at else None,
             **{name: int(text.get(name, 0)) for name in _COUNTS},
-            **{
-                name: text.get(name) or None
-                for name in ("last_event", "last_outcome", "last_answer")
-            },
+            **{name: text.get(name) or None for name in ("last_event", "last_outcome", "last_answer")},
         )
 
     async def remove(self, tenant: TenantId) -> None:
@@ -109,9 +106,7 @@ class Webhooks:
         found = await self._read({"epoch": self._epoch, "tenant": tenant})
         return found[0] if found else None
 
-    async def tried(
-        self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
-    ) -> None:
+    async def tried(self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0) -> None:
         """Record the outcome of an attempt; `retry_in_s` applies to `RETRIED` only. Raises Fenced."""
         args: dict[str, Any] = {
             "epoch": self._epoch, "tenant": event.tenant, "event": event.id, "outcome": outcome, "answer": answer,
@@ -132,9 +127,7 @@ def _keys_of(tenant: TenantId) -> list[str]:
     ]  # fmt: skip
 
 
-def _due_event(
-    tenant: bytes, url: bytes, secret: bytes, event: bytes, stored: bytes, now_ms: bytes
-) -> DueEvent:
+def _due_event(tenant: bytes, url: bytes, secret: bytes, event: bytes, stored: bytes, now_ms: bytes) -> DueEvent:
     came_ms, attempts, body = stored.split(b"|", 2)
     return DueEvent(
         tenant=TenantId(tenant.decode()),

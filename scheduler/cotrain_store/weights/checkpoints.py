@@ -49,12 +49,7 @@ class Checkpoints:
         return await self._change(tenant, key, lambda record: replace(record, public=public))
 
     async def set_ttl(
-        self,
-        tenant: TenantId,
-        run: RunId,
-        kind: CheckpointKind,
-        name: str,
-        ttl_seconds: int | None,
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, ttl_seconds: int | None
     ) -> CheckpointRecord:
         """Set a checkpoint to expire in `ttl_seconds` from now, or never.
 
@@ -62,9 +57,7 @@ class Checkpoints:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
         key, expires_at = weights_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
-        return await self._change(
-            tenant, key, lambda record: replace(record, expires_at=expires_at)
-        )
+        return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
 
     async def copy(
         self,
@@ -108,10 +101,7 @@ class Checkpoints:
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
-        script_keys = [
-            weights_keys.checkpoint_sizes(tenant),
-            weights_keys.unstored_checkpoints(tenant),
-        ]
+        script_keys = [weights_keys.checkpoint_sizes(tenant), weights_keys.unstored_checkpoints(tenant)]
         count, size = await self._totals(script_keys, {"tenant": tenant})
         return count, size
 

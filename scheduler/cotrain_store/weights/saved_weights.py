@@ -13,16 +13,7 @@ from functools import cached_property
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.keys import fleet_keys, result_keys, tenant_keys, weights_keys
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour
-from cotrain_store.messages.ids import (
-    PoolId,
-    RequestId,
-    TenantId,
-    WeightsRef,
-    WorkerId,
-    decode,
-    encode,
-    run_of,
-)
+from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
 from cotrain_store.messages.ops import WEIGHTS_FIELDS, weights_record
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
@@ -68,9 +59,7 @@ class SavedWeights:
     Methods that write raise Fenced if another process took over this worker id.
     """
 
-    def __init__(
-        self, connection: SyncConnection, pool: PoolId, worker: WorkerId, epoch: int
-    ) -> None:
+    def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId, epoch: int) -> None:
         self._redis = connection
         self._pool = pool
         self._worker = worker

@@ -84,9 +84,7 @@ def unpack(archive: IO[bytes], limit_bytes: int) -> AdapterFiles:
             "The archive is truncated, damaged or not a tar. Unpack a zip and upload the folder."
         ) from broken
     if TENSORS not in found and any(map(_OTHER_WEIGHTS.fullmatch, others)):
-        raise Invalid(
-            f"Only safetensors checkpoints are accepted. Save the adapter as one {TENSORS}."
-        )
+        raise Invalid(f"Only safetensors checkpoints are accepted. Save the adapter as one {TENSORS}.")
     for name in (CONFIG, TENSORS):
         if name not in found:
             raise Invalid(f"The archive has no {name}.")

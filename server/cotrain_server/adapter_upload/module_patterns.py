@@ -36,10 +36,7 @@ _NO_PATTERN = 3
 
 
 def first_matches(
-    subject: str,
-    method: Literal["match", "fullmatch"],
-    patterns: Sequence[str],
-    names: Sequence[str],
+    subject: str, method: Literal["match", "fullmatch"], patterns: Sequence[str], names: Sequence[str]
 ) -> list[int | None]:
     """Return for each name the number of the first pattern that fits by this method of `re`, or None.
 

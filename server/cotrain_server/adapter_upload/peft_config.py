@@ -10,20 +10,9 @@ from dataclasses import dataclass
 from math import isfinite, sqrt
 from typing import Any, Literal, TypeVar
 
-from cotrain_server.adapter_upload.expert_names import (
-    NOTE,
-    PARAMETERS,
-    SHARED,
-    form_of,
-    parameter_path,
-)
+from cotrain_server.adapter_upload.expert_names import NOTE, PARAMETERS, SHARED, form_of, parameter_path
 from cotrain_server.adapter_upload.module_patterns import first_matches
-from cotrain_server.adapter_upload.safetensors_header import (
-    TensorEntry,
-    named,
-    read_header,
-    read_metadata,
-)
+from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header, read_metadata
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
@@ -69,13 +58,10 @@ _INITS_OF_THE_ADAPTER_ALONE = (None, True, False, "gaussian", "orthogonal", "eva
 
 #: Tensors that PEFT adds by its own decision (`save_embedding_layers`). The worker compares them with its own.
 _BASE_WEIGHT = re.compile(
-    r"base_model\.model\.(lm_head|model\.(language_model\.)?embed_tokens)(\.base_layer)?\.weight",
-    re.A,
+    r"base_model\.model\.(lm_head|model\.(language_model\.)?embed_tokens)(\.base_layer)?\.weight", re.A
 )
 _ALL_LINEAR = "all-linear"
-_MATRIX = re.compile(
-    r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A
-)
+_MATRIX = re.compile(r"base_model\.model\.(?P<module>[\w.]{1,256})\.lora_(?P<letter>[AB])\.weight", re.A)
 #: Patterns with no regular-expression syntax except dots. They are looked up; a separate process matches the others.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
@@ -122,9 +108,7 @@ class _Config:
             return
         modules = {each.removesuffix(WEIGHT) for each in self.parameters if each.endswith(WEIGHT)}
         tensor_by_module = {
-            name: tensor
-            for name, tensor in tensor_by_module.items()
-            if modules.isdisjoint(_endings(name))
+            name: tensor for name, tensor in tensor_by_module.items() if modules.isdisjoint(_endings(name))
         }
         if isinstance(self.targets, str):
             subject = f"{CONFIG}: target_modules"
@@ -136,8 +120,7 @@ class _Config:
             left_out = [name for name in tensor_by_module if targets.isdisjoint(_endings(name))]
         if left_out:
             raise Invalid(
-                f"{named(tensor_by_module[left_out[0]])} is of a module that target_modules of {CONFIG} "
-                "does not name."
+                f"{named(tensor_by_module[left_out[0]])} is of a module that target_modules of {CONFIG} does not name."
             )
 
 
@@ -152,8 +135,7 @@ def read_adapter(config: bytes, tensors: bytes, seed: int) -> PeftAdapter:
     families = {_family(module.name) for module in modules}
     if settings.ties_weights and "unembed" in families:
         raise Invalid(
-            f"{CONFIG}: ensure_weight_tying is not supported where lm_head is adapted: it adapts the "
-            "embedding as well."
+            f"{CONFIG}: ensure_weight_tying is not supported where lm_head is adapted: it adapts the embedding as well."
         )
     lora = LoraSpec(
         rank=rank,
@@ -201,9 +183,7 @@ def _parameters(value: Any) -> tuple[str, ...]:
         raise Invalid(f"{CONFIG}: target_parameters must be a list of names.")
     for each in value:
         module = each.removesuffix(WEIGHT)
-        if _leaf(each) not in PARAMETERS and (
-            module == each or _leaf(module) not in FAMILY_BY_MODULE
-        ):
+        if _leaf(each) not in PARAMETERS and (module == each or _leaf(module) not in FAMILY_BY_MODULE):
             known = " and ".join(PARAMETERS)
             raise Invalid(
                 f"{CONFIG}: target_parameters names {named(each)}; {known} of experts, and weights of linear "
@@ -234,9 +214,7 @@ def _pattern(fields: Mapping[str, Any], key: str, is_valid: Any, otherwise: Any)
     return _Pattern(key, pattern, otherwise)
 
 
-def _first_match(
-    value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number
-) -> Number:
+def _first_match(value_by_ending: Mapping[str, tuple[int, Number]], module: str, otherwise: Number) -> Number:
     # Look up the module's few endings instead of all listed ones: a megabyte of those would take
     # minutes for a megabyte of modules.
     named = [value_by_ending.get(ending) for ending in (f"^{module}", *_endings(module))]
@@ -317,9 +295,7 @@ def _family(module: str) -> Family:
     return "mlp" if form_of(module) else FAMILY_BY_MODULE[_leaf(module)]
 
 
-def _matrix_of(
-    tensor: str, tensor_by_target: dict[str, str], parameters: Sequence[str]
-) -> tuple[str, str]:
+def _matrix_of(tensor: str, tensor_by_target: dict[str, str], parameters: Sequence[str]) -> tuple[str, str]:
     """Return the module and the letter of a tensor, and record the module as a required target."""
     matched = _MATRIX.fullmatch(tensor)
     if not matched:

@@ -78,9 +78,7 @@ def _entry(name: str, fields: Any) -> TensorEntry:
 
 
 def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        type(each) is int and 0 <= each < 2**48 for each in value
-    )
+    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**48 for each in value)
 
 
 def _check_cover(entries: Mapping[str, TensorEntry], size: int) -> None:

@@ -17,8 +17,7 @@ from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key
 from cotrain_store.tenants.audit_log import AuditEvent
 
 _OF_QUOTAS: dict[str, Any] = {
-    name: (Annotated[int, *field.metadata] | None, None)
-    for name, field in Quotas.model_fields.items()
+    name: (Annotated[int, *field.metadata] | None, None) for name, field in Quotas.model_fields.items()
 }
 OwnLimits = create_model("OwnLimits", __base__=Change, **_OF_QUOTAS)
 """Limit for each quota of `COTRAIN_QUOTAS`; null restores the default."""
@@ -68,15 +67,9 @@ async def make_key(services: Services, tenant: TenantId | None, wanted: KeyReque
     async with AsyncExitStack() as acts:
         if tenant is None:
             named = {"name": wanted.name}
-            await acts.enter_async_context(
-                audit.act_of_operator(owner, AuditEvent.TENANT_CREATE, named)
-            )
-        await acts.enter_async_context(
-            audit.act_of_operator(owner, AuditEvent.APIKEY_CREATE, details)
-        )
-        await services.tenants.issue(
-            wanted.name, tenant=owner, not_after=not_after, api_key=key, role=wanted.role
-        )
+            await acts.enter_async_context(audit.act_of_operator(owner, AuditEvent.TENANT_CREATE, named))
+        await acts.enter_async_context(audit.act_of_operator(owner, AuditEvent.APIKEY_CREATE, details))
+        await services.tenants.issue(wanted.name, tenant=owner, not_after=not_after, api_key=key, role=wanted.role)
     made = await services.tenants.issued_key(key_id)
     if made is None:
         raise Refused(Reason.KEY_NOT_FOUND)

@@ -31,9 +31,7 @@ async def list_tenants(services: Services, search: str, offset: int, limit: int)
     names = {TenantId(tenant.decode()): name.decode() for tenant, name in rows.items()}
     wanted = search.casefold()
     found = sorted(
-        (name.casefold(), tenant)
-        for tenant, name in names.items()
-        if wanted in name.casefold() or wanted in tenant
+        (name.casefold(), tenant) for tenant, name in names.items() if wanted in name.casefold() or wanted in tenant
     )
     ids = [tenant for _, tenant in found[offset : offset + limit]]
     return TenantList(
@@ -54,9 +52,7 @@ async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
         quotas=await show_quotas(services, tenant),
         usage=await show_usage(services, tenant),
         keys=await list_keys(services, tenant),
-        paused_runs={
-            run: _pause(pause) for run, pause in pauses.runs.items() if pause.tenant == tenant
-        },
+        paused_runs={run: _pause(pause) for run, pause in pauses.runs.items() if pause.tenant == tenant},
     )
 
 
@@ -166,9 +162,7 @@ async def show_usage(services: Services, tenant: TenantId) -> list[DayUsage]:
     hours = await services.usage.rows(
         tenant, start, datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + HOUR
     )
-    by_day: dict[str, list[UsageRow]] = {
-        f"{start + timedelta(days=day):%Y-%m-%d}": [] for day in range(DAYS_SHOWN)
-    }
+    by_day: dict[str, list[UsageRow]] = {f"{start + timedelta(days=day):%Y-%m-%d}": [] for day in range(DAYS_SHOWN)}
     for row in hours:
         by_day[f"{row.hour:%Y-%m-%d}"].append(row)
     return [DayUsage(day=day, amounts=total_of(rows)) for day, rows in by_day.items()]

@@ -33,16 +33,14 @@ keys = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 def create(
     name: Annotated[str, typer.Argument(help="Whose key this is.")],
     tenant: Annotated[
-        str | None,
-        typer.Option(help="One more key of this tenant (its id); by default a new tenant."),
+        str | None, typer.Option(help="One more key of this tenant (its id); by default a new tenant.")
     ] = None,
     new_tenant: Annotated[
         bool, typer.Option("--new-tenant", help="--tenant is the id of a tenant to be made.")
     ] = False,
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
     prefix: Annotated[
-        Literal["tml", "sk"],
-        typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-…."),
+        Literal["tml", "sk"], typer.Option(help="How it starts: the tinker SDK takes tml-…, the mint SDK also sk-….")
     ] = "tml",
     data_dir: DataDir = DEFAULT_DATA_DIR,
     redis_url: ServersRedisUrl = None,
@@ -62,9 +60,7 @@ def create(
 
 
 @keys.command("list", epilog=examples("cotrain keys list --json | jq -r '.[].name'"))
-def list_keys(
-    data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False
-) -> None:
+def list_keys(data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False) -> None:
     """List the API keys, without their secrets: those made here, and those of the server's settings."""
 
     async def show(tenants: Tenants) -> None:
@@ -131,9 +127,7 @@ def _source(record: KeyRecord) -> str:
     return "settings" if record.in_settings else "keys create"
 
 
-def _with_tenants(
-    work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None
-) -> None:
+def _with_tenants(work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None) -> None:
     folder = data_dir.absolute()
 
     async def run() -> None:

@@ -20,9 +20,7 @@ from cotrain_store.settings.store import PREFIX
 NEWER_PYTHON = (3, 14)
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 
-DataDir = Annotated[
-    Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where everything durable is kept.")
-]
+DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where everything durable is kept.")]
 
 
 def _opened(redis_url: str | None) -> str | None:
@@ -37,19 +35,11 @@ def _redis(text: str, **more: Any) -> Any:
 
 
 RedisUrl = Annotated[str | None, _redis("Use this Redis; by default one is started.")]
-ServersRedisUrl = Annotated[
-    str | None, _redis("The server's Redis; by default the one in its folder.")
-]
-JoinedRedisUrl = Annotated[
-    str | None, _redis("Needed: the Redis that the server uses.", show_default=False)
-]
+ServersRedisUrl = Annotated[str | None, _redis("The server's Redis; by default the one in its folder.")]
+JoinedRedisUrl = Annotated[str | None, _redis("Needed: the Redis that the server uses.", show_default=False)]
 JoinedDataDir = Annotated[
     Path | None,
-    typer.Option(
-        envvar="COTRAIN_DATA_DIR",
-        help="Needed: the server's data folder, mounted here.",
-        show_default=False,
-    ),
+    typer.Option(envvar="COTRAIN_DATA_DIR", help="Needed: the server's data folder, mounted here.", show_default=False),
 ]
 BaseModels = Annotated[
     list[str] | None,
@@ -61,10 +51,7 @@ BaseModels = Annotated[
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(envvar="COTRAIN_DEVICE")]
 Workers = Annotated[
-    int,
-    typer.Option(
-        envvar="COTRAIN_WORKERS", min=1, help="Worker processes per base model, on a CPU."
-    ),
+    int, typer.Option(envvar="COTRAIN_WORKERS", min=1, help="Worker processes per base model, on a CPU.")
 ]
 Gpus = Annotated[
     str | None,
@@ -88,8 +75,7 @@ GroupSize = Annotated[
 TorchThreads = Annotated[
     int,
     typer.Option(
-        envvar="COTRAIN_TORCH_THREADS",
-        help="CPU threads per process of a worker; 0: all, divided between them.",
+        envvar="COTRAIN_TORCH_THREADS", help="CPU threads per process of a worker; 0: all, divided between them."
     ),
 ]
 LogLevel = Annotated[str, typer.Option(envvar="COTRAIN_LOG_LEVEL")]
@@ -115,9 +101,7 @@ def _base_model(name: str) -> str:
     return f"{alias}={folder}" if alias else folder
 
 
-def chosen_gpus(
-    asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1
-) -> tuple[str, ...]:
+def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
     if asked is None and workers > 1 and device != "cpu" and visible_gpus():
         refuse(
@@ -140,9 +124,7 @@ def chosen_gpus(
 def checked_port(port: int) -> int:
     """Return a valid port. Exit for any other number."""
     if not 0 <= port <= LAST_PORT:
-        refuse(
-            f"--port, COTRAIN_PORT: {port} is no port. Give 1 to {LAST_PORT}, or 0 for a free one."
-        )
+        refuse(f"--port, COTRAIN_PORT: {port} is no port. Give 1 to {LAST_PORT}, or 0 for a free one.")
     return port
 
 

@@ -25,15 +25,7 @@ from cotrain_store.settings.store import PREFIX
 
 console = Console(highlight=False, soft_wrap=True)
 
-REFUSALS = (
-    FolderInUse,
-    UnsafeFolder,
-    UnusableFolder,
-    CannotListen,
-    NoRedisFound,
-    UnsafeRedis,
-    CannotServe,
-)
+REFUSALS = (FolderInUse, UnsafeFolder, UnusableFolder, CannotListen, NoRedisFound, UnsafeRedis, CannotServe)
 
 
 def serve(
@@ -41,41 +33,30 @@ def serve(
     host: Annotated[
         str,
         typer.Option(
-            envvar="COTRAIN_HOST",
-            help="Listen on this address; 0.0.0.0: all of IPv4, ::: all of IPv4 and IPv6.",
+            envvar="COTRAIN_HOST", help="Listen on this address; 0.0.0.0: all of IPv4, ::: all of IPv4 and IPv6."
         ),
     ] = "127.0.0.1",
     port: Annotated[
-        int,
-        typer.Option(envvar="COTRAIN_PORT", callback=options.checked_port, help="0: a free one."),
+        int, typer.Option(envvar="COTRAIN_PORT", callback=options.checked_port, help="0: a free one.")
     ] = 8000,
     data_dir: options.DataDir = options.DEFAULT_DATA_DIR,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             envvar="COTRAIN_API_KEYS",
-            help="Accept this key (tml-… or sk-…, or NAME=KEY); repeat it for several tenants. By default "
-            "one is made.",
+            help="Accept this key (tml-… or sk-…, or NAME=KEY); repeat it for several tenants. By default one is made.",
         ),
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(
-            envvar="COTRAIN_API_KEYS_FILE",
-            help="Accept the keys in this file, too; -: standard input.",
-        ),
+        typer.Option(envvar="COTRAIN_API_KEYS_FILE", help="Accept the keys in this file, too; -: standard input."),
     ] = None,
     clock_mode: Annotated[
         Literal["eager", "metronome"],
-        typer.Option(
-            envvar="COTRAIN_CLOCK_MODE", help="When a cycle starts: at once, or on a beat."
-        ),
+        typer.Option(envvar="COTRAIN_CLOCK_MODE", help="When a cycle starts: at once, or on a beat."),
     ] = "eager",
     clock_period_s: Annotated[
-        float,
-        typer.Option(
-            envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest wait of a small request, or the beat."
-        ),
+        float, typer.Option(envvar="COTRAIN_CLOCK_PERIOD_S", help="Longest wait of a small request, or the beat.")
     ] = 10.0,
     device: options.Device = "auto",
     workers: options.Workers = 1,
@@ -84,8 +65,7 @@ def serve(
     torch_threads: options.TorchThreads = 0,
     redis_url: options.RedisUrl = None,
     accept_data_loss: Annotated[
-        bool,
-        typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes."),
+        bool, typer.Option(envvar="COTRAIN_ACCEPT_DATA_LOSS", help="Take a Redis that may lose writes.")
     ] = False,
     log_level: options.LogLevel = "info",
 ) -> None:

@@ -24,8 +24,7 @@ def worker(
     redis_url: options.JoinedRedisUrl = None,
     data_dir: options.JoinedDataDir = None,
     name: Annotated[
-        str | None,
-        typer.Option(help="What its worker ids begin with; by default this host's name."),
+        str | None, typer.Option(help="What its worker ids begin with; by default this host's name.")
     ] = None,
     device: options.Device = "auto",
     workers: options.Workers = 1,
@@ -49,9 +48,7 @@ def worker(
         options.refuse(" ".join(refused))
     base_models = options.named_base_models(base_model, "worker")
     if redis_url is None:
-        options.refuse(
-            "Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses."
-        )
+        options.refuse("Which Redis? --redis-url, or COTRAIN_REDIS_URL: the one that the server uses.")
     if data_dir is None:
         options.refuse(
             "Which data folder? --data-dir, or COTRAIN_DATA_DIR: the server's, mounted here; with COTRAIN_BLOBS "

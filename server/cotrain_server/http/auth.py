@@ -96,9 +96,7 @@ def check_role(request: Request, tenant: Tenant) -> None:
     This is the only place that decides it, for keys, tokens and cookies. The path is the one that
     the router matches.
     """
-    is_read = request.method in READS or (
-        request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"])
-    )
+    is_read = request.method in READS or (request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"]))
     if not (tenant.may_change or is_read):
         raise Refused(Reason.READ_ONLY_KEY)
 

@@ -86,9 +86,7 @@ def refusal(error: Exception, request_id: str) -> JSONResponse:
         return internal_error(request_id)
     reason = error.reason
     metrics.REQUESTS_REJECTED.labels(reason.code).inc()
-    answer = error_response(
-        reason.status, str(error), reason.code, request_id, reason.retry_after_s
-    )
+    answer = error_response(reason.status, str(error), reason.code, request_id, reason.retry_after_s)
     if isinstance(error, InvalidToken):
         answer.headers["WWW-Authenticate"] = error.challenge
     return answer

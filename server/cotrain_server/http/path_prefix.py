@@ -58,10 +58,7 @@ class PathPrefix:
         if path != self._prefix and not path.startswith(f"{self._prefix}/"):
             return scope
         raw = scope.get("raw_path") or path.encode()
-        cut = {
-            "path": path[len(self._prefix) :] or "/",
-            "raw_path": raw[len(self._prefix) :] or b"/",
-        }
+        cut = {"path": path[len(self._prefix) :] or "/", "raw_path": raw[len(self._prefix) :] or b"/"}
         return {**scope, **cut}
 
     def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -81,10 +78,7 @@ def _is_page(path: str) -> bool:
 
 
 def _is_html(start: Message) -> bool:
-    return any(
-        name.lower() == b"content-type" and value.startswith(b"text/html")
-        for name, value in start["headers"]
-    )
+    return any(name.lower() == b"content-type" and value.startswith(b"text/html") for name, value in start["headers"])
 
 
 def _of_length(start: Message, length: int) -> Message:

@@ -13,12 +13,7 @@ import zstandard
 from starlette.requests import Request
 
 from cotrain_server.errors import BodyTooLarge, Unreadable
-from cotrain_server.parsing.parser import (
-    BINARY_BYTE_WEIGHT,
-    JSON_VALUE_WEIGHT,
-    THREAD_ABOVE,
-    Parser,
-)
+from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 
@@ -65,10 +60,7 @@ def count_json(body: bytes, limits: JsonLimits) -> int:
         Unreadable: brackets nest deeper than MAX_JSON_DEPTH.
     """
     opened = body.count(b"[") + body.count(b"{")
-    if (
-        opened <= min(MAX_JSON_DEPTH, limits.containers)
-        and len(body) <= _FLAT_BYTES <= limits.values
-    ):
+    if opened <= min(MAX_JSON_DEPTH, limits.containers) and len(body) <= _FLAT_BYTES <= limits.values:
         return opened + body.count(b",") + body.count(b":")
     depth = quotes = containers = values = 0
     for block in _blocks(body):
@@ -86,9 +78,7 @@ def count_json(body: bytes, limits: JsonLimits) -> int:
         containers += int(np.count_nonzero(steps > 0))
         values += int(np.count_nonzero(_BEFORE_VALUE[symbols] & is_outside))
         if containers > limits.containers:
-            raise BodyTooLarge(
-                f"The JSON body holds more than {limits.containers} lists and objects."
-            )
+            raise BodyTooLarge(f"The JSON body holds more than {limits.containers} lists and objects.")
         if values > limits.values:
             raise BodyTooLarge(f"The JSON body holds more than {limits.values} values.")
         depth, quotes = int(depths[-1]), int(quotes_before[-1])
@@ -158,17 +148,10 @@ class BodyReader:
             body = decompress_small(body) or await self._decompress(body)
             self.take(len(body))
         elif encoding != "identity":
-            raise Refused(
-                Reason.UNSUPPORTED_MEDIA_TYPE,
-                f"Content-Encoding {encoding!r} is not supported; use zstd.",
-            )
+            raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding {encoding!r} is not supported; use zstd.")
         weight = BINARY_BYTE_WEIGHT * len(body)
-        if not is_protobuf(
-            request
-        ):  # FastAPI parses other content types, and none at all, as JSON, too
-            values = await self.parser.run(
-                self.tenant, len(body), count_json, body, self.json_limits
-            )
+        if not is_protobuf(request):  # FastAPI parses other content types, and none at all, as JSON, too
+            values = await self.parser.run(self.tenant, len(body), count_json, body, self.json_limits)
             weight = max(len(body), JSON_VALUE_WEIGHT * values)
         request.state.body_weight = weight
         return body

@@ -80,9 +80,7 @@ class TenantRoute(APIRoute):
         request = Request(scope, receive)
         try:
             queued: BaseModel = await self._guarded(request, self.endpoint)
-            answer = Response(
-                queued.model_dump_json(exclude_none=True), media_type="application/json"
-            )
+            answer = Response(queued.model_dump_json(exclude_none=True), media_type="application/json")
         except CONNECTION_LOST:
             answer = refusal(StoreUnavailable(), request.state.request_id)
         except StoreError as error:
@@ -134,17 +132,13 @@ class OperatorRoute(APIRoute):
             services: Services = request.app.state.services
             check_operator(request, services)
             with services.body_memory.of(_OPERATOR) as take:
-                body = await BodyReader(
-                    services.parser, _OPERATOR, OPERATOR_BODY_BYTES, FEW, take
-                ).read(request)
+                body = await BodyReader(services.parser, _OPERATOR, OPERATOR_BODY_BYTES, FEW, take).read(request)
                 return await handle(CheckedRequest(request, body))
 
         return guarded
 
 
-def tenant_router(
-    tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute
-) -> APIRouter:
+def tenant_router(tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute) -> APIRouter:
     """Return a router of requests with a tenant's API key. `tag` is its heading in the OpenAPI page."""
     return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])
 
@@ -168,10 +162,7 @@ def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
 
 def queued_body(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
     """Return the options of a route that queues its request, which has a body of one of these models."""
-    return {
-        "response_model_exclude_none": True,
-        "openapi_extra": body_of(*models, binary=binary),
-    }
+    return {"response_model_exclude_none": True, "openapi_extra": body_of(*models, binary=binary)}
 
 
 def _inlined(schema: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,7 @@ _CACHE_SIZE = 10_000
 class OwnQuotas:
     """Cached quotas of tenants, each read at most once per CACHE_S."""
 
-    def __init__(
-        self, policies: Policies, defaults: Quotas, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, policies: Policies, defaults: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
         self.defaults = defaults
         self._policies = policies
         self._clock = clock

@@ -38,18 +38,14 @@ class TenantSlots:
 class TenantUse(Counter[TenantId]):
     """Amount of one resource that each tenant uses now in this process, up to a limit."""
 
-    def __init__(
-        self, refusal: Reason, most: int = 0, on_refusal: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, refusal: Reason, most: int = 0, on_refusal: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self._refusal = refusal
         self._most = most
         self._on_refusal = on_refusal
 
     @contextmanager
-    def of(
-        self, tenant: TenantId, amount: int = 0, *, most: int | None = None
-    ) -> Iterator[Callable[[int], None]]:
+    def of(self, tenant: TenantId, amount: int = 0, *, most: int | None = None) -> Iterator[Callable[[int], None]]:
         """Use an amount until the end of the block. Yields a function that uses more.
 
         Both raise the refusal above the limit. The only block of a tenant may exceed it, because

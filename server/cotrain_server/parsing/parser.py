@@ -102,9 +102,7 @@ class Parser:
         call = partial(work, *args, **kwargs)
         return await self._alone(tenant, partial(self._in_thread, weight, call))
 
-    async def parse_json(
-        self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any
-    ) -> Answer:
+    async def parse_json(self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any) -> Answer:
         """Run some work on JSON, in a child process if it is heavy.
 
         `work` is a function of a module or a class. Its arguments, result and exceptions must support pickling.
@@ -113,26 +111,20 @@ class Parser:
             return await self.run(tenant, weight, work, *args)
         return await self.run_in_child(tenant, work, *args)
 
-    async def run_in_child(
-        self, tenant: TenantId, work: Callable[..., Answer], *args: Any
-    ) -> Answer:
+    async def run_in_child(self, tenant: TenantId, work: Callable[..., Answer], *args: Any) -> Answer:
         """Run some work in a child process. The requirements of `parse_json` apply. Raises BodyTooLarge: it exceeds the
         memory or processor time of one call.
         """
         return await self._alone(tenant, partial(self._in_child, work, args))
 
-    async def _alone(
-        self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> Answer:
+    async def _alone(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         self._heavy += 1
         try:
             return await self._one_by_one(tenant, work)
         finally:
             self._heavy -= 1
 
-    async def _one_by_one(
-        self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]
-    ) -> Answer:
+    async def _one_by_one(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         async with self._locks.of(tenant):
             # A client that disconnects must not start a second task concurrently, because a thread cannot be cancelled.
             working = asyncio.ensure_future(work())

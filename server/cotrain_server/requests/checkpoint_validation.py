@@ -17,12 +17,7 @@ from cotrain_server.errors import Invalid, InvalidToken
 from cotrain_server.http.auth import identify
 from cotrain_server.http.finite_json import finite
 from cotrain_server.services import Services
-from cotrain_store.errors import (
-    AuthenticationFailed,
-    CheckpointNotFound,
-    MalformedPath,
-    WeightsDeleted,
-)
+from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, MalformedPath, WeightsDeleted
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
@@ -64,9 +59,7 @@ def check_notes(metadata: Mapping[str, Any] | None, tags: Sequence[str]) -> None
 
 def _check_notes(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> None:
     if notes and finite(notes) != notes:
-        raise Invalid(
-            f"{name} holds NaN, an infinity, or a number beyond ±1.8e308. Send that number as text."
-        )
+        raise Invalid(f"{name} holds NaN, an infinity, or a number beyond ±1.8e308. Send that number as text.")
     if notes and len(json.dumps(notes)) > MAX_METADATA_BYTES:
         raise Invalid(f"{name} may have at most {MAX_METADATA_BYTES} bytes as JSON.")
 
@@ -81,20 +74,15 @@ def check_recipients(recipients: Sequence[str]) -> None:
             kind.Recipient.from_str(recipient)
         except pyrage.RecipientError as wrong:
             raise Invalid(
-                f"age_encryption_recipients[{number}] is neither an age X25519 recipient nor an SSH "
-                "public key."
+                f"age_encryption_recipients[{number}] is neither an age X25519 recipient nor an SSH public key."
             ) from wrong
 
 
 async def check_loadable(services: Services, checkpoint: CheckpointRecord) -> None:
     """Raise Invalid for encrypted files, which are for their recipients alone."""
-    if (
-        checkpoint.kind == "external_weights"
-        and (await services.records.weights(checkpoint.weights)).external
-    ):
+    if checkpoint.kind == "external_weights" and (await services.records.weights(checkpoint.weights)).external:
         raise Invalid(
-            "Encrypted external_weights are for download only; load or sample from weights or "
-            "sampler_weights."
+            "Encrypted external_weights are for download only; load or sample from weights or sampler_weights."
         )
 
 
@@ -111,9 +99,7 @@ def check_fits(weights: WeightsRecord, run: RunRecord, *, optimizer: bool) -> No
     a step has the same size at every scale. The next steps would differ from those before the save.
     """
     if weights.base_model != run.base_model:
-        raise Invalid(
-            f"The checkpoint is of base model {weights.base_model}, the run of {run.base_model}."
-        )
+        raise Invalid(f"The checkpoint is of base model {weights.base_model}, the run of {run.base_model}.")
     if _shape(weights.lora) != _shape(run.lora):
         raise Invalid(f"The checkpoint has {_words(weights.lora)}; the run has {_words(run.lora)}.")
     if weights.lora.per_expert != run.lora.per_expert:
@@ -180,9 +166,7 @@ async def find_loadable(services: Services, reader: TenantId, path: str) -> Sour
     return source
 
 
-async def reader_of(
-    request: Request, services: Services, tenant: TenantId, access_token: str | None
-) -> TenantId:
+async def reader_of(request: Request, services: Services, tenant: TenantId, access_token: str | None) -> TenantId:
     """Return the tenant that reads a path: the caller, or the owner of the access token.
 
     Raises:

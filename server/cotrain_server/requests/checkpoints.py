@@ -7,11 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from cotrain.wire.checkpoints import (
-    LoadWeightsRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsRequest,
-)
+from cotrain.wire.checkpoints import LoadWeightsRequest, SaveWeightsExternalRequest, SaveWeightsRequest
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.checkpoint_validation import (
@@ -27,13 +23,7 @@ from cotrain_server.requests.passes import AddressedFields, canonical_json, op_o
 from cotrain_store.messages.ids import encode, sampler_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import (
-    CheckpointKind,
-    LoadRequest,
-    LoadSource,
-    SaveRequest,
-    WeightsRecord,
-)
+from cotrain_store.messages.saves import CheckpointKind, LoadRequest, LoadSource, SaveRequest, WeightsRecord
 
 SaveReader = Callable[[AddressedFields, RunRecord], SaveRequest]
 
@@ -74,9 +64,7 @@ def _for_sampler(request: AddressedFields, run: RunRecord) -> SaveRequest:
     if (wanted.path is None) == (number is None):
         raise Invalid("Exactly one of path and sampling_session_seq_id is needed.")
     if wanted.optimizer and number is None:
-        raise Invalid(
-            "optimizer is for a save without a path: save_weights has the optimizer state."
-        )
+        raise Invalid("optimizer is for a save without a path: save_weights has the optimizer state.")
     return SaveRequest(
         name=wanted.path,
         sampler=None if number is None else sampler_id(run.session, number),
@@ -116,9 +104,7 @@ def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
         raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
 
 
-def load_op(
-    request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord
-) -> Op:
+def load_op(request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord) -> Op:
     """Return the op of a load into a run. Raises Invalid if the weights do not fit."""
     check_fits(weights, run, optimizer=wanted.optimizer)
     check_optimizer(weights, optimizer=wanted.optimizer)
@@ -126,8 +112,6 @@ def load_op(
     return Op(OpKind.LOAD, body, 0, digest_of(canonical_json(request.fields)), (weights.ref,))
 
 
-def load_body(
-    path: str, weights: WeightsRecord, *, optimizer: bool, creates: LoraSpec | None = None
-) -> bytes:
+def load_body(path: str, weights: WeightsRecord, *, optimizer: bool, creates: LoraSpec | None = None) -> bytes:
     """Return the body of a load. `creates` is set if the load creates its run."""
     return encode(LoadRequest(path, (LoadSource(weights.ref),), optimizer, creates)).encode()

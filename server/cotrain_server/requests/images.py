@@ -30,9 +30,7 @@ class SentImage:
 def image_reader(pool: PoolRecord, where: str) -> ImageReader:
     """Return a reader of images for a base model. Raises Invalid if it reads text only."""
     if not pool.images:
-        raise Invalid(
-            f"{where} has an image, but {pool.base_model} reads text only here. Send encoded_text."
-        )
+        raise Invalid(f"{where} has an image, but {pool.base_model} reads text only here. Send encoded_text.")
     return ImageReader(ImageRules(**pool.images))
 
 
@@ -44,9 +42,7 @@ def insert_images(body: SampleBody, sent: tuple[SentImage, ...], pool: PoolRecor
     """
     reader = image_reader(pool, "prompt")
     if pool.sampler == "vllm":
-        raise Invalid(
-            "prompt has an image, but samples come from a vLLM server here. Send encoded_text."
-        )
+        raise Invalid("prompt has an image, but samples come from a vLLM server here. Send encoded_text.")
     prompt: list[int] = []
     images: list[BodyImage] = []
     done = 0

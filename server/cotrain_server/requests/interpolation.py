@@ -26,8 +26,7 @@ def check_mix(wanted: InterpolateRequest) -> None:
     name = wanted.output_path
     if name is not None and "/" in name:
         raise Invalid(
-            "output_path must be a plain name, because the result belongs to a new run whose id the "
-            "server assigns."
+            "output_path must be a plain name, because the result belongs to a new run whose id the server assigns."
         )
     if name is not None:
         check_name(name)

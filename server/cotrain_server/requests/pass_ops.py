@@ -61,10 +61,7 @@ class Op:
 
         The client of an op that never fits would otherwise retry without end.
         """
-        for size, most, unit in (
-            (self.tokens, token_limit, "tokens"),
-            (len(self.body), max_bytes, "bytes"),
-        ):
+        for size, most, unit in ((self.tokens, token_limit, "tokens"), (len(self.body), max_bytes, "bytes")):
             if size > most:
                 return self.refused(
                     f"data has {size} {unit}; of one tenant no more than {most} may wait at once. "
@@ -134,13 +131,7 @@ def _read_all(request: ParsedPass) -> ParsedPass:
         return replace(request, refusal="model_id and seq_id: given twice.", is_read=True)
     is_sent = lean is request.content and message.forward_only >= request.forward_only
     message.forward_only |= request.forward_only
-    return replace(
-        request,
-        message=message,
-        content=canonical(message),
-        sent=lean if is_sent else b"",
-        is_read=True,
-    )
+    return replace(request, message=message, content=canonical(message), sent=lean if is_sent else b"", is_read=True)
 
 
 def _refuse_vast_shapes(message: PassMessage) -> None:
@@ -154,8 +145,7 @@ def _refuse_vast_shapes(message: PassMessage) -> None:
         for name, tensor in datum.loss_fn_inputs.items():
             if len(tensor.shape) > MAX_AXES:
                 raise Invalid(
-                    f"data[{number}].loss_fn_inputs.{name} has {len(tensor.shape)} axes. "
-                    f"The limit is {MAX_AXES}."
+                    f"data[{number}].loss_fn_inputs.{name} has {len(tensor.shape)} axes. The limit is {MAX_AXES}."
                 )
             if tensor.HasField("sparse_csr"):
                 claimed += abs(prod(tensor.shape))

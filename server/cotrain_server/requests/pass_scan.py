@@ -45,9 +45,7 @@ HEAD_FIELDS = 64
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MALFORMED = "The request is not a ForwardBackwardRequest message."
-_MALFORMED_SWEEP = (
-    "The request is not a SweepPassRequest message: runs, and then their pass_request."
-)
+_MALFORMED_SWEEP = "The request is not a SweepPassRequest message: runs, and then their pass_request."
 
 
 class TooManyObjects(Invalid):
@@ -55,8 +53,7 @@ class TooManyObjects(Invalid):
 
     def __init__(self, field: str) -> None:
         super().__init__(
-            f"{field}: one request holds at most {LIMITS[field]} {_UNITS[field]}. Send it in several "
-            "calls."
+            f"{field}: one request holds at most {LIMITS[field]} {_UNITS[field]}. Send it in several calls."
         )
 
 
@@ -73,12 +70,7 @@ class _Field:
 _VALUE = _Field()
 _UNKNOWN = _Field()
 _MESSAGE_OF_BYTES = {0x0A: _VALUE}
-_IMAGE = {
-    0x0A: _VALUE,
-    0x12: _VALUE,
-    0x18: _VALUE,
-    0x22: _Field({0x08: _VALUE, 0x10: _VALUE}),
-}
+_IMAGE = {0x0A: _VALUE, 0x12: _VALUE, 0x18: _VALUE, 0x22: _Field({0x08: _VALUE, 0x10: _VALUE})}
 _CHUNK = {0x0A: _Field(_MESSAGE_OF_BYTES), 0x12: _Field(_IMAGE), 0x1A: _Field(_MESSAGE_OF_BYTES)}
 _SHAPE = _Field(counts_as="shape")
 _TENSOR = {
@@ -101,9 +93,7 @@ _PASS = {
     0x22: _VALUE,
     0x2A: _Field({0x0A: _VALUE, 0x11: _VALUE}, counts_as="loss_fn_config"),
     0x30: _VALUE,
-    0x3A: _Field(
-        {0x0A: _VALUE, 0x12: _Field({0x09: _VALUE, 0x12: _VALUE})}, counts_as="loss_fn_config"
-    ),
+    0x3A: _Field({0x0A: _VALUE, 0x12: _Field({0x09: _VALUE, 0x12: _VALUE})}, counts_as="loss_fn_config"),
 }
 
 
@@ -124,9 +114,7 @@ def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
     return body if lean is None else lean
 
 
-def _lean(
-    body: bytes, start: int, end: int, known: Mapping[int, _Field], left: dict[str, int]
-) -> bytes | None:
+def _lean(body: bytes, start: int, end: int, known: Mapping[int, _Field], left: dict[str, int]) -> bytes | None:
     """Return a copy of a message without its unknown fields, or None if it has none."""
     kept: list[bytes] = []
     kept_to = start
@@ -180,9 +168,7 @@ SWEEP_RUN_BYTES = 256
 
 def too_many_runs() -> Invalid:
     """Return the refusal of a sweep with too many runs."""
-    return Invalid(
-        f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls."
-    )
+    return Invalid(f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls.")
 
 
 def split_sweep(body: bytes) -> tuple[bytes, bytes]:

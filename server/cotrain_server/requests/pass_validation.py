@@ -73,9 +73,7 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
         "dro": _policy({"beta"}),
         "gspo": _policy(_CLIP, "sequence_ratio_mask", bounds_surrogate=True),
         "reinforce": _policy(),
-        "grpo": _policy(
-            _CLIP | {"beta"}, optional=(*_ROLLOUT, "reference_logprobs"), bounds_surrogate=True
-        ),
+        "grpo": _policy(_CLIP | {"beta"}, optional=(*_ROLLOUT, "reference_logprobs"), bounds_surrogate=True),
         "dapo": _policy(_CLIP, bounds_surrogate=True),
         "sapo": _policy({"tau_positive", "tau_negative"}),
     }
@@ -83,10 +81,7 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
 
 
 #: Names of all loss inputs.
-_READ = {
-    TARGETS,
-    *(name for needs in NEEDS_BY_LOSS.values() for name in (*needs.inputs, *needs.optional)),
-}
+_READ = {TARGETS, *(name for needs in NEEDS_BY_LOSS.values() for name in (*needs.inputs, *needs.optional))}
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
 
 #: Input of every loss that only metrics read: steps of the policies that sampled the targets.
@@ -188,9 +183,7 @@ def _with_optional(request: PassBody, needs: LossNeeds) -> LossNeeds:
     for setting, wanted in _INPUT_OF.items():
         number = request.loss_config.get(setting, 0.0)
         if number and wanted in needs.optional and wanted not in given:
-            raise Invalid(
-                f"data[0].loss_fn_inputs.{wanted} is missing; loss_fn_config.{setting}={number} needs it."
-            )
+            raise Invalid(f"data[0].loss_fn_inputs.{wanted} is missing; loss_fn_config.{setting}={number} needs it.")
     return replace(needs, inputs=(*needs.inputs, *given))
 
 
@@ -199,9 +192,7 @@ def _custom_loss(request: PassBody) -> CustomLoss:
 
     loss_id = request.loss_config.get(LOSS_ID)
     if len(request.loss_config) > 1 or not isinstance(loss_id, str):
-        raise Invalid(
-            "loss_fn_config of loss custom must be {'loss_id': …}, from create_custom_loss."
-        )
+        raise Invalid("loss_fn_config of loss custom must be {'loss_id': …}, from create_custom_loss.")
     try:
         loss = decode_loss(loss_id)
     except UnsupportedInput as error:
@@ -222,14 +213,9 @@ def _needs_of_custom(loss: CustomLoss) -> LossNeeds:
 def _check_custom_shapes(number: int, datum: DatumArrays, loss: CustomLoss) -> None:
     """Check that a datum has each input of a custom loss, with its rank."""
     length = len(datum.tokens)
-    for name, rank in (
-        (TARGETS, loss.inputs[0].rank),
-        *((i.name, i.rank) for i in loss.inputs[1:]),
-    ):
+    for name, rank in ((TARGETS, loss.inputs[0].rank), *((i.name, i.rank) for i in loss.inputs[1:])):
         if name not in datum.inputs:
-            raise Invalid(
-                f"data[{number}].loss_fn_inputs.{name} is missing; the custom loss reads it."
-            )
+            raise Invalid(f"data[{number}].loss_fn_inputs.{name} is missing; the custom loss reads it.")
         shape = datum.inputs[name].shape
         fits = (datum.inputs[name].size == 1, shape == (length,), _is_table(shape, length))[rank]
         if not fits:
@@ -242,9 +228,7 @@ def _check_config(loss_fn: str, needs: LossNeeds, config: Mapping[str, float | s
     for name, value in config.items():
         if name not in needs.config:
             known = ", ".join(sorted(needs.config)) or "none"
-            raise Invalid(
-                f"loss_fn_config.{name:.80} is not a setting of {loss_fn}. Known: {known}."
-            )
+            raise Invalid(f"loss_fn_config.{name:.80} is not a setting of {loss_fn}. Known: {known}.")
         if isinstance(value, str) or not 0 <= value <= LARGEST:
             raise Invalid(f"loss_fn_config.{name} must be a finite number, 0 or more.")
         if name.startswith("tau_") and value <= 0:
@@ -275,10 +259,7 @@ def refuse_too_long(subject: str, length: int, pool: PoolRecord) -> None:
 def _check_lengths(number: int, datum: DatumArrays, pool: PoolRecord) -> None:
     length = len(datum.tokens)
     if not 1 <= length <= pool.context_length:
-        raise Invalid(
-            f"Datum {number} has {length} tokens; {pool.base_model} reads 1 to "
-            f"{pool.context_length}."
-        )
+        raise Invalid(f"Datum {number} has {length} tokens; {pool.base_model} reads 1 to {pool.context_length}.")
     refuse_too_long(f"Datum {number} has", length, pool)
 
 
@@ -288,9 +269,7 @@ def _check_shapes(number: int, datum: DatumArrays, loss_fn: str, needs: LossNeed
         if name not in datum.inputs:
             unread = sorted(set(datum.inputs) - {TARGETS, *needs.inputs})
             hint = f" No loss reads {unread[0]:.80}." if unread and unread[0] not in _READ else ""
-            raise Invalid(
-                f"data[{number}].loss_fn_inputs.{name} is missing; {loss_fn} needs it.{hint}"
-            )
+            raise Invalid(f"data[{number}].loss_fn_inputs.{name} is missing; {loss_fn} needs it.{hint}")
     shape = datum.inputs[TARGETS].shape
     if shape != (length,) and not (needs.takes_columns and _is_table(shape, length)):
         raise Invalid(_wrong_shape(number, TARGETS, shape, f"the input has {length} tokens"))

@@ -20,21 +20,11 @@ from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
-from cotrain.wire.runs import (
-    ForwardBackwardRequest,
-    ForwardRequest,
-    MuonParams,
-    OptimStepRequest,
-)
+from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
-from cotrain_server.requests.pass_scan import (
-    HEAD_BYTES,
-    TooManyObjects,
-    head_of,
-    strip_unknown_fields,
-)
+from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
 from cotrain_server.requests.pass_validation import check_adam, check_steps
 from cotrain_store.bodies.pass_body import has_images, parse_pass
 from cotrain_store.errors import MalformedBody
@@ -77,9 +67,7 @@ class AddressedFields:
     fields: dict[str, Any]
 
 
-def read_binary_pass(
-    body: bytes, *, forward_only: bool, max_fields: int = FEW_FIELDS
-) -> ParsedPass:
+def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_FIELDS) -> ParsedPass:
     """Parse a pass as SDK 0.38 sends it. `forward_only` is set for the endpoint of forward passes.
 
     If it has more than `max_fields`, only its head is parsed, and `pass_op` parses the rest.
@@ -98,13 +86,9 @@ def read_binary_pass(
     return _parsed(address, message, "", canonical(message))
 
 
-def _parsed(
-    address: RunRequest, message: PassMessage | None, refusal: str, content: bytes
-) -> ParsedPass:
+def _parsed(address: RunRequest, message: PassMessage | None, refusal: str, content: bytes) -> ParsedPass:
     with_images = message is not None and has_images(message)
-    return ParsedPass(
-        address.model_id, address.seq_id, message, refusal, content, has_images=with_images
-    )
+    return ParsedPass(address.model_id, address.seq_id, message, refusal, content, has_images=with_images)
 
 
 def read_sweep_pass(body: bytes) -> ParsedPass:
@@ -204,9 +188,7 @@ def metrics_op(request: AddressedFields, known: Collection[str]) -> Op:
         if not wanted.metrics and not wanted.evaluation:
             raise Invalid("metrics is empty: pass a number by name.")
         if len(known) + len(names) > MAX_NAMES:
-            raise Invalid(
-                f"metrics: {min(names)!r} would be one name too many. A run may have {MAX_NAMES} of them."
-            )
+            raise Invalid(f"metrics: {min(names)!r} would be one name too many. A run may have {MAX_NAMES} of them.")
         entry = MetricsEntry(wanted.metrics, wanted.evaluation or "", wanted.passes)
         return Op(OpKind.METRICS, encode(entry).encode(), 0, digest_of(content))
 

@@ -14,18 +14,8 @@ from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.requests.pass_ops import Op, digest_of
-from cotrain_server.requests.pass_validation import (
-    check_experts,
-    check_finite,
-    check_tokens,
-    refuse_too_long,
-)
-from cotrain_server.requests.passes import (
-    RunRequest,
-    canonical_json,
-    json_object,
-    parse_run_and_seq,
-)
+from cotrain_server.requests.pass_validation import check_experts, check_finite, check_tokens, refuse_too_long
+from cotrain_server.requests.passes import RunRequest, canonical_json, json_object, parse_run_and_seq
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.ops import OpKind
@@ -59,12 +49,7 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
     return AddressedKl(
-        address.model_id,
-        address.seq_id,
-        path if isinstance(path, str) else None,
-        body,
-        refusal,
-        canonical_json(fields),
+        address.model_id, address.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
     )
 
 
@@ -140,10 +125,7 @@ def _check_lengths(number: int, datum: KlArrays, pool: PoolRecord) -> None:
         raise Invalid(f"data[{number}].target_tokens is empty.")
     if weights != targets:
         raise Invalid(f"data[{number}].weights has {weights} values for {targets} target_tokens.")
-    for name, context in (
-        ("student_input", datum.student_context),
-        ("reference_input", datum.reference_context),
-    ):
+    for name, context in (("student_input", datum.student_context), ("reference_input", datum.reference_context)):
         length = len(context) + targets - 1
         if len(context) == 0:
             raise Invalid(f"data[{number}].{name} is empty; the first target needs a context.")

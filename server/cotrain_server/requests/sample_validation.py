@@ -60,9 +60,7 @@ def is_sampleable(pool: PoolRecord) -> bool:
 def _check_prompt(body: SampleBody, pool: PoolRecord) -> None:
     length, limit = len(body.prompt), pool.max_sequence_tokens
     if not 1 <= length <= limit:
-        raise Invalid(
-            f"prompt has {length} tokens; {pool.base_model} samples from prompts of 1 to {limit}."
-        )
+        raise Invalid(f"prompt has {length} tokens; {pool.base_model} samples from prompts of 1 to {limit}.")
     _check_tokens("prompt", body.prompt, pool.vocab_size)
 
 
@@ -72,10 +70,7 @@ def _check_distribution(body: SampleBody, pool: PoolRecord) -> None:
     if not 0 < body.top_p <= 1:
         raise Invalid("top_p must be greater than 0 and at most 1.")
     if body.top_k != -1 and not 1 <= body.top_k <= pool.vocab_size:
-        raise Invalid(
-            f"top_k must be between 1 and {pool.vocab_size}, the size of the vocabulary, or -1 for "
-            "no limit."
-        )
+        raise Invalid(f"top_k must be between 1 and {pool.vocab_size}, the size of the vocabulary, or -1 for no limit.")
     if body.seed is not None:
         _check_range("seed", body.seed, -(2**63), 2**64 - 1)
 
@@ -90,10 +85,7 @@ def _check_stop(stop: tuple[str, ...] | tuple[int, ...] | None, pool: PoolRecord
         _check_tokens("stop", [entry for entry in stop if isinstance(entry, int)], pool.vocab_size)
         return
     if not pool.tokenizer:
-        raise Invalid(
-            f"stop: {pool.base_model} has no tokenizer here, so it cannot stop at text; send token "
-            "ids."
-        )
+        raise Invalid(f"stop: {pool.base_model} has no tokenizer here, so it cannot stop at text; send token ids.")
     if not all(1 <= len(text) <= MAX_STOP_CHARACTERS for text in texts):
         raise Invalid(f"stop: each string must have 1 to {MAX_STOP_CHARACTERS} characters.")
     if sum(map(len, texts)) > MAX_ALL_STOP_CHARACTERS:
@@ -114,8 +106,7 @@ def _check_logprobs(body: SampleBody, pool: PoolRecord) -> None:
             raise Invalid("prompt_logprobs_last_n needs prompt_logprobs.")
         if not 1 <= last_n <= positions:
             raise Invalid(
-                f"prompt_logprobs_last_n must be between 1 and {positions}, one less than the "
-                "prompt has tokens."
+                f"prompt_logprobs_last_n must be between 1 and {positions}, one less than the prompt has tokens."
             )
     if body.target_prompt_logprobs is not None:
         _check_targets(body.target_prompt_logprobs, positions, pool.vocab_size)
@@ -154,8 +145,7 @@ def _check_answer(body: SampleBody, pool: PoolRecord) -> None:
 def _check_targets(targets: tuple[tuple[int, ...], ...], positions: int, vocab_size: int) -> None:
     if len(targets) != positions:
         raise Invalid(
-            f"target_prompt_logprobs has {len(targets)} rows; the prompt has {positions} tokens "
-            "after its first."
+            f"target_prompt_logprobs has {len(targets)} rows; the prompt has {positions} tokens after its first."
         )
     for row, ids in enumerate(targets):
         for column, token in enumerate(ids):
@@ -175,7 +165,4 @@ def _check_tokens(name: str, ids: Sequence[int], vocab_size: int) -> None:
     if min(ids) >= 0 and max(ids) < vocab_size:
         return
     index = next(index for index, token in enumerate(ids) if not 0 <= token < vocab_size)
-    raise Invalid(
-        f"{name}: token id {ids[index]} at position {index} is outside the vocabulary "
-        f"(0..{vocab_size - 1})."
-    )
+    raise Invalid(f"{name}: token id {ids[index]} at position {index} is outside the vocabulary (0..{vocab_size - 1}).")

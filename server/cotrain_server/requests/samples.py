@@ -42,8 +42,7 @@ def read_sample(content: bytes) -> AddressedSample:
         raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
     if request.sampling_session_id is None or request.seq_id is None:
         raise Invalid(
-            "sampling_session_id and seq_id are required. Create a sampler with "
-            "create_sampling_session first."
+            "sampling_session_id and seq_id are required. Create a sampler with create_sampling_session first."
         )
     _refuse_unsupported(request)
     body, images = _body(request), tuple(_images(request.prompt))
@@ -113,8 +112,7 @@ def _targets(tensor: TensorData | None) -> tuple[tuple[int, ...], ...] | None:
     shape = tensor.dense_shape
     if tensor.dtype != "int64" or len(shape) != 2 or shape[1] < 1:
         raise Invalid(
-            f"target_prompt_logprobs must be int64 of shape [len(prompt) - 1, K], not "
-            f"{tensor.dtype} of shape {shape}."
+            f"target_prompt_logprobs must be int64 of shape [len(prompt) - 1, K], not {tensor.dtype} of shape {shape}."
         )
     if prod(shape) > MAX_TARGETS:
         raise Invalid(f"target_prompt_logprobs may have at most {MAX_TARGETS} cells.")

@@ -18,12 +18,7 @@ from cotrain_server.errors import Unreadable, status_of
 from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import split_sweep, too_many_runs
 from cotrain_server.requests.pass_validation import check_adam
-from cotrain_server.requests.passes import (
-    RunRequest,
-    op_or_refusal,
-    parse_run_and_seq,
-    read_sweep_pass,
-)
+from cotrain_server.requests.passes import RunRequest, op_or_refusal, parse_run_and_seq, read_sweep_pass
 from cotrain_store.errors import MalformedBody, RunNotFound
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind
@@ -69,24 +64,17 @@ def read_sweep(body: bytes) -> ParsedSweep:
     steps: Sequence[Op | None] = [None] * len(names)
     if runs.HasField("adam"):
         fields = {
-            field: _of_each(
-                f"adam.{field}", getattr(runs.adam, field) or (info.default,), len(names)
-            )
+            field: _of_each(f"adam.{field}", getattr(runs.adam, field) or (info.default,), len(names))
             for field, info in AdamParams.model_fields.items()
         }
-        steps = [
-            _step_op(dict(zip(fields, row, strict=True)))
-            for row in zip(*fields.values(), strict=True)
-        ]
+        steps = [_step_op(dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
     entries = tuple(map(_entry, range(len(names)), names, seq_ids, steps))
     if len({entry.model_id for entry in entries}) < len(entries):
         raise Unreadable("runs: each run may be named once.")
     return ParsedSweep(entries, read_sweep_pass(batch))
 
 
-def joint_ops(
-    run: RunRecord, entry: SweepEntry, batch: Op, token_limit: int, max_bytes: int
-) -> list[JointOp]:
+def joint_ops(run: RunRecord, entry: SweepEntry, batch: Op, token_limit: int, max_bytes: int) -> list[JointOp]:
     """Return the ops of one run. An op above the limits of an empty queue fails in its position."""
     ops = [batch] if entry.step is None else [batch, entry.step]
     return [

@@ -12,12 +12,7 @@ from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.sample_validation import is_sampleable
-from cotrain_server.text_apis.anthropic_requests import (
-    AnthropicError,
-    CountRequest,
-    MessageRequest,
-    anthropic_error,
-)
+from cotrain_server.text_apis.anthropic_requests import AnthropicError, CountRequest, MessageRequest, anthropic_error
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.prompts import (
@@ -63,9 +58,7 @@ router = APIRouter(
 @router.get("/models", response_model=None)
 async def list_models(services: ServicesDep, tenant: TenantDep) -> dict[str, Any]:
     """List the base models that can be sampled. A tenant's own weights are addressed by their paths."""
-    names = [
-        pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)
-    ]
+    names = [pool.base_model for pool in await services.records.served_pools() if is_sampleable(pool)]
     ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
     return {"data": [_listed(name) for name in names], "has_more": False, **ends}
 
@@ -98,9 +91,7 @@ async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDe
     return FiniteJSONResponse({"input_tokens": len(prompt)})
 
 
-@router.post(
-    "/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest)
-)
+@router.post("/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest))
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, or the rest of the last message if it is the model's own."""
     asked = await read_asked(request, services, tenant.id, MessageRequest)

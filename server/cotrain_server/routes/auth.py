@@ -35,10 +35,7 @@ async def show_key(request: Request, services: ServicesDep) -> ApiKeyResponse:
         key_id=_number(key.id),
         name=key.name,
         note="in the server's settings" if key.in_settings else f"cotrain keys revoke {key.id}",
-        details=KeyDetails(
-            org_details=OrganizationDetails(name=key.tenant),
-            user_details=UserDetails(email=key.name),
-        ),
+        details=KeyDetails(org_details=OrganizationDetails(name=key.tenant), user_details=UserDetails(email=key.name)),
     )
 
 

@@ -69,10 +69,7 @@ async def checkpoint_storage(
 
 @router.get("/usage")
 async def usage(
-    services: ServicesDep,
-    tenant: TenantDep,
-    starting_on: datetime | None = None,
-    ending_before: datetime | None = None,
+    services: ServicesDep, tenant: TenantDep, starting_on: datetime | None = None, ending_before: datetime | None = None
 ) -> wire.UsageResponse:
     """Return your usage and accelerator seconds, in total and by run and sampler, and your current storage.
 
@@ -99,9 +96,7 @@ async def _stored(services: Services, tenant: Tenant) -> wire.StoredBytes:
     _, checkpoints = await services.checkpoints.stored_bytes(tenant.id)
     unread = await unread_bytes(services.connection, [tenant.id])
     return wire.StoredBytes(
-        runs=await run_bytes(services.connection, tenant.id),
-        checkpoints=checkpoints,
-        unread=unread[tenant.id],
+        runs=await run_bytes(services.connection, tenant.id), checkpoints=checkpoints, unread=unread[tenant.id]
     )
 
 
@@ -126,10 +121,7 @@ _RESOURCE_BY_TYPE: Mapping[EventType, str] = {
 
 @router.get("/audit")
 async def audit_log(
-    services: ServicesDep,
-    tenant: TenantDep,
-    event_type: Annotated[EventType, Query()] = "all",
-    day: date | None = None,
+    services: ServicesDep, tenant: TenantDep, event_type: Annotated[EventType, Query()] = "all", day: date | None = None
 ) -> wire.AuditLogResponse:
     """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
     asked = day or datetime.now(UTC).date()

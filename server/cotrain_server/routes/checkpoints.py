@@ -13,14 +13,7 @@ from fastapi import Header, HTTPException, Request
 from cotrain.wire.checkpoints import CheckpointTtlRequest, CopyWeightsRequest, CopyWeightsResponse
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
-from cotrain_server.requests.checkpoint_validation import (
-    CHECKPOINT,
-    Source,
-    check_ttl,
-    find_source,
-    path_of,
-    reader_of,
-)
+from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, check_ttl, find_source, path_of, reader_of
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
 from cotrain_store.errors import MalformedPath, RunNotFound
@@ -38,9 +31,7 @@ COPIED_FROM = "copied_from"
 
 
 @router.delete(CHECKPOINT, status_code=204)
-async def delete_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
-) -> None:
+async def delete_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are unaffected."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     details = {"tinker_path": found.path}
@@ -49,18 +40,14 @@ async def delete_checkpoint(
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
-async def publish_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
-) -> None:
+async def publish_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Publish a checkpoint: every tenant of this server may load, sample and download it."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await _publish(services, tenant, found, public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
-async def unpublish_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep
-) -> None:
+async def unpublish_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Unpublish a checkpoint. Copies that other tenants made stay theirs."""
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     await _publish(services, tenant, found, public=False)
@@ -68,37 +55,24 @@ async def unpublish_checkpoint(
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
 async def set_ttl(
-    run_id: str,
-    kind: str,
-    name: str,
-    wanted: CheckpointTtlRequest,
-    services: ServicesDep,
-    tenant: TenantDep,
+    run_id: str, kind: str, name: str, wanted: CheckpointTtlRequest, services: ServicesDep, tenant: TenantDep
 ) -> None:
     """Set the remaining lifetime of a checkpoint in seconds; null removes the limit."""
     check_ttl(wanted.ttl_seconds)
     found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
     details = {"tinker_path": found.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_SET_TTL, details):
-        await services.checkpoints.set_ttl(
-            tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds
-        )
+        await services.checkpoints.set_ttl(tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds)
 
 
-async def _publish(
-    services: Services, tenant: Tenant, found: CheckpointRecord, *, public: bool
-) -> None:
+async def _publish(services: Services, tenant: Tenant, found: CheckpointRecord, *, public: bool) -> None:
     event = AuditEvent.CHECKPOINT_PUBLISH if public else AuditEvent.CHECKPOINT_UNPUBLISH
     async with services.audit.act(tenant, event, {"tinker_path": found.path}):
-        await services.checkpoints.publish(
-            tenant.id, found.run, found.kind, found.name, public=public
-        )
+        await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=public)
 
 
 @router.api_route(
-    "/training_runs/{run_id}/checkpoints/{name}",
-    methods=["GET", "POST", "PUT", "DELETE"],
-    include_in_schema=False,
+    "/training_runs/{run_id}/checkpoints/{name}", methods=["GET", "POST", "PUT", "DELETE"], include_in_schema=False
 )
 @router.api_route(CHECKPOINT, methods=["GET", "POST", "PUT"], include_in_schema=False)
 async def refuse_bare_name(run_id: str, name: str, kind: str = "") -> None:
@@ -144,21 +118,15 @@ async def copy_weights(
     source = await find_source(services, reader, wanted.source_path)
     if wanted.session_id is None:
         project = wanted.destination_project_id
-        await services.records.create_session(
-            tenant.id, session_id=session, project_id=project, key_id=tenant.key_id
-        )
+        await services.records.create_session(tenant.id, session_id=session, project_id=project, key_id=tenant.key_id)
     run = _closed_run(name, tenant.id, session, source)
     details = {"tinker_path": _moved(wanted.source_path, name)}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_COPY, details):
-        copy = await services.checkpoints.copy(
-            source.checkpoint, run, wanted.ttl_seconds, reader=reader
-        )
+        copy = await services.checkpoints.copy(source.checkpoint, run, wanted.ttl_seconds, reader=reader)
     return CopyWeightsResponse(tinker_path=copy.path)
 
 
-async def _destination(
-    services: Services, tenant: TenantId, wanted: CopyWeightsRequest, key: str | None
-) -> SessionId:
+async def _destination(services: Services, tenant: TenantId, wanted: CopyWeightsRequest, key: str | None) -> SessionId:
     """Return the destination session of a copy, or a name for a new session in the project."""
     if (wanted.session_id is None) != (wanted.model_seq_id is None):
         raise Invalid("session_id and model_seq_id are needed together.")

@@ -14,12 +14,7 @@ from cotrain.wire.custom_loss import PREFIX, CreateCustomLossResponse
 from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sample_codec import sample_response_to_json
-from cotrain.wire.sampling import (
-    CancelFutureRequest,
-    FutureCompletion,
-    RetrieveFuturesRequest,
-    RetrieveFuturesResponse,
-)
+from cotrain.wire.sampling import CancelFutureRequest, FutureCompletion, RetrieveFuturesRequest, RetrieveFuturesResponse
 from cotrain_server.http.long_poll import Poll, Wait, try_again
 from cotrain_server.http.request_trace import trace_retrieval
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key
@@ -72,9 +67,7 @@ async def retrieve_future(
     response_model=RetrieveFuturesResponse,
     responses={408: {"model": TryAgainResponse, "description": "Not now: ask again."}},
 )
-async def retrieve_futures(
-    poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep
-) -> Wait:
+async def retrieve_futures(poll: RetrieveFuturesRequest, _: Request, services: ServicesDep, tenant: TenantDep) -> Wait:
     """Return the requests of a sampler that have ended since `prev_cursor`, so one poll waits for all of them.
 
     A cursor removes nothing. Results reported as retrieved are deleted sooner if the key opened their session.
@@ -84,9 +77,7 @@ async def retrieve_futures(
     sampler = await services.records.sampler(tenant.id, target.sampling_session_id)
     if poll.retrieved_request_ids and tenant.may_change:
         async with services.walks.of(tenant.id):
-            await services.completions.acknowledge(
-                sampler, poll.retrieved_request_ids, tenant.key_id
-            )
+            await services.completions.acknowledge(sampler, poll.retrieved_request_ids, tenant.key_id)
     clone, cursor = target.cloned_sampler_id, poll.prev_cursor
     return partial(_ended, services, sampler, clone, cursor, hold_s)
 
@@ -107,9 +98,7 @@ POLLS = (
 )
 
 
-async def _result(
-    services: Services, reader: Tenant, request: RequestId, hold_s: float, accept: str
-) -> Response:
+async def _result(services: Services, reader: Tenant, request: RequestId, hold_s: float, accept: str) -> Response:
     began, tenant = time.time(), reader.id
     key_id = reader.key_id if reader.may_change else None
     with services.polls_by_tenant.of(tenant, 1, most=(await services.quotas.of(tenant)).polls):
@@ -126,15 +115,11 @@ async def _result(
     return answer
 
 
-async def _ended(
-    services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float
-) -> Response:
+async def _ended(services: Services, sampler: SamplerRecord, clone: int, after: int, hold_s: float) -> Response:
     quotas = await services.quotas.of(sampler.tenant)
     with services.polls_by_tenant.of(sampler.tenant, 1, most=quotas.polls):
         completions, cursor = await services.completions.wait(sampler, clone, after, hold_s)
-    ended = RetrieveFuturesResponse(
-        completions=[_completion(completion) for completion in completions], cursor=cursor
-    )
+    ended = RetrieveFuturesResponse(completions=[_completion(completion) for completion in completions], cursor=cursor)
     return Response(ended.model_dump_json(exclude_none=True), media_type="application/json")
 
 
@@ -142,9 +127,7 @@ def _completion(completion: Completion) -> FutureCompletion:
     if completion.failed:
         return FutureCompletion(state="failed", request_id=completion.request)
     return FutureCompletion(
-        state="finished",
-        request_id=completion.request,
-        response_payload_uncompressed_size=completion.size,
+        state="finished", request_id=completion.request, response_payload_uncompressed_size=completion.size
     )
 
 

@@ -48,9 +48,7 @@ async def external_weights_urls(
     f"{CHECKPOINT}/archive",
     status_code=302,
     response_class=Response,
-    responses={
-        302: {"description": "Where the archive is, in `Location`; until when, in `Expires`."}
-    },
+    responses={302: {"description": "Where the archive is, in `Location`; until when, in `Expires`."}},
 )
 async def archive(
     run_id: str, kind: str, name: str, request: Request, services: ServicesDep, tenant: TenantDep
@@ -104,15 +102,11 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
         return SlotDownload(answer, slot.pop_all())
 
 
-async def _answer(
-    services: Services, source: Source, file: str, path: str, request: Request
-) -> Response:
+async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Response:
     checkpoint = source.checkpoint
     files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
-        return file_download(
-            (await open_files(files_there, [file], path))[0], request.headers.get("range")
-        )
+        return file_download((await open_files(files_there, [file], path))[0], request.headers.get("range"))
     files = await open_files(files_there, names_of(checkpoint, source.weights), path)
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

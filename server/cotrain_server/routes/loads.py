@@ -36,9 +36,7 @@ router = tenant_router("weights")
 
 
 @router.post("/load_weights", **queued_body(LoadWeightsRequest, CreateFromWeightsRequest))
-async def load_weights(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def load_weights(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue the loading of a checkpoint into a run. With `session_id`, create a run with it."""
     content = await json_body(request)
     fields = json_object(content)
@@ -57,9 +55,7 @@ async def load_weights(
 
 
 @router.post("/fork_run", response_model_exclude_none=True)
-async def fork_run(
-    request: ForkRunRequest, services: ServicesDep, tenant: TenantDep
-) -> SweepFutures:
+async def fork_run(request: ForkRunRequest, services: ServicesDep, tenant: TenantDep) -> SweepFutures:
     """Queue the creation of runs with the state of an unnamed save that has the optimizer state.
 
     All of them are created in one cycle, from the memory of the worker, which need not have stored the
@@ -95,14 +91,10 @@ async def fork_run(
     for op, each in zip(ops, accepted, strict=True):
         if request.tags and isinstance(each, str):
             await services.run_labels.set(op.run, most, tags=request.tags)
-    return SweepFutures(
-        runs=[sweep_future(op.run.id, [each]) for op, each in zip(ops, accepted, strict=True)]
-    )
+    return SweepFutures(runs=[sweep_future(op.run.id, [each]) for op, each in zip(ops, accepted, strict=True)])
 
 
-async def _create(
-    request: Request, services: Services, tenant: Tenant, fields: dict[str, Any]
-) -> UntypedAPIFuture:
+async def _create(request: Request, services: Services, tenant: Tenant, fields: dict[str, Any]) -> UntypedAPIFuture:
     """Create a run by a load. Idempotent, because the client's own number identifies the run."""
     wanted = read_as(CreateFromWeightsRequest, fields)
     session = await services.records.session(tenant.id, wanted.session_id)
@@ -117,9 +109,7 @@ async def _create(
     return UntypedAPIFuture(request_id=request_id, model_id=model_id)
 
 
-async def _known(
-    services: Services, session: SessionRecord, model_seq_id: int, digest: str
-) -> RequestId | None:
+async def _known(services: Services, session: SessionRecord, model_seq_id: int, digest: str) -> RequestId | None:
     """Return the request that created this run before, even if its path names another checkpoint by now."""
     try:
         run = await services.records.run(session.tenant, run_id(session.id, model_seq_id))
@@ -129,11 +119,7 @@ async def _known(
 
 
 async def _start(
-    services: Services,
-    session: SessionRecord,
-    wanted: CreateFromWeightsRequest,
-    source: Source,
-    digest: str,
+    services: Services, session: SessionRecord, wanted: CreateFromWeightsRequest, source: Source, digest: str
 ) -> RequestId:
     weights = source.weights
     if session.finished_at is not None:
@@ -146,9 +132,7 @@ async def _start(
     check_rank(weights.lora.rank, pool.max_rank)
     run = new_run(session, wanted.model_seq_id, pool, lora, wanted.user_metadata)
     body = load_body(wanted.path, weights, optimizer=wanted.optimizer, creates=lora)
-    return await services.intake.create_run(
-        run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,)
-    )
+    return await services.intake.create_run(run, kind=OpKind.LOAD, body=body, digest=digest, uses=(weights.ref,))
 
 
 def _with_optimizer(lora: LoraSpec, wanted: CreateFromWeightsRequest) -> LoraSpec:
@@ -158,8 +142,6 @@ def _with_optimizer(lora: LoraSpec, wanted: CreateFromWeightsRequest) -> LoraSpe
         raise Invalid(f"optimizer_config.type: {chosen!r:.40} is not served. Known: adamw, muon.")
     if wanted.optimizer:
         if chosen not in (None, lora.optimizer):
-            raise Invalid(
-                f"optimizer_config.type: the optimizer state is of {lora.optimizer}; load it without."
-            )
+            raise Invalid(f"optimizer_config.type: the optimizer state is of {lora.optimizer}; load it without.")
         chosen = lora.optimizer
     return replace(lora, optimizer=chosen or "adamw")

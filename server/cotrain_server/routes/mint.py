@@ -7,23 +7,11 @@ from fastapi import APIRouter, Request
 from cotrain.wire.runs import InterpolateRequest, ReverseKlRequest, UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import body_weight, json_body
-from cotrain_server.http.tenant_routes import (
-    DataRoute,
-    ServicesDep,
-    TenantDep,
-    TenantRoute,
-    api_key,
-    queued_body,
-)
+from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, TenantRoute, api_key, queued_body
 from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.reverse_kl import (
-    AddressedKl,
-    read_reverse_kl,
-    refused_reverse_kl,
-    reverse_kl_op,
-)
+from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, refused_reverse_kl, reverse_kl_op
 from cotrain_server.requests.submission import idempotency_key, new_run, quota_reached, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
@@ -38,9 +26,7 @@ checkpoints = APIRouter(route_class=TenantRoute)
 
 
 @passes.post("/forward_backward_reverse_kl", **queued_body(ReverseKlRequest))
-async def forward_backward_reverse_kl(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def forward_backward_reverse_kl(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a pass that adds the gradient of `sum weight * KL(run || reference)` to the run's.
 
     Without a `seq_id` it follows all earlier requests of the run.
@@ -62,9 +48,7 @@ async def forward_backward_reverse_kl(
         return await submit(services, run, wanted.seq, op, key)
 
 
-async def _reference(
-    services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord
-) -> WeightsRef | None:
+async def _reference(services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord) -> WeightsRef | None:
     """Return the weights that a request names as its reference; None for the base model alone.
 
     None also stands for a path that is not a string, which `reverse_kl_op` refuses.
@@ -73,14 +57,10 @@ async def _reference(
     if path is None or path == pool.base_model:
         return None
     if not path.startswith("tinker://"):
-        raise Invalid(
-            f"{path!r:.200} is neither a tinker:// path nor {pool.base_model}, the run's base model."
-        )
+        raise Invalid(f"{path!r:.200} is neither a tinker:// path nor {pool.base_model}, the run's base model.")
     weights = (await find_loadable(services, tenant, path)).weights
     if weights.base_model != pool.base_model:
-        raise Invalid(
-            f"the checkpoint is of base model {weights.base_model}, the run of {pool.base_model}."
-        )
+        raise Invalid(f"the checkpoint is of base model {weights.base_model}, the run of {pool.base_model}.")
     return weights.ref
 
 
@@ -94,9 +74,7 @@ async def interpolate_checkpoints(
     log is a load of all sources and a save.
     """
     check_mix(wanted)
-    sources = [
-        (await find_loadable(services, tenant.id, path)).weights for path in wanted.source_paths
-    ]
+    sources = [(await find_loadable(services, tenant.id, path)).weights for path in wanted.source_paths]
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
     body = mix_body(wanted, sources)
@@ -108,18 +86,14 @@ async def interpolate_checkpoints(
     return UntypedAPIFuture(request_id=request_id(run.id, 1), model_id=run.id)
 
 
-async def _open_run(
-    services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]
-) -> RunRecord:
+async def _open_run(services: Services, tenant: Tenant, sources: Sequence[WeightsRecord]) -> RunRecord:
     """Return the record of a run for an interpolation, in a new session without a client."""
     lora, pool = mixed_lora(sources), await services.records.pool_of(sources[0].base_model)
     try:
         check_rank(lora.rank, pool.max_rank)
     except Invalid as error:
         raise Invalid(f"The ranks of the sources add up to {lora.rank}: {error}") from error
-    session = await services.records.create_session(
-        tenant.id, tags=("interpolation",), key_id=tenant.key_id
-    )
+    session = await services.records.create_session(tenant.id, tags=("interpolation",), key_id=tenant.key_id)
     return new_run(session, 0, pool, lora)
 
 

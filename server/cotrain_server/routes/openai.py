@@ -26,13 +26,7 @@ from cotrain_server.text_apis.openai_requests import (
     OpenAIError,
     openai_error,
 )
-from cotrain_server.text_apis.openai_responses import (
-    ChatShape,
-    CompletionShape,
-    Reply,
-    answer,
-    chunks,
-)
+from cotrain_server.text_apis.openai_responses import ChatShape, CompletionShape, Reply, answer, chunks
 from cotrain_server.text_apis.prompts import (
     Target,
     accepted_chat,
@@ -96,9 +90,7 @@ def _listed(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "cotrain"}
 
 
-@router.post(
-    "/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(CompletionRequest)
-)
+@router.post("/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(CompletionRequest))
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Continue one or more texts."""
     asked = await read_asked(request, services, tenant.id, CompletionRequest)
@@ -107,12 +99,7 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
     prompts = asked.prompts
     weight = body_weight(request) + text_weight(written_characters(prompts))
     make = partial(
-        prompt_bodies,
-        target,
-        prompts,
-        asked.body,
-        echo=bool(asked.echo),
-        special=asked.add_special_tokens is not False,
+        prompt_bodies, target, prompts, asked.body, echo=bool(asked.echo), special=asked.add_special_tokens is not False
     )
     bodies, echoes = await services.parser.run(tenant.id, weight, make)
     reply = Reply(
@@ -124,12 +111,7 @@ async def continue_texts(request: Request, services: ServicesDep, tenant: Tenant
     return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
 
 
-@router.post(
-    "/chat/completions",
-    response_model=None,
-    responses=STREAMS,
-    openapi_extra=body_of(ChatCompletionRequest),
-)
+@router.post("/chat/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(ChatCompletionRequest))
 async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
     asked = await read_asked(request, services, tenant.id, ChatCompletionRequest)
@@ -138,17 +120,12 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
     chat = asked.chat()
     body, format = await accepted_chat(services, target, chat, asked.body)
     reply = Reply(
-        **_reply(asked, target, [body]),
-        format=format,
-        shape=ChatShape(),
-        wants_logprobs=bool(asked.logprobs),
+        **_reply(asked, target, [body]), format=format, shape=ChatShape(), wants_logprobs=bool(asked.logprobs)
     )
     return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
 
 
-@router.post(
-    "/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(ResponseRequest)
-)
+@router.post("/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(ResponseRequest))
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
     asked = await read_asked(request, services, tenant.id, ResponseRequest)
@@ -156,15 +133,9 @@ async def respond(request: Request, services: ServicesDep, tenant: TenantDep) ->
     target = await find_target(services, tenant.id, asked.model)
     body, format = await accepted_chat(services, target, asked.chat(), asked.body)
     reply = Reply(
-        **_reply(asked, target, [body]),
-        format=format,
-        shape=ChatShape(),
-        wants_logprobs=asked.wants_logprobs,
+        **_reply(asked, target, [body]), format=format, shape=ChatShape(), wants_logprobs=asked.wants_logprobs
     )
-    whole, streamed = (
-        partial(responses_objects.answer, asked),
-        partial(responses_objects.stream, asked),
-    )
+    whole, streamed = (partial(responses_objects.answer, asked), partial(responses_objects.stream, asked))
     return await _generate(request, services, reply, bool(asked.stream), whole, streamed)
 
 
@@ -179,9 +150,7 @@ async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDe
     return FiniteJSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
 
 
-def _reply(
-    asked: GenerationRequest, target: Target, bodies: Sequence[SampleBody]
-) -> dict[str, Any]:
+def _reply(asked: GenerationRequest, target: Target, bodies: Sequence[SampleBody]) -> dict[str, Any]:
     return {
         "id": secrets.token_hex(12),
         "created": int(time.time()),

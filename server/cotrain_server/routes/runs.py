@@ -35,9 +35,7 @@ async def create_model(
     check_metadata(request.user_metadata)
     pool = await services.records.pool_of(request.base_model)
     check_rank(request.lora_config.rank, min(pool.max_rank, services.settings.max_rank))
-    lora = _lora_spec(
-        run_id(session.id, request.model_seq_id), request.lora_config, request.optimizer_config.type
-    )
+    lora = _lora_spec(run_id(session.id, request.model_seq_id), request.lora_config, request.optimizer_config.type)
     run = new_run(session, request.model_seq_id, pool, lora, request.user_metadata)
     request_id = await services.intake.create_run(run)
     if request.note or request.tags:
@@ -80,9 +78,7 @@ async def unload_model(
     return wire.UntypedAPIFuture(request_id=request_id, model_id=run.id)
 
 
-async def _tokenizer_id(
-    base_model: str, pool: PoolRecord | None, request: Request, services: Services
-) -> str:
+async def _tokenizer_id(base_model: str, pool: PoolRecord | None, request: Request, services: Services) -> str:
     """Return a name that transformers can load: a hub id, or on this host a folder for a model outside any hub."""
     if pool is None or _HUB_ID.fullmatch(base_model) or not is_local(request):
         return base_model
@@ -91,9 +87,7 @@ async def _tokenizer_id(
 
 def _lora_spec(run: RunId, config: wire.LoraConfig, optimizer: str) -> LoraSpec:
     if not (config.train_attn or config.train_mlp or config.train_unembed):
-        raise Invalid(
-            "lora_config: at least one of train_attn, train_mlp, train_unembed is needed."
-        )
+        raise Invalid("lora_config: at least one of train_attn, train_mlp, train_unembed is needed.")
     # Derived from the run's id, so that a repeated request creates the same run.
     seed = int.from_bytes(hashlib.sha256(run.encode()).digest()[:6])
     return LoraSpec(

@@ -16,13 +16,7 @@ from cotrain.wire.sampling import (
 )
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import body_weight, json_body
-from cotrain_server.http.tenant_routes import (
-    DataRoute,
-    ServicesDep,
-    TenantDep,
-    queued_body,
-    tenant_router,
-)
+from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, queued_body, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.images import insert_images
 from cotrain_server.requests.sample_validation import check_sample, check_sampleable
@@ -66,14 +60,10 @@ async def create_sampling_session(
 
 
 @router.get("/samplers/{sampling_session_id}")
-async def get_sampler(
-    sampling_session_id: str, services: ServicesDep, tenant: TenantDep
-) -> GetSamplerResponse:
+async def get_sampler(sampling_session_id: str, services: ServicesDep, tenant: TenantDep) -> GetSamplerResponse:
     """Describe a sampler. Clients read the name of its tokenizer here."""
     sampler = await services.records.sampler(tenant.id, sampling_session_id)
-    return GetSamplerResponse(
-        sampler_id=sampler.id, base_model=sampler.base_model, model_path=sampler.model_path
-    )
+    return GetSamplerResponse(sampler_id=sampler.id, base_model=sampler.base_model, model_path=sampler.model_path)
 
 
 async def _source(
@@ -107,9 +97,7 @@ async def asample(request: Request, services: ServicesDep, tenant: TenantDep) ->
         raise BaseModelNotServed(f"Base model {sampler.base_model!r} is not served here any more.")
     body = sample.body
     if sample.images:
-        body = await services.parser.run_in_child(
-            tenant.id, insert_images, body, sample.images, pool
-        )
+        body = await services.parser.run_in_child(tenant.id, insert_images, body, sample.images, pool)
     await services.parser.run(tenant.id, weight, check_sample, body, pool)
     longest = pool.max_sequence_tokens
     request_id = await services.sample_intake.submit(sampler, sample.seq, body, longest)

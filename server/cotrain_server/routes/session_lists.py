@@ -7,23 +7,10 @@ from cotrain.wire.rest import (
     SessionSearchRequest,
     SessionSearchResponse,
 )
-from cotrain_server.http.tenant_routes import (
-    Limit,
-    Offset,
-    Scope,
-    ServicesDep,
-    TenantDep,
-    tenant_router,
-)
+from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.services import Services
 from cotrain_server.views.records import text_by_name
-from cotrain_server.views.session_search import (
-    cursor_at,
-    matches,
-    may_find,
-    position_of,
-    summary_of,
-)
+from cotrain_server.views.session_search import cursor_at, matches, may_find, position_of, summary_of
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import LabelQuery
@@ -38,16 +25,10 @@ LOOKED_AT = 2_000
 
 @router.get("/sessions")
 async def list_sessions(
-    services: ServicesDep,
-    tenant: TenantDep,
-    limit: Limit = 20,
-    offset: Offset = 0,
-    access_scope: Scope = "owned",
+    services: ServicesDep, tenant: TenantDep, limit: Limit = 20, offset: Offset = 0, access_scope: Scope = "owned"
 ) -> ListSessionsResponse:
     """List your sessions, newest first. Sessions of other tenants are not accessible."""
-    return ListSessionsResponse(
-        sessions=list(await services.catalog.sessions(tenant.id, offset, limit))
-    )
+    return ListSessionsResponse(sessions=list(await services.catalog.sessions(tenant.id, offset, limit)))
 
 
 @router.get("/sessions/{session_id}")
@@ -89,9 +70,7 @@ async def search_sessions(
         found, position = await _look(request, services, tenant.id)
         stored = await services.session_search.stored(tenant.id)
     return SessionSearchResponse(
-        sessions=[
-            summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found
-        ],
+        sessions=[summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found],
         next_cursor=cursor_at(position) if position else None,
     )
 

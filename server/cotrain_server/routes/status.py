@@ -38,9 +38,7 @@ async def readyz(services: ServicesDep) -> Response:
     """Report if the server can run new requests, with reasons if it cannot, and the workers that restore runs."""
     reasons = await reasons_not_ready(services)
     restoring = await restoring_notices(services)
-    body = {"ready": not reasons, "reasons": reasons} | (
-        {"restoring": restoring} if restoring else {}
-    )
+    body = {"ready": not reasons, "reasons": reasons} | ({"restoring": restoring} if restoring else {})
     return JSONResponse(body, 503 if reasons else 200)
 
 

@@ -46,11 +46,7 @@ async def export_session_trace(
 router.include_router(exports)
 
 
-@router.get(
-    "/traces/{token}",
-    response_class=Response,
-    responses={200: {"content": {"application/json": {}}}},
-)
+@router.get("/traces/{token}", response_class=Response, responses={200: {"content": {"application/json": {}}}})
 async def download_trace(token: str, services: ServicesDep) -> Response:
     """Send a session's timeline in the format of ui.perfetto.dev to any client that has the link."""
     link = services.signer.read_link(token, time.time())
@@ -66,8 +62,4 @@ async def _cycles(services: Services, tenant: TenantId, session: SessionId) -> l
     """Return the cycles of all pools that contain a session's runs."""
     names = await services.catalog.session_runs(session)
     pools = {(await services.records.run(tenant, name)).pool for name in names}
-    return [
-        cycle
-        for pool in sorted(pools)
-        for cycle in await session_cycles(services.connection, pool, session)
-    ]
+    return [cycle for pool in sorted(pools) for cycle in await session_cycles(services.connection, pool, session)]

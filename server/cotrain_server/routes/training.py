@@ -12,23 +12,10 @@ from fastapi import Request
 
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
-from cotrain.wire.runs import (
-    ForwardBackwardRequest,
-    ForwardRequest,
-    OptimStepRequest,
-    SweepFutures,
-    UntypedAPIFuture,
-)
+from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest, SweepFutures, UntypedAPIFuture
 from cotrain_server.errors import BodyTooLarge, Invalid
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
-from cotrain_server.http.tenant_routes import (
-    DataRoute,
-    ServicesDep,
-    TenantDep,
-    body_of,
-    queued_body,
-    tenant_router,
-)
+from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, body_of, queued_body, tenant_router
 from cotrain_server.parsing.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
 from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
@@ -45,9 +32,7 @@ router = tenant_router("training", kind=DataRoute)
 
 
 @router.post("/forward_backward", **queued_body(ForwardBackwardRequest, binary=True))
-async def forward_backward(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def forward_backward(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a pass that adds to the run's gradient, or with `forward_only` one without a gradient."""
     return await _queue_pass(request, services, tenant, forward_only=False)
 
@@ -59,22 +44,16 @@ async def forward(request: Request, services: ServicesDep, tenant: TenantDep) ->
 
 
 @router.post("/optim_step", **queued_body(OptimStepRequest))
-async def optim_step(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def optim_step(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue one AdamW step on the accumulated gradient."""
     content = await json_body(request)
-    step = await services.parser.parse_json(
-        tenant.id, body_weight(request), passes.read_step, content
-    )
+    step = await services.parser.parse_json(tenant.id, body_weight(request), passes.read_step, content)
     run = await services.records.run(tenant.id, step.model_id)
     return await submit(services, run, step.seq, passes.step_op(step), idempotency_key(request))
 
 
 @router.post("/log_metrics", **queued_body(LogMetricsRequest))
-async def log_metrics(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def log_metrics(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue metrics for the run's history, after all earlier requests of the run."""
     wanted = passes.read_fields(await json_body(request))
     run = await services.records.run(tenant.id, wanted.model_id)
@@ -105,9 +84,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
     runs = await asyncio.gather(*(_found(services, tenant, entry) for entry in sweep.entries))
     pools = {run.pool: run.base_model for run in runs if run}
     if len(pools) > 1:
-        raise Invalid(
-            f"runs: all runs of one request train one base model, not {', '.join(pools.values())}."
-        )
+        raise Invalid(f"runs: all runs of one request train one base model, not {', '.join(pools.values())}.")
     joint: list[JointOp] = []
     for pool_id, base_model in pools.items():
         pool = await services.records.pool(pool_id)
@@ -121,9 +98,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
     by_run: dict[str, list[RequestId | Exception]] = {}
     for op, each in zip(joint, accepted, strict=True):
         by_run.setdefault(op.run.id, []).append(each)
-    return SweepFutures(
-        runs=[sweep_future(e.model_id, by_run.get(e.model_id, ())) for e in sweep.entries]
-    )
+    return SweepFutures(runs=[sweep_future(e.model_id, by_run.get(e.model_id, ())) for e in sweep.entries])
 
 
 async def _found(services: Services, tenant: Tenant, entry: SweepEntry) -> RunRecord | None:
@@ -133,9 +108,7 @@ async def _found(services: Services, tenant: Tenant, entry: SweepEntry) -> RunRe
         return None
 
 
-async def _queue_pass(
-    request: Request, services: Services, tenant: Tenant, *, forward_only: bool
-) -> UntypedAPIFuture:
+async def _queue_pass(request: Request, services: Services, tenant: Tenant, *, forward_only: bool) -> UntypedAPIFuture:
     body, weight = await request.body(), body_weight(request)
     is_binary = is_protobuf(request)
     if is_binary:
@@ -150,9 +123,7 @@ async def _queue_pass(
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
 
 
-async def _read_pass(
-    services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool
-) -> ParsedPass:
+async def _read_pass(services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool) -> ParsedPass:
     """Parse a binary pass, or only its head if a child process parses the rest."""
     parser = services.parser
     if weight > SHARED_ABOVE and parser.is_busy:
@@ -162,13 +133,7 @@ async def _read_pass(
 
 
 async def _pass_op(
-    services: Services,
-    tenant: Tenant,
-    weight: int,
-    addressed: ParsedPass,
-    pool: PoolRecord,
-    *,
-    is_json: bool,
+    services: Services, tenant: Tenant, weight: int, addressed: ParsedPass, pool: PoolRecord, *, is_json: bool
 ) -> Op:
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
     parser = services.parser

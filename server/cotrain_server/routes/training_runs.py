@@ -10,14 +10,7 @@ from fastapi import Query, Request, Response
 
 from cotrain.wire import rest as wire
 from cotrain.wire.model import Name
-from cotrain_server.http.tenant_routes import (
-    Limit,
-    Offset,
-    Scope,
-    ServicesDep,
-    TenantDep,
-    tenant_router,
-)
+from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
 from cotrain_server.views.session_search import has_checkpoint, may_find, time_at, us_of
 from cotrain_server.views.waiting import read_why
@@ -62,9 +55,7 @@ async def list_training_runs(
     own = [entry.run for entry in page.items if entry.run.tenant == tenant.id]
     positions = await services.run_list.positions(own, time.time())
     return wire.TrainingRunsResponse(
-        training_runs=[
-            training_run_of(entry, tenant.id, positions.get(entry.run.id)) for entry in page.items
-        ],
+        training_runs=[training_run_of(entry, tenant.id, positions.get(entry.run.id)) for entry in page.items],
         cursor=wire.Cursor(offset=offset, limit=limit, total_count=page.total_count),
     )
 
@@ -125,9 +116,7 @@ async def get_history(
     """
     run = await services.records.run(tenant.id, run_id)
     points = await read_history(services.connection, run.id, after_step)
-    wants_csv = (
-        "text/csv" in request.headers.get("accept", "") if format is None else format == "csv"
-    )
+    wants_csv = "text/csv" in request.headers.get("accept", "") if format is None else format == "csv"
     if wants_csv:
         return Response(csv_of(points), media_type="text/csv")
     metrics = await read_metrics(services.connection, run.id, after_step)
@@ -153,11 +142,7 @@ async def list_checkpoints(
 
 @router.get("/checkpoints")
 async def list_user_checkpoints(
-    request: Request,
-    services: ServicesDep,
-    tenant: TenantDep,
-    limit: Limit = 100,
-    offset: Offset = 0,
+    request: Request, services: ServicesDep, tenant: TenantDep, limit: Limit = 100, offset: Offset = 0
 ) -> wire.CheckpointsListResponse:
     """List the checkpoints of all your runs."""
     keep = _is_not_external if _hides_external(request.headers) else None

@@ -64,9 +64,7 @@ _TAR = "A tar (plain or gzip) with adapter_config.json and adapter_model.safeten
 _FILE = {"required": True, "content": {"application/octet-stream": {"schema": _BYTES}}}
 FILE: dict[str, Any] = {"requestBody": _FILE}
 ARCHIVE: dict[str, Any] = {"requestBody": {**_FILE, "description": _TAR}}
-FORM: dict[str, Any] = {
-    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _PART}}}
-}
+FORM: dict[str, Any] = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _PART}}}}
 #: Prefix of the path of a link to an upload's file. No checkpoint path starts with it.
 _UPLOAD_OF = "upload-of:"
 #: Name of a checkpoint whose client cannot choose one. Each has its own run.
@@ -117,10 +115,7 @@ router = tenant_router("uploads", kind=UploadRoute)
 
 @router.post("/training_runs/upload", response_model_exclude_none=True, openapi_extra=ARCHIVE)
 async def upload_checkpoint(
-    request: Request,
-    query: Annotated[wire.UploadQuery, Query()],
-    services: ServicesDep,
-    tenant: TenantDep,
+    request: Request, query: Annotated[wire.UploadQuery, Query()], services: ServicesDep, tenant: TenantDep
 ) -> wire.UploadResponse:
     """Queue the import of an archive's adapter as a checkpoint of a new run.
 
@@ -140,9 +135,7 @@ async def upload_checkpoint(
 
 
 @router.post("/checkpoints/upload", openapi_extra=FORM)
-async def upload_form(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> wire.UploadedResponse:
+async def upload_form(request: Request, services: ServicesDep, tenant: TenantDep) -> wire.UploadedResponse:
     """Import the archive in a form's part `file`, and answer once it can be loaded.
 
     The base model is the one named in adapter_config.json if it is served, otherwise the only one served.
@@ -152,10 +145,7 @@ async def upload_form(
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
     with services.uploads.of(tenant.id, 1):
-        async with (
-            received(request, folder, limit, settings.disk_reserve_bytes) as body,
-            services.unpacking,
-        ):
+        async with received(request, folder, limit, settings.disk_reserve_bytes) as body, services.unpacking:
             form = request.headers.get("content-type", "")
             archive = await asyncio.to_thread(file_in_form, body, form, "file")
             files = await asyncio.to_thread(unpack, archive, limit)
@@ -174,10 +164,7 @@ external_router = tenant_router("uploads")
 
 @external_router.post("/external_weights_upload_start")
 async def start_external_upload(
-    wanted: wire.ExternalWeightsUploadStartRequest,
-    request: Request,
-    services: ServicesDep,
-    tenant: TenantDep,
+    wanted: wire.ExternalWeightsUploadStartRequest, request: Request, services: ServicesDep, tenant: TenantDep
 ) -> wire.ExternalWeightsUploadStartResponse:
     """Return a link for each file of an adapter. Nothing is stored before the first file arrives."""
     pool, settings = await services.records.pool_of(wanted.base_model), services.settings
@@ -195,9 +182,7 @@ async def start_external_upload(
         link = Link(tenant.id, path, WeightsRef(""), file, expires_at)
         urls[file] = f"{base}/api/v1/uploads/{services.signer.sign_link(link)}/{file}"
     return wire.ExternalWeightsUploadStartResponse(
-        upload_id=services.signer.sign_upload(upload),
-        urls=urls,
-        expires=datetime.fromtimestamp(expires_at, UTC),
+        upload_id=services.signer.sign_upload(upload), urls=urls, expires=datetime.fromtimestamp(expires_at, UTC)
     )
 
 
@@ -295,9 +280,7 @@ def _check_config(files: LoraSpec, upload: StartedUpload) -> None:
     found = {name: getattr(files, name) for name in names}
     if found != {name: getattr(upload, name) for name in names}:
         words = ", ".join(f"{name}={value}" for name, value in found.items())
-        raise Invalid(
-            f"lora_config differs from the files, which have {words}. Start an upload with these."
-        )
+        raise Invalid(f"lora_config differs from the files, which have {words}. Start an upload with these.")
 
 
 async def _pool_of(services: Services, config: bytes) -> PoolRecord:
@@ -306,9 +289,7 @@ async def _pool_of(services: Services, config: bytes) -> PoolRecord:
     fitting = [pool for pool in pools if pool.base_model == named] or pools
     if len(fitting) != 1:
         served = ", ".join(pool.base_model for pool in pools)
-        raise Invalid(
-            f"{CONFIG}: base_model_name_or_path must be one of the base models served here ({served})."
-        )
+        raise Invalid(f"{CONFIG}: base_model_name_or_path must be one of the base models served here ({served}).")
     return fitting[0]
 
 
@@ -348,11 +329,7 @@ def _save_request(query: wire.UploadQuery) -> SaveRequest:
         raise Invalid("user_metadata must map names to texts.")
     check_metadata(metadata)
     return SaveRequest(
-        name=query.name,
-        kind="weights",
-        ttl_seconds=query.ttl_seconds,
-        user_metadata=metadata,
-        last=True,
+        name=query.name, kind="weights", ttl_seconds=query.ttl_seconds, user_metadata=metadata, last=True
     )
 
 
@@ -360,10 +337,7 @@ async def _import(request: Request, services: Services, wanted: _Wanted) -> RunR
     """Receive and unpack an archive, and queue both ops of its run."""
     settings = services.settings
     folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
-    async with (
-        received(request, folder, limit, settings.disk_reserve_bytes) as archive,
-        services.unpacking,
-    ):
+    async with received(request, folder, limit, settings.disk_reserve_bytes) as archive, services.unpacking:
         adapter = await asyncio.to_thread(_read_archive, archive, limit)
         return await _queue(services, wanted, adapter)
 
@@ -375,9 +349,7 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
     details = {"tinker_path": wanted.path_in(run)}
     try:
         async with services.audit.act(wanted.owner, AuditEvent.CHECKPOINT_UPLOAD, details):
-            await services.intake.create_run(
-                run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.body
-            )
+            await services.intake.create_run(run, kind=OpKind.IMPORT, body=body, digest=digest, save=wanted.body)
     except (RunClosed, SeqConflict):
         known = await services.records.run(run.tenant, run.id)
         if known.user_metadata != run.user_metadata:

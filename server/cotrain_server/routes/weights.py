@@ -25,17 +25,13 @@ router = tenant_router("weights")
 
 
 @router.post("/save_weights", **queued_body(SaveWeightsRequest))
-async def save_weights(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def save_weights(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a save of the weights and the optimizer state, from which training can resume."""
     return await _save(request, services, tenant, "weights")
 
 
 @router.post("/save_weights_for_sampler", **queued_body(SaveWeightsForSamplerRequest))
-async def save_weights_for_sampler(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def save_weights_for_sampler(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue a save of the weights after all earlier requests.
 
     With `kind` inflight, a snapshot is made as well: its sampler never sees later weights.
@@ -44,16 +40,12 @@ async def save_weights_for_sampler(
 
 
 @router.post("/save_weights_external", **queued_body(SaveWeightsExternalRequest))
-async def save_weights_external(
-    request: Request, services: ServicesDep, tenant: TenantDep
-) -> UntypedAPIFuture:
+async def save_weights_external(request: Request, services: ServicesDep, tenant: TenantDep) -> UntypedAPIFuture:
     """Queue files for download, encrypted if recipients are given."""
     return await _save(request, services, tenant, "external_weights")
 
 
-async def _save(
-    request: Request, services: Services, tenant: Tenant, kind: CheckpointKind
-) -> UntypedAPIFuture:
+async def _save(request: Request, services: Services, tenant: Tenant, kind: CheckpointKind) -> UntypedAPIFuture:
     save = read_fields(await json_body(request))
     run = await services.records.run(tenant.id, save.model_id)
     op = save_op(save, run, kind)
@@ -64,9 +56,7 @@ async def _save(
 
 
 @router.post("/weights_info")
-async def weights_info(
-    wanted: WeightsInfoRequest, services: ServicesDep, tenant: TenantDep
-) -> WeightsInfoResponse:
+async def weights_info(wanted: WeightsInfoRequest, services: ServicesDep, tenant: TenantDep) -> WeightsInfoResponse:
     """Return the properties that a run needs to load a checkpoint."""
     weights = (await find_source(services, tenant.id, wanted.tinker_path)).weights
     return WeightsInfoResponse(

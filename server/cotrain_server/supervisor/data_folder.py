@@ -91,9 +91,7 @@ class DataFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as locked:
                 os.close(file)
-                raise FolderInUse(
-                    f"Another server uses {self.path}, or is still ending."
-                ) from locked
+                raise FolderInUse(f"Another server uses {self.path}, or is still ending.") from locked
             except OSError:  # a file system without locks
                 os.close(file)
                 raise

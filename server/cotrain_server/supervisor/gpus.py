@@ -27,9 +27,7 @@ def gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> lis
     return [str(at) for at, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
 
 
-def chosen(
-    asked: str, base_models: int, there: Sequence[str], group_size: int = 1
-) -> tuple[str, ...]:
+def chosen(asked: str, base_models: int, there: Sequence[str], group_size: int = 1) -> tuple[str, ...]:
     """Parse `all`, or GPU names separated by commas: one worker on each, or on each `group_size` of
     them. Pure. Raises UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without a GPU.
     """

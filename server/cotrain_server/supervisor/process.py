@@ -121,9 +121,7 @@ class Child:
         while not self._stopping.is_set():
             started_at = time.monotonic()
             ended, reason = await self._run_once()
-            if self._stopping.is_set() or (
-                reason and reason.is_final and self.give_up(reason.text)
-            ):
+            if self._stopping.is_set() or (reason and reason.is_final and self.give_up(reason.text)):
                 return
             now = time.monotonic()
             lived_well = now - started_at >= self.program.good_life_s
@@ -224,12 +222,7 @@ class Child:
 
 
 async def _exec(
-    arguments: Sequence[str],
-    *,
-    stdin: int,
-    output: int,
-    env: Mapping[str, str],
-    pass_fds: Sequence[int] = (),
+    arguments: Sequence[str], *, stdin: int, output: int, env: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
     """Start one of our small scripts, without packages (-S) and independent of the environment (-I).
 

@@ -153,8 +153,7 @@ class Programs:
         }
         host = self._setting("METRICS_HOST") or "127.0.0.1"
         ports = {
-            job: [f"{host}:{port}" for n in ns for port in self._metrics_port(n).values()]
-            for job, ns in at.items()
+            job: [f"{host}:{port}" for n in ns for port in self._metrics_port(n).values()] for job, ns in at.items()
         }
         targets = [{"targets": each, "labels": {"job": job}} for job, each in ports.items() if each]
         labels = {"job": "cotrain-fleet", "__metrics_path__": "/metrics/fleet"}
@@ -188,9 +187,7 @@ class Programs:
         command = [*api.command, "--listen-fd", str(self.listener)]
         return replace(api, command=command, pass_fds=(*self._inherited, self.listener))
 
-    def _ours(
-        self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str
-    ) -> Program:
+    def _ours(self, name: str, module: str, known: frozenset[str], grace_s: float, **own: str) -> Program:
         shared = {
             "REDIS_URL": self.redis_url,
             "REDIS_PASSWORD_FILE": "",  # already in the URL
@@ -212,10 +209,7 @@ class Programs:
         """Return the drain time that a worker plans: the end of its cycle, and snapshots."""
         try:
             settings = WorkerSettings(
-                redis_url=self.redis_url,
-                redis_password_file=None,
-                data_dir=self.folder.path,
-                base_model="",
+                redis_url=self.redis_url, redis_password_file=None, data_dir=self.folder.path, base_model=""
             )
         except ValidationError:  # the worker reports the error
             settings = WorkerSettings.model_construct()

@@ -18,9 +18,7 @@ from cotrain_store.disk.append_only_file import cut_zeros
 MAX_LINES = 3
 _START = "Redis is starting"
 #: Warnings that a successful start also writes.
-_USUAL = re.compile(
-    r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading"
-)
+_USUAL = re.compile(r"oO0|Redis version=|Valkey version=|Configuration loaded|Server initialized|WARNING|Done loading")
 _NEWER = re.compile(r"Can't handle RDB format version")
 _DAMAGED = re.compile(
     r"reading the append only file[^:]*(:.*redis-check-aof.*)?$|AOF loading aborted|AOF manifest|the AOF file .* length|"

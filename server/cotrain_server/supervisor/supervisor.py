@@ -30,12 +30,7 @@ from cotrain_store.keys import fleet_keys
 from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.messages.ids import encode
-from cotrain_store.redis_client.connection import (
-    CONNECTION_LOST,
-    check_store,
-    open_connection,
-    open_sync_connection,
-)
+from cotrain_store.redis_client.connection import CONNECTION_LOST, check_store, open_connection, open_sync_connection
 from cotrain_store.tenants.api_keys import Tenants
 
 #: Wait for the processes of a killed server to exit, in seconds.

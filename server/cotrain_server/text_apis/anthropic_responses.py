@@ -8,14 +8,7 @@ from typing import Any
 from cotrain.wire.sampling import SampledSequence, SampleResponse
 from cotrain_server.text_apis.anthropic_requests import anthropic_error
 from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens, policy_fields
-from cotrain_server.text_apis.message_parts import (
-    MessageFormat,
-    MessageParts,
-    Reasoning,
-    Segment,
-    Text,
-    shown_tokens,
-)
+from cotrain_server.text_apis.message_parts import MessageFormat, MessageParts, Reasoning, Segment, Text, shown_tokens
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 from cotrain_server.text_apis.token_texts import VisibleText
@@ -159,9 +152,7 @@ def _delta(segment: Segment) -> dict[str, str] | None:
     return {"type": f"{name}_delta", name: segment.text}
 
 
-def _end(
-    reply: MessageReply, visible: VisibleText, blocks: _Blocks, response: SampleResponse
-) -> Iterator[str]:
+def _end(reply: MessageReply, visible: VisibleText, blocks: _Blocks, response: SampleResponse) -> Iterator[str]:
     yield from blocks.finish(visible.finish())
     sequence = response.sequences[0]
     stop = _stop(reply, visible, sequence, has_calls=bool(blocks.parts.calls))

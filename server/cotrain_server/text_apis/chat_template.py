@@ -63,9 +63,7 @@ class ChatTemplate:
     @property
     def thinking_option(self) -> str | None:
         """Option that sets the reasoning of the model, or None."""
-        return next(
-            (name for name in ("enable_thinking", "thinking") if name in self.options), None
-        )
+        return next((name for name in ("enable_thinking", "thinking") if name in self.options), None)
 
     def check_tools(self) -> None:
         """Raise Invalid if the model cannot be given tools."""
@@ -73,8 +71,7 @@ class ChatTemplate:
             raise Invalid("tools: this model's chat template has no tools.")
         if self.tool_form is None:
             raise Invalid(
-                "tools: the form in which this model's chat template writes tool calls is not "
-                "supported here."
+                "tools: the form in which this model's chat template writes tool calls is not supported here."
             )
 
     def thinking_options(self, thinking: Thinking) -> dict[str, Any]:
@@ -87,10 +84,7 @@ class ChatTemplate:
         if thinking.is_on and not self.has_thinking:
             raise Invalid(f"{thinking.field}: this model's chat template has no reasoning.")
         if self.has_thinking and not thinking.is_on:
-            raise Invalid(
-                f"{thinking.field}: the reasoning of this model's chat template cannot be turned "
-                "off."
-            )
+            raise Invalid(f"{thinking.field}: the reasoning of this model's chat template cannot be turned off.")
         return {}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
@@ -102,8 +96,7 @@ class ChatTemplate:
                 continue
             known = ", ".join(sorted(self.options)) or "none"
             raise Invalid(
-                f"chat_template_kwargs.{name} is not supported here. Options of this model's chat "
-                f"template: {known}."
+                f"chat_template_kwargs.{name} is not supported here. Options of this model's chat template: {known}."
             )
 
     @classmethod
@@ -206,9 +199,7 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -92,9 +92,7 @@ class Generation:
         quotas = await services.quotas.of(target.sampler.tenant)
         # An error in this block cancels the submitted requests. After `pop_all`, `close` does so.
         with generation._cleanup as cleanup:
-            cleanup.enter_context(
-                services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls)
-            )
+            cleanup.enter_context(services.polls_by_tenant.of(target.sampler.tenant, 1, most=quotas.polls))
             cleanup.callback(generation._cancel_unfinished)
             for prompt, body in enumerate(bodies):
                 await generation._submit(prompt, body)
@@ -134,9 +132,7 @@ class Generation:
         if body.stream:
             feed = self._cleanup.enter_context(self._services.token_stream.follow(request))
         self._running.add(request)
-        await self._services.sample_intake.submit(
-            self._sampler, seq, body, self._max_sequence_tokens
-        )
+        await self._services.sample_intake.submit(self._sampler, seq, body, self._max_sequence_tokens)
         task = asyncio.create_task(self._follow(prompt, request, body, feed))
         task.add_done_callback(self._report_end)
         self._tasks.append(task)
@@ -146,9 +142,7 @@ class Generation:
             task.exception()  # else asyncio logs it if the client has disconnected
             self._events.put_nowait(task)
 
-    async def _follow(
-        self, prompt: int, request: RequestId, body: SampleBody, feed: TokenFeed | None
-    ) -> None:
+    async def _follow(self, prompt: int, request: RequestId, body: SampleBody, feed: TokenFeed | None) -> None:
         """Send the events of one request: tokens of its feed, if any, then the rest of its result."""
         sent = [0] * body.num_samples
         result = asyncio.create_task(self._result(request))
@@ -170,15 +164,11 @@ class Generation:
             # A feed may lose tokens. The tokens after a gap are left to the result.
             if new.before == sent[new.sequence]:
                 sent[new.sequence] += len(new.tokens)
-                self._events.put_nowait(
-                    NewTokens(prompt, new.sequence, new.tokens, new.logprobs, ())
-                )
+                self._events.put_nowait(NewTokens(prompt, new.sequence, new.tokens, new.logprobs, ()))
 
     async def _result(self, request: RequestId) -> SampleResponse:
         futures, hold_s = self._services.futures, self._services.long_poll_s
-        while isinstance(
-            outcome := await futures.wait(self._sampler.tenant, request, hold_s), Pending
-        ):
+        while isinstance(outcome := await futures.wait(self._sampler.tenant, request, hold_s), Pending):
             if self._services.draining:
                 raise Refused(Reason.SHUTTING_DOWN)
         self._running.discard(request)

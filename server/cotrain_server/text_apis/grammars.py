@@ -39,9 +39,7 @@ def schema_of(given: Mapping[str, Any] | None, where: str) -> Any:
     return schema
 
 
-def answer_grammar(
-    schema: Any, tools: ToolUse, format: MessageFormat, tokenizer: Tokenizer
-) -> str | None:
+def answer_grammar(schema: Any, tools: ToolUse, format: MessageFormat, tokenizer: Tokenizer) -> str | None:
     """Return the grammar of an answer with a schema or a required call, or None for any text."""
     if tools.choice == "required":
         assert format.form is not None
@@ -88,10 +86,7 @@ def check_grammar(grammar: str, where: str, max_s: float = MAX_COMPILE_S) -> Non
     from llguidance import LLMatcher
 
     if len(grammar) > MAX_GRAMMAR_CHARACTERS:
-        raise Invalid(
-            f"{where}: the schema has {len(grammar)} characters; the limit is "
-            f"{MAX_GRAMMAR_CHARACTERS}."
-        )
+        raise Invalid(f"{where}: the schema has {len(grammar)} characters; the limit is {MAX_GRAMMAR_CHARACTERS}.")
     started_at = time.process_time()
     text = LLMatcher.grammar_from_lark(grammar)
     reason = LLMatcher.validate_grammar(text, limits=grammar_limits())

@@ -17,10 +17,7 @@ from cotrain_store.bodies.sample_body import SampleBody
 
 
 def refuse_unsupported(
-    fields: Mapping[str, Any],
-    harmless: Collection[str],
-    neutral: Mapping[str, Collection[object]],
-    where: str = "",
+    fields: Mapping[str, Any], harmless: Collection[str], neutral: Mapping[str, Collection[object]], where: str = ""
 ) -> None:
     """Check the fields of a request that its model does not define.
 
@@ -43,9 +40,7 @@ def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int =
     for number, part in enumerate(content, first):
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type")
-            raise Invalid(
-                f"{where}[{number}]: parts of type {kind!r} are not supported here; send text."
-            )
+            raise Invalid(f"{where}[{number}]: parts of type {kind!r} are not supported here; send text.")
     return "\n".join(part["text"] for part in content)
 
 
@@ -124,9 +119,7 @@ Tokens = Listed[StrictInt]
 class Fields(BaseModel):
     """Fields of a request, including those that its model does not define (`model_extra`)."""
 
-    model_config = ConfigDict(
-        extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False
-    )
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class StreamOptions(Fields):
@@ -164,9 +157,7 @@ class GenerationRequest(Fields):
         """Raise Invalid for unsupported fields."""
         refuse_unsupported(self.model_extra or {}, HARMLESS, NEUTRAL)
 
-    def sample(
-        self, prompt: list[int], max_tokens: int | None, likeliest: int, *, score_prompt: bool
-    ) -> SampleBody:
+    def sample(self, prompt: list[int], max_tokens: int | None, likeliest: int, *, score_prompt: bool) -> SampleBody:
         """Return the sample request. `score_prompt` requests the prompt's own log-probs."""
         return SampleBody(
             prompt=tuple(prompt),
@@ -273,9 +264,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     def template_messages(self) -> list[Message]:
         """Return the messages for a chat template. Raises Invalid if one is not text."""
-        return [
-            _message(message, f"messages[{number}]") for number, message in enumerate(self.messages)
-        ]
+        return [_message(message, f"messages[{number}]") for number, message in enumerate(self.messages)]
 
 
 class ErrorDetail(BaseModel):

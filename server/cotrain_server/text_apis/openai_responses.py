@@ -66,17 +66,13 @@ class ChatShape:
             written["content"] = written["content"] or None
         return {"message": {"role": "assistant", "refusal": None, **written}}
 
-    def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
-    ) -> dict[str, Any]:
+    def logprobs(self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> dict[str, Any]:
         """Return one entry per token. The bytes of all entries are those of the text."""
         content = [
             {
                 **_entry(tokenizer, each.token, each.logprob, part),
                 "bytes": list(part.content),
-                "top_logprobs": [
-                    _entry(tokenizer, *likely, part) for likely in each.likeliest or ()
-                ],
+                "top_logprobs": [_entry(tokenizer, *likely, part) for likely in each.likeliest or ()],
             }
             for each, part in zip(scored, parts, strict=True)
         ]
@@ -102,9 +98,7 @@ class CompletionShape:
         """Return the text."""
         return {"text": text_in(segments)}
 
-    def logprobs(
-        self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]
-    ) -> dict[str, Any]:
+    def logprobs(self, tokenizer: Tokenizer, scored: Sequence[Scored], parts: Sequence[Part]) -> dict[str, Any]:
         """Return columns. A token is always among its alternatives, even if that is one more than requested."""
         likeliest = [
             None if each.likeliest is None else _named(tokenizer, each, begins=part.begins)
@@ -140,10 +134,7 @@ def _message(segments: Sequence[Segment]) -> dict[str, Any]:
                 "index": call.index,
                 "id": call.id,
                 "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False),
-                },
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
             }
             for call in calls
         ]
@@ -238,10 +229,7 @@ class Choice:
 
     def whole(self, response: SampleResponse, sequence: SampledSequence) -> dict[str, Any]:
         """Return the complete choice."""
-        segments = [
-            *self._parts.push(self._echo + self._visible.push(sequence.tokens)),
-            *self._rest(),
-        ]
+        segments = [*self._parts.push(self._echo + self._visible.push(sequence.tokens)), *self._rest()]
         content = self._reply.shape.whole(segments)
         if not self._reply.wants_logprobs:
             return self._written(content, ended=sequence)
@@ -289,10 +277,7 @@ class Choice:
         return self._reply.shape.logprobs(self._reply.tokenizer, own, parts) if own else None
 
     def _written(
-        self,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        ended: SampledSequence | None = None,
+        self, content: dict[str, Any], logprobs: dict[str, Any] | None = None, ended: SampledSequence | None = None
     ) -> dict[str, Any]:
         return {
             "index": self._index,
@@ -365,9 +350,7 @@ def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     }
 
 
-def _new_choices(
-    choices: Mapping[tuple[int, int], Choice], happened: Event
-) -> list[dict[str, Any]]:
+def _new_choices(choices: Mapping[tuple[int, int], Choice], happened: Event) -> list[dict[str, Any]]:
     if isinstance(happened, NewTokens):
         chunk = choices[happened.prompt, happened.sequence].chunk(happened)
         return [chunk] if chunk else []

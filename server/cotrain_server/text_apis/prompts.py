@@ -97,9 +97,7 @@ def _halves(model: str) -> tuple[str, str]:
     return base_model, path
 
 
-def _sampler(
-    tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | None, path: str
-) -> SamplerRecord:
+def _sampler(tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | None, path: str) -> SamplerRecord:
     weights = checkpoint.weights if checkpoint else None
     # The id is derived from all properties, so a renamed checkpoint gives another sampler. A
     # session opened by a client never has such an id.
@@ -156,9 +154,7 @@ class Chat:
     @property
     def characters(self) -> int:
         """Number of characters, including those of tools."""
-        values = [
-            each for message in self.messages for name, each in message.items() if name != "role"
-        ]
+        values = [each for message in self.messages for name, each in message.items() if name != "role"]
         return characters_of(values) + characters_of(self.tools.functions)
 
 
@@ -173,22 +169,15 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
     template.check_options(chat.options)
     if chat.tools.functions:
         template.check_tools()
-    options = {
-        **chat.options,
-        **(template.thinking_options(chat.thinking) if chat.thinking else {}),
-    }
-    text = template.render(
-        chat.messages, options, tools=chat.tools.functions, continue_final=chat.continues
-    )
+    options = {**chat.options, **(template.thinking_options(chat.thinking) if chat.thinking else {})}
+    text = template.render(chat.messages, options, tools=chat.tools.functions, continue_final=chat.continues)
     _check_length("messages", len(text), pool)
     prompt = model.language.tokenizer.encode(text, special=False)
     _check_tokens("messages", len(prompt), pool)
     return prompt
 
 
-def chat_body(
-    model: Model, chat: Chat, body_of: Callable[[list[int]], SampleBody]
-) -> tuple[SampleBody, MessageFormat]:
+def chat_body(model: Model, chat: Chat, body_of: Callable[[list[int]], SampleBody]) -> tuple[SampleBody, MessageFormat]:
     """Return the sample request of a chat's next message, and the format of the answer. Raises Invalid: the errors of
     `chat_prompt`, or a wrong field.
     """
@@ -279,9 +268,7 @@ def _check_tokens(field: str, tokens: int, pool: PoolRecord) -> None:
     most = pool.max_sequence_tokens
     if tokens > most:
         # Clients recognize a full context by this sentence.
-        raise PromptTooLong(
-            f"{field} has {tokens} tokens. This model's maximum context length is {most} tokens."
-        )
+        raise PromptTooLong(f"{field} has {tokens} tokens. This model's maximum context length is {most} tokens.")
 
 
 def _checked(body: SampleBody, pool: PoolRecord) -> SampleBody:

@@ -83,9 +83,7 @@ class Items:
             yield from self._begin(kind, prefix, content=[], **more)
             part: dict[str, Any] = {"type": part_kind, "text": ""}
             part |= {"annotations": [], "logprobs": []} if is_message else {}
-            yield self._events(
-                "response.content_part.added", **self._position, content_index=0, part=part
-            )
+            yield self._events("response.content_part.added", **self._position, content_index=0, part=part)
             assert self._open is not None
             self._open["content"].append(part)
         (part,) = self._open["content"]
@@ -126,9 +124,7 @@ class Items:
         self._open = None
 
 
-def answer(
-    asked: ResponseRequest, reply: Reply, responses: Sequence[SampleResponse]
-) -> dict[str, Any]:
+def answer(asked: ResponseRequest, reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     """Return the complete response."""
     choice = Choice(reply, 0, 0).whole(responses[0], responses[0].sequences[0])
     items = Items(Events())
@@ -137,9 +133,7 @@ def answer(
     return _ended(asked, reply, items, choice["finish_reason"], responses)
 
 
-async def stream(
-    asked: ResponseRequest, reply: Reply, events: AsyncIterator[Event]
-) -> AsyncIterator[str]:
+async def stream(asked: ResponseRequest, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
     """Yield the response as server-sent events. The last event is the complete response."""
     numbered = Events()
     begun, items = _object(asked, reply, "in_progress", []), Items(numbered)
@@ -169,11 +163,7 @@ async def stream(
 
 
 def _ended(
-    asked: ResponseRequest,
-    reply: Reply,
-    items: Items,
-    reason: str,
-    responses: Sequence[SampleResponse],
+    asked: ResponseRequest, reply: Reply, items: Items, reason: str, responses: Sequence[SampleResponse]
 ) -> dict[str, Any]:
     """Return the complete response with its usage."""
     used = usage(reply, responses)

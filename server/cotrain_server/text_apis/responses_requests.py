@@ -16,11 +16,7 @@ from cotrain_store.bodies.sample_body import SampleBody
 LOGPROBS = "message.output_text.logprobs"
 _REASONING = "reasoning.encrypted_content"
 _HARMLESS = openai.HARMLESS | {"max_tool_calls"}
-_NEUTRAL = openai.NEUTRAL | {
-    "background": (False,),
-    "context_management": ([],),
-    "truncation": ("disabled",),
-}
+_NEUTRAL = openai.NEUTRAL | {"background": (False,), "context_management": ([],), "truncation": ("disabled",)}
 #: Nothing is stored, so a request cannot refer to an earlier one.
 _STORED = ("previous_response_id", "conversation")
 _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text")
@@ -60,9 +56,7 @@ class ResponseRequest(openai.GenerationRequest):
 
     def body(self, prompt: list[int]) -> SampleBody:
         """Return the sample request."""
-        return self.sample(
-            prompt, self.max_output_tokens, self.top_logprobs or 0, score_prompt=False
-        )
+        return self.sample(prompt, self.max_output_tokens, self.top_logprobs or 0, score_prompt=False)
 
     def check(self) -> None:
         """Raise Invalid for unsupported fields."""
@@ -70,8 +64,7 @@ class ResponseRequest(openai.GenerationRequest):
         for name in _STORED:
             if given.get(name) is not None:
                 raise Invalid(
-                    f"{name} is not supported here, because no response is stored. Send the whole "
-                    "history in input."
+                    f"{name} is not supported here, because no response is stored. Send the whole history in input."
                 )
         openai.refuse_unsupported(given, _HARMLESS, _NEUTRAL)
         if self.max_tokens is not None:
@@ -93,9 +86,7 @@ class ResponseRequest(openai.GenerationRequest):
         effort = self.reasoning.effort if self.reasoning else None
         return Chat(
             self.template_messages(),
-            openai_tools(
-                self.tools, self.tool_choice, parallel=self.parallel_tool_calls, is_flat=True
-            ),
+            openai_tools(self.tools, self.tool_choice, parallel=self.parallel_tool_calls, is_flat=True),
             thinking=effort and Thinking("reasoning.effort", effort != "none", effort),
             schema=schema_of(self.text.format, "text.format") if self.text else None,
         )
@@ -146,6 +137,5 @@ def _text(content: Any, where: str) -> str:
         raise Invalid(f"{where} must be a text or a list of parts.")
     parts = [part if isinstance(part, dict) else {} for part in content]
     return openai.text_of(
-        [part | {"type": "text"} if part.get("type") in _TEXT_PARTS else part for part in parts],
-        where,
+        [part | {"type": "text"} if part.get("type") in _TEXT_PARTS else part for part in parts], where
     )

@@ -112,9 +112,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def read_asked(
-    request: Request, services: Services, tenant: TenantId, model: type[TextRequest]
-) -> TextRequest:
+async def read_asked(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
     """Parse the JSON of a request. Raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
     return await services.parser.parse_json(tenant, weight, _read, model, content)
@@ -142,9 +140,7 @@ def responses(error: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 #: OpenAPI description of a route that can stream its answer.
-STREAMS: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"application/json": {}, "text/event-stream": {}}}
-}
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 
 
 def event(data: dict[str, Any] | str, name: str | None = None) -> str:

@@ -46,10 +46,7 @@ def _letters() -> dict[str, int]:
     """Return GPT-2's letter for each byte: itself if printable, else one above U+0100."""
     prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(0x100) if byte not in prints]
-    return {
-        **{chr(byte): byte for byte in prints},
-        **{chr(0x100 + at): byte for at, byte in enumerate(hidden)},
-    }
+    return {**{chr(byte): byte for byte in prints}, **{chr(0x100 + at): byte for at, byte in enumerate(hidden)}}
 
 
 _BYTE_BY_LETTER = _letters()

@@ -52,9 +52,7 @@ class VisibleText:
     def _show(self, text: str, *, at_end: bool) -> str:
         if self.stopped_by is not None:
             return ""
-        at, found = min(
-            ((text.find(stop), stop) for stop in self._stop if stop in text), default=(-1, None)
-        )
+        at, found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=(-1, None))
         if found is not None:
             self.stopped_by, self._pending = found, ""
             return self._without_first_space(text[:at])
@@ -83,12 +81,7 @@ class TokenTexts:
     """Text of one sequence, split into the parts of its tokens."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        final_tokens: Iterable[int],
-        before: Sequence[int] = (),
-        *,
-        begins: bool = False,
+        self, tokenizer: Tokenizer, final_tokens: Iterable[int], before: Sequence[int] = (), *, begins: bool = False
     ) -> None:
         """Create an empty text, with the arguments of `VisibleText`."""
         self._tokenizer = tokenizer
@@ -118,10 +111,7 @@ class TokenTexts:
 
     def with_rest(self, parts: list[Part]) -> list[Part]:
         """Return the parts at the end of the text, with bytes of an incomplete character in the last one."""
-        return parts and [
-            *parts[:-1],
-            replace(parts[-1], text=parts[-1].text + self._growth.finish()),
-        ]
+        return parts and [*parts[:-1], replace(parts[-1], text=parts[-1].text + self._growth.finish())]
 
     def _add(self, token: int, *, special: bool) -> Part:
         tokenizer, begins, offset = self._tokenizer, self._growth.begins, self._length

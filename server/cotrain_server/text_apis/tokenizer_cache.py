@@ -79,9 +79,7 @@ class Tokenizer:
             # Unlike `encode`, this releases the interpreter lock.
             [encoding] = self._vocabulary.encode_batch_fast([text], add_special_tokens=special)
         except TypeError as error:
-            raise Unreadable(
-                "The text is not valid Unicode: it contains half of a surrogate pair."
-            ) from error
+            raise Unreadable("The text is not valid Unicode: it contains half of a surrogate pair.") from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -127,8 +125,7 @@ class Tokenizer:
         """Return the number of control tokens at a prompt's start that `encode` adds to any text."""
         added = self.encode("", special=True)
         return next(
-            (at for at, (a, b) in enumerate(zip(added, prompt, strict=False)) if a != b),
-            min(len(added), len(prompt)),
+            (at for at, (a, b) in enumerate(zip(added, prompt, strict=False)) if a != b), min(len(added), len(prompt))
         )
 
     def token_bytes(self, token: int, *, begins: bool = False) -> bytes:
@@ -181,12 +178,7 @@ class TextGrowth:
     """
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        before: Sequence[int] = (),
-        *,
-        begins: bool = False,
-        shown: Collection[int] = (),
+        self, tokenizer: Tokenizer, before: Sequence[int] = (), *, begins: bool = False, shown: Collection[int] = ()
     ) -> None:
         """Create an empty text after the tokens `before`, which are not part of it.
 
@@ -272,9 +264,7 @@ async def tokenizer_folder(pool: PoolRecord, settings: ServerSettings) -> Path:
     """Return the folder of `published_tokenizer`. Raises Invalid if there is none, and StoreUnavailable."""
     folder = await published_tokenizer(pool, settings)
     if folder is None:
-        raise Invalid(
-            f"{pool.base_model} has no tokenizer here, so it reads and writes token ids only."
-        )
+        raise Invalid(f"{pool.base_model} has no tokenizer here, so it reads and writes token ids only.")
     return folder
 
 

@@ -85,9 +85,7 @@ def _hermes(block: str, tools: Tools) -> Iterator[Call]:
         return
     for name, inner in _XML_CALL.findall(block):
         properties = tools.get(name, {}).get("properties", {})
-        yield _new(
-            name, {key: _typed(text, properties, key) for key, text in _XML_ARGUMENT.findall(inner)}
-        )
+        yield _new(name, {key: _typed(text, properties, key) for key, text in _XML_ARGUMENT.findall(inner)})
 
 
 def _llama(block: str, tools: Tools) -> Iterator[Call]:

@@ -30,9 +30,7 @@ class ToolUse:
         return {f["name"]: f["parameters"] for f in functions if self.name in (None, f["name"])}
 
 
-def openai_tools(
-    tools: Sequence[Any] | None, choice: Any, *, parallel: bool | None, is_flat: bool = False
-) -> ToolUse:
+def openai_tools(tools: Sequence[Any] | None, choice: Any, *, parallel: bool | None, is_flat: bool = False) -> ToolUse:
     """Return the tools of a chat completion. Raises Invalid with the name of the wrong field.
 
     With `is_flat`, name and parameters are fields of the tool itself, as in the Responses API.
@@ -102,9 +100,7 @@ def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     return joined | ({"tool_calls": calls} if calls else {})
 
 
-def _function(
-    given: Mapping[str, Any], parameters: Any, where_parameters: str, where: str
-) -> dict[str, Any]:
+def _function(given: Mapping[str, Any], parameters: Any, where_parameters: str, where: str) -> dict[str, Any]:
     name, description = given.get("name"), given.get("description")
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise Invalid(f"{where}.name must have 1 to 128 letters, digits or any of '_.:-'.")
@@ -119,11 +115,7 @@ def _function(
 
 
 def _chosen(
-    functions: Sequence[Mapping[str, Any]],
-    choice: str,
-    name: str | None,
-    is_single: bool,
-    where: str,
+    functions: Sequence[Mapping[str, Any]], choice: str, name: str | None, is_single: bool, where: str
 ) -> ToolUse:
     if len(functions) > MAX_TOOLS:
         raise Invalid(f"tools has {len(functions)} entries; the limit is {MAX_TOOLS}.")

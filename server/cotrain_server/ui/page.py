@@ -70,8 +70,7 @@ def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
     return [
         page
         for page in pages
-        if page.in_navigation
-        and not (page.for_tenant if visitor.is_operator else page.for_operator)
+        if page.in_navigation and not (page.for_tenant if visitor.is_operator else page.for_operator)
     ]
 
 
@@ -109,14 +108,7 @@ async def _look(request: Request, page: Page) -> PageRequest:
     if page.for_operator:
         check_operator(visitor)
     address = services.settings.public_url or str(request.base_url)
-    return PageRequest(
-        services,
-        visitor,
-        request.query_params,
-        request.path_params,
-        time.time(),
-        address.rstrip("/"),
-    )
+    return PageRequest(services, visitor, request.query_params, request.path_params, time.time(), address.rstrip("/"))
 
 
 async def _data(page: Page, look: PageRequest) -> dict[str, Any]:

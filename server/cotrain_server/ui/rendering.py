@@ -24,18 +24,11 @@ router = APIRouter(include_in_schema=False)
 
 FOLDER = Path(__file__).parent / "static"
 MOUNTED_AT = "/ui/static"
-_TYPES = {
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain",
-}
+_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".txt": "text/plain"}
 _A_YEAR_S = 365 * 24 * 3600
 
 _FILES = {
-    str(path.relative_to(FOLDER)): path.read_bytes()
-    for path in sorted(FOLDER.rglob("*"))
-    if path.suffix in _TYPES
+    str(path.relative_to(FOLDER)): path.read_bytes() for path in sorted(FOLDER.rglob("*")) if path.suffix in _TYPES
 }
 _HASHES = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in _FILES.items()}
 
@@ -62,8 +55,7 @@ Given = ParamSpec("Given")
 #: Only our own scripts and styles, no other host, no frames.
 HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; "
-        "frame-ancestors 'none'"
+        "default-src 'self'; base-uri 'none'; object-src 'none'; form-action 'self'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",

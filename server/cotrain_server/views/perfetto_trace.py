@@ -13,9 +13,7 @@ _PROCESS = 1
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one track per run: waiting, the cycle, and within it the passes and the optimizer step."""
-    runs = sorted(
-        {run["run"] for cycle in cycles for run in cycle["runs"]}, key=lambda r: (len(r), r)
-    )
+    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=lambda r: (len(r), r))
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [
         _name("process_name", 0, f"session {session}"),
@@ -28,19 +26,13 @@ def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _events(
-    cycle: Mapping[str, Any], run: Mapping[str, Any], track: int
-) -> Iterator[dict[str, Any]]:
+def _events(cycle: Mapping[str, Any], run: Mapping[str, Any], track: int) -> Iterator[dict[str, Any]]:
     start_us = cycle["started_at"] * 1e6
     planned_us = min(cycle["planned_at"] * 1e6, start_us)
     yield _slice("planned", track, planned_us, start_us - planned_us)
     facts = {name: run[name] for name in ("ops", "tokens", "failed")}
     yield _slice(
-        f"cycle {cycle['cycle']}",
-        track,
-        start_us,
-        cycle["duration_ms"] * 1e3,
-        facts | {"outcome": cycle["outcome"]},
+        f"cycle {cycle['cycle']}", track, start_us, cycle["duration_ms"] * 1e3, facts | {"outcome": cycle["outcome"]}
     )
     if cycle["wave_ms"] is None:  # executed op by op, without waves
         return

@@ -59,9 +59,7 @@ def _fleet_reasons(fleet: Fleet, settings: ServerSettings) -> list[str]:
     if not fleet.has_scheduler:
         reasons.append("No scheduler is running.")
     # Requests to a pool that can scale to zero are accepted, and wait for a worker.
-    served = {
-        pool.record.base_model for pool in fleet.pools if pool.has_worker or pool.may_have_none
-    }
+    served = {pool.record.base_model for pool in fleet.pools if pool.has_worker or pool.may_have_none}
     if settings.base_models:
         missing = [name for name in settings.base_models if name not in served]
         return reasons + [f"No worker for {name} is running." for name in missing]

@@ -36,9 +36,7 @@ def checkpoint_of(record: CheckpointRecord, run: RunRecord | None = None) -> Che
     )
 
 
-def training_run_of(
-    entry: RunEntry, tenant: TenantId, position: RunPosition | None = None
-) -> TrainingRun:
+def training_run_of(entry: RunEntry, tenant: TenantId, position: RunPosition | None = None) -> TrainingRun:
     """Return a run as shown to a tenant, with its progress if `position` is given.
 
     For another tenant's run, return only what its published checkpoints reveal.
@@ -55,17 +53,11 @@ def training_run_of(
         lora_rank=run.lora.rank,
         lora_alpha=run.lora.alpha,
         last_request_time=utc(
-            last_request_at
-            if is_own
-            else max((found.created_at for found in newest), default=run.created_at)
+            last_request_at if is_own else max((found.created_at for found in newest), default=run.created_at)
         ),
-        last_checkpoint=checkpoint_of(entry.last_checkpoint, run)
-        if entry.last_checkpoint
-        else None,
+        last_checkpoint=checkpoint_of(entry.last_checkpoint, run) if entry.last_checkpoint else None,
         last_sampler_checkpoint=(
-            checkpoint_of(entry.last_sampler_checkpoint, run)
-            if entry.last_sampler_checkpoint
-            else None
+            checkpoint_of(entry.last_sampler_checkpoint, run) if entry.last_sampler_checkpoint else None
         ),
         user_metadata=text_by_name(run.user_metadata) if is_own else None,
         weights_epoch=run.weights_epoch if is_own else 0,
@@ -90,10 +82,7 @@ def _progress(run: RunRecord, position: RunPosition) -> dict[str, Any]:
 
 def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:
     """Return metadata in wire format: non-text values as JSON, an empty mapping as None."""
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in metadata.items()
-    } or None
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()} or None
 
 
 def utc(seconds: float) -> datetime:

@@ -48,8 +48,7 @@ async def whole_status(services: Services) -> dict[str, Any]:
         **brief,
         "scheduler": {"epoch": fleet.scheduler_epoch},
         "pools": [
-            {**shown, **await _details(services, pool)}
-            for shown, pool in zip(brief["pools"], fleet.pools, strict=True)
+            {**shown, **await _details(services, pool)} for shown, pool in zip(brief["pools"], fleet.pools, strict=True)
         ],
         "unread_bytes": await max_unread(connection, TENANTS_SHOWN),
         "run_bytes": await largest_run_bytes(connection, TENANTS_SHOWN),
@@ -79,9 +78,7 @@ def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
         "workers_known": found.workers_known,
         "workers_unavailable": list(found.workers_missing(now)),
         "worker_exits": {
-            each.id: {**asdict(each.last_exit), "text": each.last_exit.text}
-            for each in found.ids
-            if each.last_exit
+            each.id: {**asdict(each.last_exit), "text": each.last_exit.text} for each in found.ids if each.last_exit
         },
         "open_cycles": found.open_cycles,
         "last_cycle": found.last_cycle,
@@ -103,9 +100,7 @@ def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
 async def _details(services: Services, found: PoolStatus) -> dict[str, Any]:
     cycles = await cycle_records(services.connection, found.record.id, CYCLES_SHOWN)
     queues = [asdict(queue) for queue in found.queues]
-    await name_tenants(
-        services, [*queues, *(run for each in cycles for run in each.get("runs", ()))]
-    )
+    await name_tenants(services, [*queues, *(run for each in cycles for run in each.get("runs", ()))])
     return {"tenants": queues, "cycles": cycles}
 
 
@@ -155,9 +150,7 @@ def _shown(pool: PoolStatus, worker: WorkerStatus) -> WorkerShown:
         id=worker.id,
         state=heartbeat.state if heartbeat else "away",
         drain_asked_at=drain_asked_at,
-        drain_waits=bool(
-            heartbeat and drain_asked_at is not None and not heartbeat.is_handing_over
-        ),
+        drain_waits=bool(heartbeat and drain_asked_at is not None and not heartbeat.is_handing_over),
         heartbeat=asdict(heartbeat) if heartbeat else None,
         open_steps=worker.open_steps,
         last_exit=asdict(worker.last_exit) if worker.last_exit else None,

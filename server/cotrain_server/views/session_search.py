@@ -32,10 +32,7 @@ def matches(wanted: wire.SessionSearchRequest, entry: SessionEntry) -> bool:
 
 
 def has_checkpoint(
-    wanted: wire.CheckpointSearchRequest,
-    record: CheckpointRecord,
-    run: RunRecord,
-    session: SessionRecord,
+    wanted: wire.CheckpointSearchRequest, record: CheckpointRecord, run: RunRecord, session: SessionRecord
 ) -> bool:
     """Return True if a checkpoint matches a search."""
     metadata = text_by_name(record.user_metadata) or {}
@@ -69,17 +66,13 @@ def status_of(entry: SessionEntry) -> wire.SessionStatus | None:
         reason = wire.FailedRunReason(training_run_id=entry.failed_run)
         return wire.SessionFailed(reason=reason, message=Reason.RUN_FAILED.message)
     if entry.record.finished_at is not None:
-        return wire.SessionFinished(
-            reason=wire.FinishReason.model_validate({"type": entry.record.finish_reason})
-        )
+        return wire.SessionFinished(reason=wire.FinishReason.model_validate({"type": entry.record.finish_reason}))
     return wire.SessionActive() if entry.is_alive else None
 
 
 def cursor_at(position: Cursor) -> wire.SessionSearchCursor:
     """Return a position in the list of sessions as a cursor."""
-    return wire.SessionSearchCursor(
-        last_created_at=_time_of(position), last_session_id=position.session
-    )
+    return wire.SessionSearchCursor(last_created_at=_time_of(position), last_session_id=position.session)
 
 
 def position_of(cursor: wire.SessionSearchCursor) -> Cursor:

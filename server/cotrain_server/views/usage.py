@@ -76,14 +76,10 @@ def sources_of(rows: Iterable[UsageRow]) -> list[wire.SourceUsage]:
     for row in rows:
         used[row.source, row.session, row.base_model][row.what] += row.amount
     sources = [
-        wire.SourceUsage(
-            source=source, session_id=session, base_model=base_model, amounts=_amounts(amounts)
-        )
+        wire.SourceUsage(source=source, session_id=session, base_model=base_model, amounts=_amounts(amounts))
         for (source, session, base_model), amounts in used.items()
     ]
-    return sorted(
-        sources, key=lambda of: (-of.amounts.device_s, -of.amounts.training_tokens, of.source)
-    )
+    return sorted(sources, key=lambda of: (-of.amounts.device_s, -of.amounts.training_tokens, of.source))
 
 
 def total_of(rows: Iterable[UsageRow]) -> wire.Amounts:

@@ -68,10 +68,7 @@ def _idle(state: WaitState) -> Found | None:
     refused = state.refused
     if refused and refused.message and not refused.request and state.now - refused.at < REFUSED_S:
         since = _seconds(state.now - refused.at)
-        return (
-            "quota",
-            f"The server refused a request of this tenant {since} ago: {refused.message}",
-        )
+        return ("quota", f"The server refused a request of this tenant {since} ago: {refused.message}")
     last = state.run.last_request_at
     since = f" The last one came {_seconds(state.now - last)} ago." if last else ""
     return "idle", f"All its requests are done. It waits for the next one of its client.{since}"
@@ -126,10 +123,7 @@ def _running(state: WaitState) -> Found:
             f"computes about {sum(part):,} of them and later cycles the others.",
         )
     runs = _count(len(step.tenant_by_run), "run")
-    return (
-        "running",
-        f"Cycle {step.cycle} computes {count} of it, with {whole:,} tokens among those of {runs}.",
-    )
+    return ("running", f"Cycle {step.cycle} computes {count} of it, with {whole:,} tokens among those of {runs}.")
 
 
 def _gap(state: WaitState) -> Found | None:

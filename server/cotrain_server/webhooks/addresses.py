@@ -84,15 +84,11 @@ class CheckedNetwork(AsyncNetworkBackend):
         """Return the network of one request."""
         return _OneRequest(self, encrypted)
 
-    async def connect(
-        self, host: str, port: int, encrypted: bool, **how: Any
-    ) -> httpcore.AsyncNetworkStream:
+    async def connect(self, host: str, port: int, encrypted: bool, **how: Any) -> httpcore.AsyncNetworkStream:
         """Connect to the first allowed address of a host. Raises AddressRefused if there is none."""
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(
-                self._threads, lambda: getaddrinfo(host, port, type=SOCK_STREAM)
-            )
+            found = await loop.run_in_executor(self._threads, lambda: getaddrinfo(host, port, type=SOCK_STREAM))
         except (OSError, UnicodeError) as unknown:
             raise NameUnknown(f"{host} is not known") from unknown
         for address in dict.fromkeys(str(row[4][0]) for row in found):

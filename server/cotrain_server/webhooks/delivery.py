@@ -124,9 +124,7 @@ class Delivery:
         await self._note(event, outcome, reason, wait_s or 0.0)
         return False
 
-    async def _note(
-        self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0
-    ) -> None:
+    async def _note(self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0) -> None:
         await self._webhooks.tried(event, outcome, answer, retry_in_s)
         metrics.WEBHOOK_DELIVERIES.labels(outcome).inc()
         if outcome is Outcome.GIVEN_UP:

@@ -11,9 +11,7 @@ router = tenant_router("webhooks")
 
 
 @router.put("/webhook")
-async def set_webhook(
-    request: SetWebhookRequest, services: ServicesDep, tenant: TenantDep
-) -> NewWebhook:
+async def set_webhook(request: SetWebhookRequest, services: ServicesDep, tenant: TenantDep) -> NewWebhook:
     """Set the URL for your events. The secret is new, and only this answer contains it."""
     check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
     details = {"host": urlsplit(request.url).netloc}

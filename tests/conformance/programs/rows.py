@@ -19,9 +19,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-MODEL, KEY, OPENAI = (
-    os.environ.get(name, "") for name in ("MODEL", "OPENAI_API_KEY", "OPENAI_BASE_URL")
-)
+MODEL, KEY, OPENAI = (os.environ.get(name, "") for name in ("MODEL", "OPENAI_API_KEY", "OPENAI_BASE_URL"))
 FEW, TOKENS = 12, 600  # a random model ends no text, and writes much white space in a schema
 TRIES = 3
 HI: Any = [{"role": "user", "content": "Weather?"}]
@@ -38,11 +36,7 @@ class Weather(BaseModel):
 
 TOOL: Any = {
     "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "Weather of a city.",
-        "parameters": Weather.model_json_schema(),
-    },
+    "function": {"name": "weather", "description": "Weather of a city.", "parameters": Weather.model_json_schema()},
 }
 Use = Callable[[], object]
 
@@ -55,9 +49,7 @@ def litellm() -> Mapping[str, Use]:
     theirs: Any = {**mine, "model": f"anthropic/{MODEL}"}
 
     def streamed() -> bool:
-        parts = [
-            part.choices[0].delta.content or "" for part in litellm.completion(**mine, stream=True)
-        ]
+        parts = [part.choices[0].delta.content or "" for part in litellm.completion(**mine, stream=True)]
         return len(parts) > 2 and bool("".join(parts))
 
     def schema(**asked: Any) -> object:
@@ -83,11 +75,7 @@ def litellm() -> Mapping[str, Use]:
         "schema": lambda: schema(**{**mine, "max_tokens": TOKENS}),
         "tool call and result": lambda: round_trip(**{**mine, "max_tokens": TOKENS}),
         "completion": lambda: (
-            litellm.text_completion(
-                model=f"text-completion-openai/{MODEL}", prompt="Hi", max_tokens=9
-            )
-            .choices[0]
-            .text
+            litellm.text_completion(model=f"text-completion-openai/{MODEL}", prompt="Hi", max_tokens=9).choices[0].text
         ),
         "Responses API": response,
         "Anthropic: chat": lambda: litellm.completion(**theirs).choices[0].message.content,
@@ -152,12 +140,7 @@ def instructor() -> Mapping[str, Use]:
 
     def ask(client: Any, **options: Any) -> bool:
         made = client.chat.completions.create(
-            model=MODEL,
-            messages=HI,
-            response_model=Weather,
-            max_tokens=TOKENS,
-            max_retries=1,
-            **options,
+            model=MODEL, messages=HI, response_model=Weather, max_tokens=TOKENS, max_retries=1, **options
         )
         return _is_weather(made)
 
@@ -173,12 +156,8 @@ def instructor() -> Mapping[str, Use]:
         "tools": lambda: ask(instructor.from_openai(openai.OpenAI(), mode=mode.TOOLS)),
         "JSON schema": lambda: ask(instructor.from_openai(openai.OpenAI(), mode=mode.JSON_SCHEMA)),
         "partial models from a stream": partial,
-        "Responses API": lambda: ask(
-            instructor.from_openai(openai.OpenAI(), mode=mode.RESPONSES_TOOLS)
-        ),
-        "Anthropic: tools": lambda: ask(
-            instructor.from_anthropic(anthropic.Anthropic(), mode=mode.ANTHROPIC_TOOLS)
-        ),
+        "Responses API": lambda: ask(instructor.from_openai(openai.OpenAI(), mode=mode.RESPONSES_TOOLS)),
+        "Anthropic: tools": lambda: ask(instructor.from_anthropic(anthropic.Anthropic(), mode=mode.ANTHROPIC_TOOLS)),
     }
 
 
@@ -224,9 +203,7 @@ def llm() -> Mapping[str, Use]:
     def run(*arguments: str) -> str:
         command = [str(Path(sys.executable).parent / "llm"), "-m", "mine", *arguments]
         environment = {**os.environ, "LLM_USER_PATH": str(home)}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=300
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -270,9 +247,7 @@ def inspect_ai() -> Mapping[str, Use]:
         )
         arguments = {"responses_api": responses} if api == "openai" else {}
         with tempfile.TemporaryDirectory() as folder:
-            (log,) = eval(
-                task, f"{api}/{MODEL}", model_args=arguments, display="none", log_dir=folder
-            )
+            (log,) = eval(task, f"{api}/{MODEL}", model_args=arguments, display="none", log_dir=folder)
             assert log.status == "success", log.error and log.error.message
             assert log.samples
             ends = [choice.stop_reason for choice in log.samples[0].output.choices]
@@ -290,9 +265,7 @@ def inspect_ai() -> Mapping[str, Use]:
         "log-probs": lambda: run("openai", logprobs=True, top_logprobs=2),
         "tool call and result": lambda: run("openai", solver=tools, max_tokens=200),
         "Responses API: evaluation": lambda: run("openai", responses=True),
-        "Responses API: tool call and result": lambda: run(
-            "openai", solver=tools, responses=True, max_tokens=200
-        ),
+        "Responses API: tool call and result": lambda: run("openai", solver=tools, responses=True, max_tokens=200),
         "Anthropic: evaluation": lambda: run("anthropic"),
         "Anthropic: tool call and result": lambda: run("anthropic", solver=tools, max_tokens=200),
     }

@@ -26,9 +26,7 @@ PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 PATIENCE_S = 1800
 
 
-def walk(
-    sdk: str, address: str, base_model: str, *rows: str, exchanging: str = ""
-) -> HistoryEntries:
+def walk(sdk: str, address: str, base_model: str, *rows: str, exchanging: str = "") -> HistoryEntries:
     """Walk through one SDK in a process of its own; with names of rows, through those alone.
 
     `exchanging` is the address of a server that gives every API key a token.
@@ -61,22 +59,18 @@ def walk(
 
 def main(versions: tuple[str, ...]) -> None:
     """Serve a tiny model, run the programs, walk through each version, and write the page."""
-    other = (
-        "" if versions else programs.measured()
-    )  # first, because it fails if one is not installed
+    other = "" if versions else programs.measured()  # first, because it fails if one is not installed
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base_model = str(build_tiny_qwen3(folder / "tiny"))
         with (
             Serving(folder / "data", [base_model], KEYS) as serving,
             Serving(
-                *(folder / "exchanging", [base_model], KEYS),
-                settings={"COTRAIN_JWT_AUTH": "always"},
+                *(folder / "exchanging", [base_model], KEYS), settings={"COTRAIN_JWT_AUTH": "always"}
             ) as exchanging,
         ):
             founds = [
-                walk(sdk, serving.address, base_model, exchanging=exchanging.address)
-                for sdk in versions or VERSIONS
+                walk(sdk, serving.address, base_model, exchanging=exchanging.address) for sdk in versions or VERSIONS
             ]
     page = render(founds, datetime.now(UTC).date())
     if versions:

@@ -83,9 +83,7 @@ def parameters(owner: Any, name: str) -> set[str]:
         return set()
     named = inspect.signature(getattr(owner, name)).parameters.values()
     return {
-        each.name
-        for each in named
-        if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        each.name for each in named if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     }
 
 

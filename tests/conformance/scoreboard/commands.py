@@ -64,9 +64,7 @@ COMMANDS: Mapping[str, Callable[[Place], Typed]] = {
     "auth logout": lambda at: Typed(first="auth login", prompted=at.key, says="Removed"),
     "auth status": lambda at: Typed(says="Tinker accessible: yes"),
     "auth whoami": lambda at: Typed(says="User"),
-    "auth whoami(where COTRAIN_JWT_AUTH=always)": lambda at: Typed(
-        environment=_exchanging(), says="User"
-    ),
+    "auth whoami(where COTRAIN_JWT_AUTH=always)": lambda at: Typed(environment=_exchanging(), says="User"),
     "billing checkpoint-storage": lambda at: Typed(),
     "billing usage": lambda at: Typed(_days()),
     "checkpoint delete": lambda at: Typed((at.new_path(), "--yes"), says="Deleted 1"),

@@ -43,8 +43,7 @@ DICTIONARY = re.compile(r"\{'detail'.*?\}")
 FAULTS: Mapping[str, str] = {
     "called from incorrect event loop": "a fault of these SDK versions: the method uses their"
     " client from the caller's event loop",
-    "Got unexpected extra argument": "a fault of this SDK version: its command `list` hides Python's"
-    " `list`",
+    "Got unexpected extra argument": "a fault of this SDK version: its command `list` hides Python's `list`",
 }
 # Parts that differ between runs of the same walk.
 PASSING: Mapping[str, str] = {
@@ -90,9 +89,7 @@ def read(page: str) -> dict[str, list[str]]:
     for prefix, client in as_client.items():
         for name, cells in list(found.items()):
             if name.startswith(client) and cells[-1]:
-                found.setdefault(
-                    prefix + name.removeprefix(client), [""] * (len(cells) - 1) + cells[-1:]
-                )
+                found.setdefault(prefix + name.removeprefix(client), [""] * (len(cells) - 1) + cells[-1:])
     return found
 
 
@@ -154,16 +151,13 @@ def _section(
 def _client_of(owner: str, founds: Sequence[HistoryEntries]) -> str | None:
     """Return the client class whose members of the newest version a future of that version has, with the same results."""
     future = FUTURE.match(owner)
-    if future is None or any(
-        _owner(name) == owner for each in founds[:-1] for name in each["rows"]
-    ):
+    if future is None or any(_owner(name) == owner for each in founds[:-1] for name in each["rows"]):
         return None
     rows = founds[-1]["rows"]
     prefix = f"{future['client']}."
     members = {name: outcome for name, outcome in rows.items() if name.startswith(prefix)}
     is_same = all(
-        rows.get(f"{owner}.{name.removeprefix(prefix)}", (ABSENT, "")) == outcome
-        for name, outcome in members.items()
+        rows.get(f"{owner}.{name.removeprefix(prefix)}", (ABSENT, "")) == outcome for name, outcome in members.items()
     )
     return future["client"] if members and is_same else None
 

@@ -31,9 +31,7 @@ class Place:
         self.key = os.environ["TINKER_API_KEY"]
         self.foreign_key = os.environ["OTHER_API_KEY"]
         self.data = batch()
-        self.policy_data = [
-            datum(5, 5, logprobs=torch.full((5,), -1.0), advantages=torch.ones(5)),
-        ]
+        self.policy_data = [datum(5, 5, logprobs=torch.full((5,), -1.0), advantages=torch.ones(5))]
         self.prompt = types.ModelInput.from_ints(PROMPT)
         self.params = types.SamplingParams(max_tokens=MAX_TOKENS, seed=3, stop=[])
         self.adam = types.AdamParams(learning_rate=1e-3)

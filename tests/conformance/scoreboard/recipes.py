@@ -34,14 +34,8 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
         **sampling(lambda at: at.pending_sampler()),
         **future(lambda at: at.pending_sampler()),
     },
-    "BackcompatTrainingClientFuture": {
-        **training(lambda at: at.pending_run()),
-        **future(lambda at: at.pending_run()),
-    },
-    "LossHandle": {
-        "input_names": lambda at: call(at.loss_handle),
-        "key": lambda at: call(at.loss_handle),
-    },
+    "BackcompatTrainingClientFuture": {**training(lambda at: at.pending_run()), **future(lambda at: at.pending_run())},
+    "LossHandle": {"input_names": lambda at: call(at.loss_handle), "key": lambda at: call(at.loss_handle)},
     "RestClient": REST,
     "SamplingClient": sampling(lambda at: at.sampler),
     "ServiceClient": SERVICE,

@@ -27,12 +27,8 @@ def billing(client_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
             day=datetime.now(UTC).date(),
         ),
         "get_billing_usage": lambda at: check(lambda answer: answer.data, client_of(at), *_day()),
-        "get_current_checkpoint_storage_usage": lambda at: check(
-            lambda answer: answer.data, client_of(at)
-        ),
-        "get_current_checkpoint_storage_usage(project_id)": lambda at: call(
-            client_of(at), project_id=PROJECT
-        ),
+        "get_current_checkpoint_storage_usage": lambda at: check(lambda answer: answer.data, client_of(at)),
+        "get_current_checkpoint_storage_usage(project_id)": lambda at: call(client_of(at), project_id=PROJECT),
         "get_telemetry": lambda at: call(client_of(at)),
     }
 
@@ -121,32 +117,20 @@ def _of_project(at: Place) -> Call:
 
 LISTS: Mapping[str, Recipe] = {
     "get_session": lambda at: check(_is_session(at), at.rest, at.session_id),
-    "get_session(access_scope)": lambda at: check(
-        _is_session(at), at.rest, at.session_id, **ACCESSIBLE
-    ),
+    "get_session(access_scope)": lambda at: check(_is_session(at), at.rest, at.session_id, **ACCESSIBLE),
     "get_training_run": lambda at: check(_is_run(at), at.rest, at.run_id),
-    "get_training_run(access_scope)": lambda at: check(
-        _is_run(at), at.rest, at.run_id, **ACCESSIBLE
-    ),
+    "get_training_run(access_scope)": lambda at: check(_is_run(at), at.rest, at.run_id, **ACCESSIBLE),
     "get_training_run_by_tinker_path": lambda at: check(_is_run(at), at.rest, at.path),
-    "get_training_run_by_tinker_path(access_scope)": lambda at: check(
-        _is_run(at), at.rest, at.path, **ACCESSIBLE
-    ),
+    "get_training_run_by_tinker_path(access_scope)": lambda at: check(_is_run(at), at.rest, at.path, **ACCESSIBLE),
     "list_checkpoints": lambda at: check(_holds_path(at), at.rest, at.run_id),
     "list_sessions": lambda at: check(_holds_session(at), at.rest, **EVERYTHING),
-    "list_sessions(access_scope)": lambda at: check(
-        _holds_session(at), at.rest, **EVERYTHING, **ACCESSIBLE
-    ),
+    "list_sessions(access_scope)": lambda at: check(_holds_session(at), at.rest, **EVERYTHING, **ACCESSIBLE),
     "list_training_runs": lambda at: check(_holds_run(at), at.rest, **EVERYTHING),
-    "list_training_runs(access_scope)": lambda at: check(
-        _holds_run(at), at.rest, **EVERYTHING, **ACCESSIBLE
-    ),
+    "list_training_runs(access_scope)": lambda at: check(_holds_run(at), at.rest, **EVERYTHING, **ACCESSIBLE),
     "list_training_runs(project_id)": _of_project,
     "list_user_checkpoints": lambda at: check(_holds_path(at), at.rest, **EVERYTHING),
     "search_sessions": lambda at: check(
-        lambda answer: len(answer.sessions) == 1,
-        at.rest,
-        types.SessionSearchRequest(session_id=at.session_id),
+        lambda answer: len(answer.sessions) == 1, at.rest, types.SessionSearchRequest(session_id=at.session_id)
     ),
 }
 
@@ -155,38 +139,24 @@ REST: Mapping[str, Recipe] = {
     **LISTS,
     "assign_session_project": lambda at: call(at.rest, at.session_id, PROJECT),
     "copy_weights": lambda at: check(is_new_path(at), at.rest, at.path, PROJECT),
-    "copy_weights(ttl_seconds)": lambda at: check(
-        is_new_path(at), at.rest, at.path, PROJECT, ttl_seconds=3600
-    ),
+    "copy_weights(ttl_seconds)": lambda at: check(is_new_path(at), at.rest, at.path, PROJECT, ttl_seconds=3600),
     "copy_weights(weights_access_token)": lambda at: check(
         is_new_path(at), at.rest, at.foreign_path, PROJECT, weights_access_token=at.foreign_key
     ),
     "delete_checkpoint": _delete_by_name,
     "delete_checkpoint_from_tinker_path": _on_a_path(_new_path, _is_gone),
     "export_session_trace": lambda at: check(bool, at.rest, at.session_id),
-    "get_checkpoint_archive_url": lambda at: check(
-        lambda answer: answer.url, at.rest, *_run_and_name(at.sampler_path)
-    ),
+    "get_checkpoint_archive_url": lambda at: check(lambda answer: answer.url, at.rest, *_run_and_name(at.sampler_path)),
     "get_checkpoint_archive_url_from_tinker_path": lambda at: check(
         lambda answer: answer.url, at.rest, at.sampler_path
     ),
-    "get_external_weights_urls": lambda at: check(
-        lambda answer: answer.urls, at.rest, at.external_path
-    ),
-    "get_sampler": lambda at: check(
-        lambda answer: answer.base_model == at.base_model, at.rest, at.sampler_id
-    ),
+    "get_external_weights_urls": lambda at: check(lambda answer: answer.urls, at.rest, at.external_path),
+    "get_sampler": lambda at: check(lambda answer: answer.base_model == at.base_model, at.rest, at.sampler_id),
     "get_server_capabilities": lambda at: check(serves(at), at.rest),
-    "get_weights_info_by_tinker_path": lambda at: check(
-        lambda answer: answer.lora_rank == 4, at.rest, at.path
-    ),
+    "get_weights_info_by_tinker_path": lambda at: check(lambda answer: answer.lora_rank == 4, at.rest, at.path),
     "publish_checkpoint_from_tinker_path": _on_a_path(_new_path, lambda each: each.public),
-    "set_checkpoint_ttl_from_tinker_path": _on_a_path(
-        _new_path, lambda each: each.expires_at is not None, 3600
-    ),
-    "set_checkpoint_ttl_from_tinker_path(None)": _on_a_path(
-        _new_path, lambda each: each.expires_at is None, None
-    ),
+    "set_checkpoint_ttl_from_tinker_path": _on_a_path(_new_path, lambda each: each.expires_at is not None, 3600),
+    "set_checkpoint_ttl_from_tinker_path(None)": _on_a_path(_new_path, lambda each: each.expires_at is None, None),
     "unpublish_checkpoint_from_tinker_path": _on_a_path(_published, lambda each: not each.public),
     "whoami": lambda at: check(_is_identity, at.rest),
     "whoami(where COTRAIN_JWT_AUTH=always)": lambda at: check(_is_identity, at.exchanging_rest),

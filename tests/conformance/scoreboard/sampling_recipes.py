@@ -18,16 +18,12 @@ def sampling(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
     """Return the recipes of all methods of a sampling client."""
     return {
         **_samples(sampler_of),
-        "compute_logprobs": lambda at: check(
-            lambda row: len(row) == len(PROMPT), sampler_of(at), at.prompt
-        ),
+        "compute_logprobs": lambda at: check(lambda row: len(row) == len(PROMPT), sampler_of(at), at.prompt),
         "compute_logprobs(prompt_logprobs_last_n)": lambda at: check(
             lambda row: row[-1] is not None, sampler_of(at), at.prompt, prompt_logprobs_last_n=2
         ),
         **{f"create{option}": _create(sampler_of, given) for option, given in CREATED.items()},
-        "from_sampler_handle": lambda at: check(
-            samples(at), sampler_of(at), at.sampler.get_sampler_handle()
-        ),
+        "from_sampler_handle": lambda at: check(samples(at), sampler_of(at), at.sampler.get_sampler_handle()),
         "from_sampler_handle(api_key)": lambda at: check(
             samples(at), sampler_of(at), at.sampler.get_sampler_handle(), api_key=at.key
         ),
@@ -42,15 +38,9 @@ def sampling(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
 CREATED: Mapping[str, Callable[[Place], dict[str, Any]]] = {
     "": lambda at: {"base_model": at.base_model},
     "(model_path)": lambda at: {"model_path": at.sampler_path},
-    "(record_stability_info)": lambda at: {
-        "base_model": at.base_model,
-        "record_stability_info": True,
-    },
+    "(record_stability_info)": lambda at: {"base_model": at.base_model, "record_stability_info": True},
     "(retry_config)": lambda at: {"base_model": at.base_model, "retry_config": RetryConfig()},
-    "(sampling_session_id)": lambda at: {
-        "base_model": at.base_model,
-        "sampling_session_id": at.new_sampler_id(),
-    },
+    "(sampling_session_id)": lambda at: {"base_model": at.base_model, "sampling_session_id": at.new_sampler_id()},
 }
 
 
@@ -65,9 +55,7 @@ def _samples(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
     targets = types.TensorData.from_torch(torch.tensor([[1]] * (len(PROMPT) - 1)))
     return {
         "sample": sample(_is_sampled),
-        "sample(include_prompt_logprobs)": sample(
-            lambda answer: answer.prompt_logprobs, include_prompt_logprobs=True
-        ),
+        "sample(include_prompt_logprobs)": sample(lambda answer: answer.prompt_logprobs, include_prompt_logprobs=True),
         "sample(prompt_alt_tokens_k)": sample(_is_sampled, prompt_alt_tokens_k=2),
         "sample(prompt_logprobs_last_n)": sample(
             lambda answer: answer.prompt_logprobs[-1] is not None,
@@ -75,14 +63,10 @@ def _samples(sampler_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
             prompt_logprobs_last_n=2,
         ),
         "sample(target_prompt_logprobs)": sample(
-            lambda answer: answer.target_prompt_logprobs,
-            include_prompt_logprobs=True,
-            target_prompt_logprobs=targets,
+            lambda answer: answer.target_prompt_logprobs, include_prompt_logprobs=True, target_prompt_logprobs=targets
         ),
         "sample(topk_prompt_logprobs)": sample(
-            lambda answer: answer.topk_prompt_logprobs,
-            include_prompt_logprobs=True,
-            topk_prompt_logprobs=2,
+            lambda answer: answer.topk_prompt_logprobs, include_prompt_logprobs=True, topk_prompt_logprobs=2
         ),
         "sample(topk_sample_logprobs)": sample(
             lambda answer: answer.sequences[0].topk_logprobs, topk_sample_logprobs=2

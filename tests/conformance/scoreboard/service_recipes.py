@@ -37,20 +37,14 @@ def serves(at: Place) -> Callable[[Any], bool]:
 SERVICE: Mapping[str, Recipe] = {
     "close": lambda at: call(at.new_service(), "success", detail="done"),
     "copy_weights": lambda at: check(is_new_path(at), at.project_service, at.path),
-    "copy_weights(ttl_seconds)": lambda at: check(
-        is_new_path(at), at.project_service, at.path, ttl_seconds=3600
-    ),
+    "copy_weights(ttl_seconds)": lambda at: check(is_new_path(at), at.project_service, at.path, ttl_seconds=3600),
     "copy_weights(weights_access_token)": lambda at: check(
         is_new_path(at), at.project_service, at.foreign_path, weights_access_token=at.foreign_key
     ),
     "create_custom_loss": lambda at: check(
-        lambda handle: handle.name == at.loss.__name__,
-        *(at.new_service(), at.loss),
-        input_ranks=at.loss_ranks,
+        lambda handle: handle.name == at.loss.__name__, *(at.new_service(), at.loss), input_ranks=at.loss_ranks
     ),
-    "create_lora_training_client": lambda at: check(
-        _is_of_rank_4, at.service, at.base_model, rank=4
-    ),
+    "create_lora_training_client": lambda at: check(_is_of_rank_4, at.service, at.base_model, rank=4),
     "create_lora_training_client(seed, train_…, user_metadata)": lambda at: check(
         _is_of_rank_4,
         *(at.service, at.base_model),
@@ -69,12 +63,8 @@ SERVICE: Mapping[str, Recipe] = {
     ),
     "create_rest_client": lambda at: call(at.service),
     "create_sampling_client": lambda at: check(samples(at), at.service, base_model=at.base_model),
-    "create_sampling_client(model_path)": lambda at: check(
-        samples(at), at.service, at.sampler_path
-    ),
-    "create_sampling_client(model_path=weights/…)": lambda at: check(
-        samples(at), at.service, at.path
-    ),
+    "create_sampling_client(model_path)": lambda at: check(samples(at), at.service, at.sampler_path),
+    "create_sampling_client(model_path=weights/…)": lambda at: check(samples(at), at.service, at.path),
     "create_sampling_client(record_stability_info)": lambda at: check(
         samples(at), at.service, base_model=at.base_model, record_stability_info=True
     ),
@@ -83,21 +73,14 @@ SERVICE: Mapping[str, Recipe] = {
     ),
     **{
         f"{method}{option}": recipe
-        for method in (
-            "create_training_client_from_state",
-            "create_training_client_from_state_with_optimizer",
-        )
+        for method in ("create_training_client_from_state", "create_training_client_from_state_with_optimizer")
         for option, recipe in {
             "": lambda at: check(_is_of_rank_4, at.service, at.path),
-            "(base_model)": lambda at: check(
-                _is_of_rank_4, at.service, at.path, base_model=at.base_model
-            ),
+            "(base_model)": lambda at: check(_is_of_rank_4, at.service, at.path, base_model=at.base_model),
             "(optimizer=AdamOptimizerConfig)": lambda at: check(
                 _is_of_rank_4, at.service, at.path, optimizer=types.AdamOptimizerConfig()
             ),
-            "(user_metadata)": lambda at: check(
-                _is_of_rank_4, at.service, at.path, user_metadata=METADATA
-            ),
+            "(user_metadata)": lambda at: check(_is_of_rank_4, at.service, at.path, user_metadata=METADATA),
             "(weights_access_token)": lambda at: check(
                 _is_of_rank_4, at.service, at.foreign_path, weights_access_token=at.foreign_key
             ),

@@ -47,18 +47,14 @@ def training(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
         "get_tokenizer": lambda at: check(lambda tokenizer: tokenizer.encode("a"), run_of(at)),
         "optim_step": lambda at: call(run_of(at), at.adam),
         "optim_step(adam_params)": lambda at: call(run_of(at), adam_params=at.adam),
-        "optim_step(DimuonParams)": lambda at: call(
-            run_of(at), types.DimuonParams(learning_rate=1e-3)
-        ),
+        "optim_step(DimuonParams)": lambda at: call(run_of(at), types.DimuonParams(learning_rate=1e-3)),
     }
 
 
 def _passes(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
     return {
         "forward": lambda at: check(_has_loss, run_of(at), at.data, CROSS_ENTROPY),
-        "forward(loss_fn_config)": lambda at: check(
-            _has_loss, run_of(at), at.policy_data, "ppo", loss_fn_config=CLIP
-        ),
+        "forward(loss_fn_config)": lambda at: check(_has_loss, run_of(at), at.policy_data, "ppo", loss_fn_config=CLIP),
         "forward_backward": lambda at: check(_has_loss, run_of(at), at.data, CROSS_ENTROPY),
         "forward_backward(loss_fn_config)": lambda at: check(
             _has_loss, run_of(at), at.policy_data, "ppo", loss_fn_config=CLIP
@@ -66,12 +62,8 @@ def _passes(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
         "forward_backward(loss_fn='stable_reinforce')": lambda at: check(
             _has_loss, run_of(at), at.policy_data, "stable_reinforce"
         ),
-        "forward_backward_custom": lambda at: check(
-            _has_loss, run_of(at), at.data, _sum_of_squares
-        ),
-        "forward_backward_custom(LossHandle)": lambda at: check(
-            _has_loss, run_of(at), at.data, at.loss_handle
-        ),
+        "forward_backward_custom": lambda at: check(_has_loss, run_of(at), at.data, _sum_of_squares),
+        "forward_backward_custom(LossHandle)": lambda at: check(_has_loss, run_of(at), at.data, at.loss_handle),
         "forward_backward_custom(loss_type_input)": lambda at: check(
             _has_loss, run_of(at), at.data, _sum_of_squares, loss_type_input="logprobs"
         ),
@@ -89,15 +81,9 @@ def _saves(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
             run_of(at), at.foreign_path, weights_access_token=at.foreign_key
         ),
         "save_state": lambda at: check(_has_path, run_of(at), at.new_name()),
-        "save_state(overwrite)": lambda at: check(
-            _has_path, run_of(at), at.path.rpartition("/")[2], overwrite=True
-        ),
-        "save_state(ttl_seconds)": lambda at: check(
-            _has_path, run_of(at), at.new_name(), ttl_seconds=3600
-        ),
-        "save_state(user_metadata)": lambda at: check(
-            _has_path, run_of(at), at.new_name(), user_metadata=METADATA
-        ),
+        "save_state(overwrite)": lambda at: check(_has_path, run_of(at), at.path.rpartition("/")[2], overwrite=True),
+        "save_state(ttl_seconds)": lambda at: check(_has_path, run_of(at), at.new_name(), ttl_seconds=3600),
+        "save_state(user_metadata)": lambda at: check(_has_path, run_of(at), at.new_name(), user_metadata=METADATA),
         "save_weights_external": lambda at: check(_has_path, run_of(at), at.new_name()),
         "save_weights_external(age_encryption_recipients=age1…)": lambda at: check(
             _has_path, run_of(at), at.new_name(), age_encryption_recipients=[_recipient()]
@@ -105,9 +91,7 @@ def _saves(run_of: Callable[[Place], Any]) -> Mapping[str, Recipe]:
         "save_weights_external(age_encryption_recipients=ssh-…)": lambda at: check(
             _has_path, run_of(at), at.new_name(), age_encryption_recipients=[SSH_KEY]
         ),
-        "save_weights_external(ttl_seconds)": lambda at: check(
-            _has_path, run_of(at), at.new_name(), ttl_seconds=3600
-        ),
+        "save_weights_external(ttl_seconds)": lambda at: check(_has_path, run_of(at), at.new_name(), ttl_seconds=3600),
         "save_weights_for_sampler": lambda at: check(_has_path, run_of(at), at.new_name()),
         "save_weights_for_sampler(ttl_seconds)": lambda at: check(
             _has_path, run_of(at), at.new_name(), ttl_seconds=3600

@@ -71,9 +71,7 @@ class Walk:
         return type_command(name, made[0], folder) if made else prepared
 
 
-def rows(
-    recipes: Mapping[str, Mapping[str, Recipe]], members: Mapping[str, list[str]]
-) -> list[Row]:
+def rows(recipes: Mapping[str, Mapping[str, Recipe]], members: Mapping[str, list[str]]) -> list[Row]:
     """Return the rows: each method with its own recipe, then with each of its options."""
     return [
         row
@@ -93,9 +91,7 @@ def _rows_of(owner: str, method: str, recipes: Mapping[str, Recipe]) -> Iterator
 def command_rows(recipes: Iterable[str], commands: Iterable[str]) -> list[str]:
     """Return the commands, each followed by its recipes for other conditions."""
     return [
-        row
-        for command in commands
-        for row in (command, *(name for name in recipes if name.startswith(f"{command}(")))
+        row for command in commands for row in (command, *(name for name in recipes if name.startswith(f"{command}(")))
     ]
 
 
@@ -103,11 +99,7 @@ def walk(at: Place, home: Path, wanted: set[str]) -> dict[str, Any]:
     """Try the wanted rows, or all rows if `wanted` is empty."""
     walker = Walk(at, home)
     members = surface.members()
-    tried = {
-        row.name: walker.method(row)
-        for row in rows(RECIPES, members)
-        if not wanted or row.name in wanted
-    }
+    tried = {row.name: walker.method(row) for row in rows(RECIPES, members) if not wanted or row.name in wanted}
     typed = {
         f"tinker {name}": walker.command(name)
         for name in command_rows(COMMANDS, surface.commands())

@@ -40,10 +40,7 @@ def record(folder: Path) -> None:
 
 
 def _compress(source: Path, target: Path) -> None:
-    with (
-        zipfile.ZipFile(source) as stored,
-        zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
+    with zipfile.ZipFile(source) as stored, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
         for name in stored.namelist():
             packed.writestr(name, stored.read(name))
 

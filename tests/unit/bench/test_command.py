@@ -10,9 +10,7 @@ from bench.__main__ import main, scenarios
 from bench.support.options import Choice, Some, add_options
 
 
-def test_without_a_name_the_command_lists_every_benchmark(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_name_the_command_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
 
     lines = capsys.readouterr().out.splitlines()[2:]

@@ -13,9 +13,7 @@ from bench.support.roofline import Rates
 def test_one_call_measures_and_writes_every_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        engine, "measure_rates", lambda *_: Rates(1e11, 1e10)
-    )  # otherwise it takes seconds
+    monkeypatch.setattr(engine, "measure_rates", lambda *_: Rates(1e11, 1e10))  # otherwise it takes seconds
     call = ["engine", "--device", "cpu", "--preset", "smoke", "--lora-backend", "seg,grouped"]
 
     assert main([*call, "--out", str(tmp_path)]) == 0

@@ -17,8 +17,6 @@ def test_a_digest_leaves_out_the_names_of_a_run() -> None:
 
 def test_a_digest_of_weights_covers_names_and_tensors() -> None:
     tensors = {"a": np.arange(6, dtype="f4")}
-    assert without_metadata(save(tensors, {"run": "a"})) == without_metadata(
-        save(tensors, {"run": "b"})
-    )
+    assert without_metadata(save(tensors, {"run": "a"})) == without_metadata(save(tensors, {"run": "b"}))
     for changed in ({"b": tensors["a"]}, {"a": tensors["a"] + np.float32(1e-6)}):
         assert without_metadata(save(changed)) != without_metadata(save(tensors))

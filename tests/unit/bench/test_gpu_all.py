@@ -19,9 +19,7 @@ MORE = (
 )
 
 
-def call(
-    folder: Path, name: str, python: str, printed: list[str] | None = None
-) -> tuple[int, Sequence[str]]:
+def call(folder: Path, name: str, python: str, printed: list[str] | None = None) -> tuple[int, Sequence[str]]:
     """Run one call with a stand-in for Python. Return its exit status and the commands it started."""
     stand_in = folder / "python"
     stand_in.write_text(f'#!/bin/sh\necho "$*" >>"{folder}/started"\n{python}\n')
@@ -54,20 +52,12 @@ def call(
         ("refresh", ["-m bench sampler_refresh"]),
         (
             "rehearse",
-            [
-                "tests/gpu",
-                "-m bench engine",
-                "-m bench decode",
-                "-m bench sampler_refresh",
-                "-m bench engine_check",
-            ],
+            ["tests/gpu", "-m bench engine", "-m bench decode", "-m bench sampler_refresh", "-m bench engine_check"],
         ),
         ("all", ["tests/gpu/test_smoke_on_cuda.py", *MORE]),
     ],
 )
-def test_a_failed_part_does_not_stop_the_others(
-    tmp_path: Path, name: str, scripts: Sequence[str]
-) -> None:
+def test_a_failed_part_does_not_stop_the_others(tmp_path: Path, name: str, scripts: Sequence[str]) -> None:
     status, started = call(tmp_path, name, "exit 1")
 
     assert status == 1

@@ -66,9 +66,7 @@ def service(api: SlowApi, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceCl
         yield service
 
 
-def test_a_loop_faster_than_its_server_blocks_until_requests_are_accepted(
-    api: SlowApi, service: ServiceClient
-) -> None:
+def test_a_loop_faster_than_its_server_blocks_until_requests_are_accepted(api: SlowApi, service: ServiceClient) -> None:
     loop = Loop(service.create_lora_training_client("m"))
     with ThreadPoolExecutor(1) as pool:
         losses = pool.submit(loop)
@@ -81,9 +79,7 @@ def test_a_loop_faster_than_its_server_blocks_until_requests_are_accepted(
     assert [body["seq_id"] for body in api.bodies("optim_step")] == list(range(1, STEPS + 1))
 
 
-def test_closing_the_client_raises_in_a_call_that_blocks(
-    api: SlowApi, service: ServiceClient
-) -> None:
+def test_closing_the_client_raises_in_a_call_that_blocks(api: SlowApi, service: ServiceClient) -> None:
     loop = Loop(service.create_lora_training_client("m"))
     with ThreadPoolExecutor(1) as pool:
         losses = pool.submit(loop)
@@ -93,9 +89,7 @@ def test_closing_the_client_raises_in_a_call_that_blocks(
             losses.result(PATIENCE_S)
 
 
-def test_a_full_server_gets_the_requests_of_a_run_in_order(
-    api: SlowApi, service: ServiceClient
-) -> None:
+def test_a_full_server_gets_the_requests_of_a_run_in_order(api: SlowApi, service: ServiceClient) -> None:
     api.may_take.set()
     api.answers["optim_step"] = [refusal(429, "full", **{"Retry-After": "0.001"})] * 25
     loop = Loop(service.create_lora_training_client("m"))

@@ -37,9 +37,7 @@ def rewriting() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def tokenizer(
-    rewriting: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> PreTrainedTokenizerBase:
+def tokenizer(rewriting: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> PreTrainedTokenizerBase:
     monkeypatch.setattr(rewriting, "chat_template", PLAIN)
     return rewriting
 
@@ -59,9 +57,7 @@ def test_the_targets_are_the_next_tokens_and_answers_have_the_weight(tokenizer: 
     trained = [token for token, weight in weighted if weight]
     assert tokenizer.decode(trained) == "Hello 12<|im_end|>No.<|im_end|>"
     # The first trained token is predicted from exactly the tokens that a sampler would read.
-    asked = tokenizer.apply_chat_template(
-        MESSAGES[:2], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
+    asked = tokenizer.apply_chat_template(MESSAGES[:2], add_generation_prompt=True, return_dict=True)["input_ids"]
     assert datum.loss_fn_inputs["weights"].tolist().index(1.0) == len(asked) - 1
 
 
@@ -80,9 +76,7 @@ def test_the_parts_to_train_on_are_chosen(tokenizer: Any) -> None:
     ]
 
 
-def test_a_template_that_rewrites_earlier_answers_is_refused_for_all_answers(
-    rewriting: Any,
-) -> None:
+def test_a_template_that_rewrites_earlier_answers_is_refused_for_all_answers(rewriting: Any) -> None:
     with pytest.raises(UnsupportedInput, match=r"messages\[2\]: .*use train_on='each_answer'"):
         one(rewriting, train_on="all_answers")
     assert one(rewriting).endswith("⟦<think>\n\n</think>\n\nNo.<|im_end|>⟧\n")
@@ -95,9 +89,7 @@ def test_an_answer_that_does_not_continue_the_prompt_is_refused(
 ) -> None:
     opening = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     monkeypatch.setattr(tokenizer, "chat_template", opening)
-    with pytest.raises(
-        UnsupportedInput, match=r"messages\[4\]: the answer does not continue.*think"
-    ):
+    with pytest.raises(UnsupportedInput, match=r"messages\[4\]: the answer does not continue.*think"):
         one(tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('only two roles') }}")
     with pytest.raises(UnsupportedInput, match="template refuses these messages: only two roles"):
@@ -130,9 +122,7 @@ def test_a_cut_is_counted_and_logged(tokenizer: Any, caplog: pytest.LogCaptureFi
     with pytest.raises(UnsupportedInput, match=f"has {whole.tokens} tokens, max_tokens is {limit}"):
         one(tokenizer, max_tokens=limit)
     with caplog.at_level(logging.WARNING, "cotrain"):
-        cut = data.render(
-            [ROW], tokenizer, train_on="all_answers", max_tokens=limit, too_long="cut"
-        )
+        cut = data.render([ROW], tokenizer, train_on="all_answers", max_tokens=limit, too_long="cut")
     assert (cut.report.cut, cut.report.cut_tokens, cut.report.tokens) == (1, 8, limit)
     assert "1 lost their end (8 tokens)" in caplog.text
     dropped = data.render([ROW], tokenizer, max_tokens=limit, too_long="cut").report
@@ -147,10 +137,7 @@ def test_a_cut_is_counted_and_logged(tokenizer: Any, caplog: pytest.LogCaptureFi
         ('{"messages": [{"role": "user", "content": "a"}]}', "no answer"),
         ('{"messages": [{"content": "a"}]}', r"messages\[0\] must be an object with a `role`"),
         ('{"messages": [{"role": "assistant"}]}', r"messages\[0\].content is missing"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-            "content must be text, not image_url",
-        ),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "content must be text, not image_url"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, line: str, reason: str) -> None:
@@ -185,9 +172,7 @@ def test_learning_rates_follow_the_published_rule(tmp_path: Path) -> None:
 
 def test_schedules_begin_after_a_warmup_and_end_at_the_least() -> None:
     assert [constant(step, 4, warmup=2) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
-    assert [linear(step, 6, warmup=2, least=0.2) for step in range(6)] == pytest.approx(
-        [0.5, 1.0, 1.0, 0.8, 0.6, 0.4]
-    )
+    assert [linear(step, 6, warmup=2, least=0.2) for step in range(6)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4])
     assert [cosine(step, 4) for step in range(4)] == pytest.approx([1.0, 0.8535534, 0.5, 0.1464466])
     with pytest.raises(UnsupportedInput, match="step is 4, steps 4"):
         cosine(4, 4)

@@ -29,9 +29,7 @@ def test_the_version_is_printed() -> None:
 def test_every_command_has_a_description_and_runnable_examples() -> None:
     command: Any = typer.main.get_command(command_line(entry_points(group=COMMANDS)))
     for words in commands_of(command):
-        shown = click.testing.CliRunner().invoke(
-            command, [*words, "--help"], env={"COLUMNS": "200"}
-        )
+        shown = click.testing.CliRunner().invoke(command, [*words, "--help"], env={"COLUMNS": "200"})
         assert shown.exit_code == 0, words
         assert "Examples:" in shown.output, words
         assert f"cotrain {' '.join(words)}" in shown.output.partition("Examples:")[2], words

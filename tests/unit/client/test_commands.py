@@ -22,9 +22,7 @@ NO_SERVER = "http://127.0.0.1:9"
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeCheckpoints:
     fake = FakeCheckpoints()
     monkeypatch.setenv("COTRAIN_API_KEY", "tml-key")
-    monkeypatch.setattr(
-        terminal, "ServiceClient", lambda policy: ServiceClient(network=fake.network, policy=policy)
-    )
+    monkeypatch.setattr(terminal, "ServiceClient", lambda policy: ServiceClient(network=fake.network, policy=policy))
     return fake
 
 
@@ -57,9 +55,7 @@ SPELL = "\x1b]0;mine\x07\x1b[2J\x9b31m\N{RIGHT-TO-LEFT OVERRIDE}"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_control_characters_in_a_list_are_not_printed(
-    api: FakeCheckpoints, options: list[str]
-) -> None:
+def test_control_characters_in_a_list_are_not_printed(api: FakeCheckpoints, options: list[str]) -> None:
     api.paths_stored = [f"tinker://s1:train:0/weights/{SPELL}my\N{IDEOGRAPHIC SPACE}own"]
     done = run("checkpoints", "list", *options)
     assert done.exit_code == 0
@@ -102,8 +98,7 @@ def test_several_checkpoints_are_deleted_in_one_call(api: FakeCheckpoints) -> No
 
 
 @pytest.mark.parametrize(
-    ("time", "seconds"),
-    [("3600", 3600), ("90s", 90), ("90m", 5400), ("12h", 43_200), ("7d", 604_800), ("never", None)],
+    ("time", "seconds"), [("3600", 3600), ("90s", 90), ("90m", 5400), ("12h", 43_200), ("7d", 604_800), ("never", None)]
 )
 def test_a_lifetime_may_have_any_unit(api: FakeCheckpoints, time: str, seconds: int | None) -> None:
     done = run("checkpoints", "ttl", PATH, time, "--json")
@@ -124,9 +119,7 @@ def test_a_lifetime_may_have_any_unit(api: FakeCheckpoints, time: str, seconds: 
         ("nonsense",),
     ],
 )
-def test_a_wrongly_used_command_exits_with_2(
-    api: FakeCheckpoints, arguments: tuple[str, ...]
-) -> None:
+def test_a_wrongly_used_command_exits_with_2(api: FakeCheckpoints, arguments: tuple[str, ...]) -> None:
     done = run(*arguments)
     assert done.exit_code == 2
     assert not api.calls
@@ -140,9 +133,7 @@ def test_a_wrongly_used_command_exits_with_2(
         (("checkpoints", "delete", PATH), "404: no such thing"),
     ],
 )
-def test_an_error_is_printed_in_one_line(
-    api: FakeCheckpoints, arguments: tuple[str, ...], printed: str
-) -> None:
+def test_an_error_is_printed_in_one_line(api: FakeCheckpoints, arguments: tuple[str, ...], printed: str) -> None:
     api.answers[URL] = [refusal(404, "no such thing")]
     done = run(*arguments)
     assert (done.exit_code, done.stderr) == (1, f"{printed}\n")

@@ -8,15 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    SamplingClient,
-    ServiceClient,
-    UnsupportedInput,
-    types,
-)
+from cotrain import AdamParams, Datum, ModelInput, SamplingClient, ServiceClient, UnsupportedInput, types
 from tests.support.fake_sampling import FakeSampling
 
 PROMPT = ModelInput.from_ints([7, 8, 9])
@@ -37,9 +29,7 @@ def test_a_client_can_be_used_as_its_own_future(service: ServiceClient) -> None:
     assert asyncio.run(awaited()) == (run, sampler)
 
 
-def test_a_step_accepts_its_parameters_under_either_name(
-    api: FakeSampling, service: ServiceClient
-) -> None:
+def test_a_step_accepts_its_parameters_under_either_name(api: FakeSampling, service: ServiceClient) -> None:
     run = service.create_lora_training_client("m")
     run.optim_step(optim_params=AdamParams(learning_rate=0.5)).result()
     run.optim_step_async(adam_params=AdamParams(learning_rate=0.25)).result()
@@ -52,9 +42,7 @@ def test_a_step_accepts_its_parameters_under_either_name(
 def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
     unnamed: Any = service  # type checkers know none of these
     run = unnamed.create_lora_training_client("m", optimizer=types.AdamOptimizerConfig())
-    sampler = unnamed.create_sampling_client(
-        base_model="m", retry_config=None, record_stability_info=False
-    )
+    sampler = unnamed.create_sampling_client(base_model="m", retry_config=None, record_stability_info=False)
     assert len(sampler.sample(PROMPT, 2, prompt_alt_tokens_k=0).result().sequences) == 2
     assert run.model_id == "s1:train:0"
 
@@ -62,17 +50,9 @@ def test_an_argument_without_effect_is_accepted(service: ServiceClient) -> None:
 @pytest.mark.parametrize(
     ("call", "argument", "message"),
     [
-        (
-            "create_lora_training_client",
-            {"optimizer": "dimuon"},
-            "must be types.AdamOptimizerConfig",
-        ),
+        ("create_lora_training_client", {"optimizer": "dimuon"}, "must be types.AdamOptimizerConfig"),
         ("create_sampling_client", {"retry_config": object()}, r"ServiceClient\(policy="),
-        (
-            "create_sampling_client_async",
-            {"record_stability_info": True},
-            "records no stability metrics",
-        ),
+        ("create_sampling_client_async", {"record_stability_info": True}, "records no stability metrics"),
     ],
 )
 def test_an_unsupported_argument_raises_with_the_reason(
@@ -104,14 +84,10 @@ def test_a_missing_method_raises_with_the_reason(service: ServiceClient) -> None
             client.traing()
 
 
-def test_closing_returns_a_future_and_sends_the_detail(
-    api: FakeSampling, service: ServiceClient
-) -> None:
+def test_closing_returns_a_future_and_sends_the_detail(api: FakeSampling, service: ServiceClient) -> None:
     service.create_lora_training_client("m")
     assert service.close("interrupted", detail="lunch").result() is None
-    assert api.bodies("sessions/s1/finish") == [
-        {"reason": {"type": "interrupted"}, "detail": "lunch"}
-    ]
+    assert api.bodies("sessions/s1/finish") == [{"reason": {"type": "interrupted"}, "detail": "lunch"}]
 
 
 def test_a_handle_identifies_a_sampler_and_contains_no_key(
@@ -145,10 +121,7 @@ MISTAKES: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
     (lambda service, run, sampler: run.optim_step(lr=1e-4), r"pass AdamParams\(learning_rate"),
     (lambda service, run, sampler: run.sample(PROMPT), "save_weights_and_get_sampling_client"),
     (lambda service, run, sampler: sampler.sample([PROMPT, PROMPT]), "one call per prompt"),
-    (
-        lambda service, run, sampler: service.create_lora_training_client("m", lora_alpha=8),
-        "the argument is alpha",
-    ),
+    (lambda service, run, sampler: service.create_lora_training_client("m", lora_alpha=8), "the argument is alpha"),
     (
         lambda service, run, sampler: service.create_lora_training_client("m", target_modules=[]),
         "train_attn, train_mlp and train_unembed",
@@ -160,9 +133,7 @@ MISTAKES: list[tuple[Callable[[Any, Any, Any], Any], str]] = [
     (lambda service, run, sampler: RESULT["loss"], r"use \.loss, \.metrics"),
     (lambda service, run, sampler: RESULT.metrics["loss"], r"loss:sum; the mean loss is"),
 ]
-RESULT: Any = types.ForwardBackwardOutput(
-    loss_fn_output_type="x", loss_fn_outputs=[], metrics={"loss:sum": 2.0}
-)
+RESULT: Any = types.ForwardBackwardOutput(loss_fn_output_type="x", loss_fn_outputs=[], metrics={"loss:sum": 2.0})
 
 
 @pytest.mark.parametrize(("mistake", "remedy"), MISTAKES)
@@ -178,12 +149,7 @@ def test_targets_that_equal_the_input_are_reported_once(
     service: ServiceClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = service.create_lora_training_client("m")
-    for tokens, targets in (
-        ([1, 2, 3], [2, 3, 4]),
-        ([7, 7], [7, 7]),
-        ([1, 2], [1, 2]),
-        ([3, 4], [3, 4]),
-    ):
+    for tokens, targets in (([1, 2, 3], [2, 3, 4]), ([7, 7], [7, 7]), ([1, 2], [1, 2]), ([3, 4], [3, 4])):
         inputs = {"target_tokens": targets, "weights": [1.0] * len(targets)}
         run.forward_backward([Datum(ModelInput.from_ints(tokens), inputs)], "cross_entropy")
         assert ("not shifted?" in caplog.text) is (tokens == targets and tokens != [7, 7])

@@ -78,9 +78,7 @@ def test_threads_and_a_loop_that_share_a_run_each_keep_their_order(run: Training
 
     async def in_a_loop() -> list[float]:
         sent = [run.forward_async(data, "cross_entropy") for _ in range(OF_EACH)]
-        return [
-            order_of(output) for output in await asyncio.gather(*(s.result_async() for s in sent))
-        ]
+        return [order_of(output) for output in await asyncio.gather(*(s.result_async() for s in sent))]
 
     with ThreadPoolExecutor(THREADS + 1) as pool:
         of_loop = pool.submit(asyncio.run, in_a_loop())

@@ -32,10 +32,7 @@ METHODS_LEFT_OUT = {
     "taken in a sentence": set(METHODS),
 }
 NAMES_LEFT_OUT = {
-    "a client is the client itself here": {
-        "BackcompatSamplingClientFuture",
-        "BackcompatTrainingClientFuture",
-    },
+    "a client is the client itself here": {"BackcompatSamplingClientFuture", "BackcompatTrainingClientFuture"},
     "a loss of one's own is a plain function": {"LossHandle", "PerDatumLossFn"},
     "AdamW is the only optimizer": {"DimuonOptimizerConfig", "DimuonParams"},
     "the server computes no such thing": {"PromptProvenanceSpan", "SampledProvenanceSpan"},
@@ -74,9 +71,7 @@ def test_positional_arguments_have_the_same_meaning(ours: type) -> None:
             continue
         mine = getattr(ours, name)
         without_gaps = [
-            each
-            for each in positional_arguments(method)
-            if each not in getattr(mine, "hosted_arguments", ())
+            each for each in positional_arguments(method) if each not in getattr(mine, "hosted_arguments", ())
         ]
         for theirs, here in zip(without_gaps, positional_of(mine), strict=False):
             assert theirs == here or {theirs, here} == {"optim_params", "adam_params"}, name
@@ -104,13 +99,7 @@ def test_methods_that_return_a_future_there_return_one_here(ours: type) -> None:
     for name, method in official_methods(ours).items():
         if hasattr(ours, name) and "Future" in ast.unparse(method.returns or ast.Constant("")):
             kind = returned(getattr(ours, name)).partition("[")[0]
-            assert kind in (
-                "Future",
-                "LossHandle",
-                "Submitted",
-                "SamplingClient",
-                "TrainingClient",
-            ), name
+            assert kind in ("Future", "LossHandle", "Submitted", "SamplingClient", "TrainingClient"), name
 
 
 def test_every_hosted_name_exists_or_is_left_out_for_a_reason() -> None:

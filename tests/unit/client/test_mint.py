@@ -29,9 +29,7 @@ def queued(api: FakeApi, path: str, result: dict[str, Any], times: int = 1) -> N
     api.answers["retrieve_future"] = [httpx.Response(200, json=result) for _ in range(times)]
 
 
-def test_a_reverse_kl_is_numbered_among_the_requests_of_its_run(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_reverse_kl_is_numbered_among_the_requests_of_its_run(api: FakeApi, service: ServiceClient) -> None:
     run = service.create_lora_training_client("m")
     run.optim_step().result()
     queued(api, KL, KL_ANSWER)
@@ -47,9 +45,7 @@ def test_a_reverse_kl_is_numbered_among_the_requests_of_its_run(
     assert [body["seq_id"] for body in api.bodies("optim_step")] == [1, 3]
 
 
-def test_a_reverse_kl_may_be_called_as_in_the_mint_sdk(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_reverse_kl_may_be_called_as_in_the_mint_sdk(api: FakeApi, service: ServiceClient) -> None:
     run = service.create_lora_training_client("m")
     wanted: dict[str, Any] = {"reference_model_path": PATHS[0], "data": [DATUM]}
     queued(api, KL, KL_ANSWER, times=2)
@@ -70,9 +66,7 @@ def test_a_refused_reverse_kl_leaves_no_gap(api: FakeApi, service: ServiceClient
     assert not api.passes["pass:1"].data
 
 
-def test_an_interpolation_returns_the_path_of_its_weights(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_an_interpolation_returns_the_path_of_its_weights(api: FakeApi, service: ServiceClient) -> None:
     result = {**MIXED, "coefficients": [0.5, 0.5]}
     queued(api, MIX, result, times=3)
 
@@ -83,9 +77,7 @@ def test_an_interpolation_returns_the_path_of_its_weights(
         return (await (await sent)).path
 
     assert service.interpolate_checkpoints(PATHS, [0.5, 0.5], "mix").result().path == MIXED["path"]
-    plain = mintx.interpolate_checkpoints(
-        service, source_paths=PATHS, coefficients=[0.5, 0.5], output_path="mix"
-    )
+    plain = mintx.interpolate_checkpoints(service, source_paths=PATHS, coefficients=[0.5, 0.5], output_path="mix")
     assert plain.path == asyncio.run(call()) == MIXED["path"]
     assert api.bodies(MIX)[0]["output_path"] == "mix"
 

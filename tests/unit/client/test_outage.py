@@ -51,9 +51,7 @@ def test_a_number_that_arrived_is_not_changed(api: FakeApi, run: TrainingClient)
     assert passes(api) == [(1, 0), (2, 1)]
 
 
-def test_no_number_is_lost_while_the_server_is_unreachable(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_no_number_is_lost_while_the_server_is_unreachable(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [httpx.ConnectError("gone")]
     api.answers["forward_backward"] = [httpx.ConnectError("gone")] * 5
     for _ in range(2):

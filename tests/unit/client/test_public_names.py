@@ -71,9 +71,7 @@ def imported_names() -> set[tuple[str, str]]:
         (node.module, name.name)
         for source in sources
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom)
-        and node.module is not None
-        and node.module.split(".")[0] == "cotrain"
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.split(".")[0] == "cotrain"
         for name in node.names
     }
 

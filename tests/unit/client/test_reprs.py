@@ -38,9 +38,7 @@ async def test_a_client_shows_its_run_its_model_and_its_state() -> None:
     assert repr(run) == f"<TrainingClient of run s1:train:0, 1 sent, 1 not done, {at}>"
     hold.set()
     stepped.result()
-    await until(
-        lambda: repr(run) == f"<TrainingClient of run s1:train:0, 1 sent, 0 not done, {at}>"
-    )
+    await until(lambda: repr(run) == f"<TrainingClient of run s1:train:0, 1 sent, 0 not done, {at}>")
     service.close()
     assert repr(service) == "<ServiceClient of http://server, closed, session s1>"
     assert repr(run).endswith("m at http://server, closed>")
@@ -50,9 +48,7 @@ def test_a_sampler_and_a_rest_client_show_what_they_belong_to() -> None:
     with ServiceClient("http://server", KEY, network=FakeSampling().network) as service:
         sampler = service.create_sampling_client(base_model="m")
         rest = service.create_rest_client()
-        assert (
-            repr(sampler) == f"<SamplingClient of sampler {sampler.sampler_id}, m at http://server>"
-        )
+        assert repr(sampler) == f"<SamplingClient of sampler {sampler.sampler_id}, m at http://server>"
         assert repr(rest) == "<RestClient of http://server>"
         asked = rest.get_server_capabilities()
         asked.result()
@@ -62,9 +58,7 @@ def test_a_sampler_and_a_rest_client_show_what_they_belong_to() -> None:
 
 
 def test_a_standalone_rest_client_shows_no_key() -> None:
-    assert (
-        repr(RestClient(base_url="http://server", api_key=KEY)) == "<RestClient of http://server>"
-    )
+    assert repr(RestClient(base_url="http://server", api_key=KEY)) == "<RestClient of http://server>"
 
 
 LOGPROBS = [-0.5] * 2048
@@ -81,10 +75,7 @@ PASSED = ForwardBackwardOutput(
     [
         (PASSED, "ForwardBackwardOutput(loss=9.905, datums=64, targets=131072, cycle=694)"),
         (SampleResponse(sequences=[SAMPLED] * 4), "SampleResponse(sequences=4, tokens=8192)"),
-        (
-            SAMPLED,
-            "SampledSequence(stop_reason='length', tokens=<2048 elements>, logprobs=<2048 elements>)",
-        ),
+        (SAMPLED, "SampledSequence(stop_reason='length', tokens=<2048 elements>, logprobs=<2048 elements>)"),
         (
             Datum(ModelInput.from_ints(range(2048)), {"weights": LOGPROBS}),
             "Datum(ModelInput(length=2048), weights=[2048])",
@@ -102,10 +93,7 @@ PASSED = ForwardBackwardOutput(
             TrainingRunHistory(training_run_id="r", points=[], metrics={"b": [], "a": []}),
             "TrainingRunHistory(training_run_id='r', points=0, metrics=['a', 'b'])",
         ),
-        (
-            OptimStepResponse(metrics={"grad_norm": 0.5}),
-            "OptimStepResponse(metrics={'grad_norm': 0.5})",
-        ),
+        (OptimStepResponse(metrics={"grad_norm": 0.5}), "OptimStepResponse(metrics={'grad_norm': 0.5})"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseModel) else "",
 )

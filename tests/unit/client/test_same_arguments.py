@@ -162,15 +162,9 @@ REFUSED: dict[str, tuple[Made, str]] = {
         tensor_of("logprobs", [None, -1.0, -2.0]),
         r"^loss_fn_inputs\.logprobs: data\[0\] is None: it should be a valid number$",
     ),
-    "no weights": (
-        tensor_of("weights", None),
-        r"^loss_fn_inputs\.weights: it is None, and must be",
-    ),
+    "no weights": (tensor_of("weights", None), r"^loss_fn_inputs\.weights: it is None, and must be"),
     "ragged weights": (tensor_of("weights", [[1.0], [2.0, 3.0]]), "lists must be rectangular$"),
-    "a shape": (
-        array_of(data=[1, 2], dtype="int64", shape=[-1]),
-        r"^shape\[0\] is -1: it should be",
-    ),
+    "a shape": (array_of(data=[1, 2], dtype="int64", shape=[-1]), r"^shape\[0\] is -1: it should be"),
     "another shape": (array_of(data=[1], dtype="int64", shape=[2]), r"do not fill shape \[2\]$"),
     "a type": (array_of(data=[1], dtype="int32"), "^dtype is 'int32': it must be 'int64' or"),
     "no model input": (lambda t: t.Datum([1, 2], {}), r"^model_input is \[1, 2\]: it should be"),

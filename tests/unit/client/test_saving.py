@@ -26,9 +26,7 @@ def run(api: FakeSampling) -> Iterator[TrainingClient]:
         yield service.create_lora_training_client("m")
 
 
-def test_saves_are_numbered_in_the_order_of_the_calls(
-    api: FakeSampling, run: TrainingClient
-) -> None:
+def test_saves_are_numbered_in_the_order_of_the_calls(api: FakeSampling, run: TrainingClient) -> None:
     run.optim_step()
     saved = run.save_weights_for_sampler("a", ttl_seconds=3600, user_metadata={"step": "1"})
     run.optim_step().result()
@@ -53,17 +51,13 @@ def test_an_ephemeral_sampler_needs_no_second_call(api: FakeSampling, run: Train
     assert sampler.sample(ModelInput.from_ints([1]), 1, SamplingParams()).result().sequences
 
 
-def test_a_named_sampler_is_made_from_the_saved_weights(
-    api: FakeSampling, run: TrainingClient
-) -> None:
+def test_a_named_sampler_is_made_from_the_saved_weights(api: FakeSampling, run: TrainingClient) -> None:
     asyncio.run(run.save_weights_and_get_sampling_client_async("best"))
     assert api.bodies("save_weights_for_sampler")[0]["path"] == "best"
     assert api.bodies("create_sampling_session")[0]["model_path"] == PATH + "best"
 
 
-def test_a_sampler_has_the_weights_at_the_time_of_the_call(
-    api: FakeSampling, run: TrainingClient
-) -> None:
+def test_a_sampler_has_the_weights_at_the_time_of_the_call(api: FakeSampling, run: TrainingClient) -> None:
     sampler = run.save_weights_and_get_sampling_client_async()
     run.optim_step().result()
     assert asyncio.run(sampler).sampler_id == "s1:sample:0"

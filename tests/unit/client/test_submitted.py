@@ -7,15 +7,7 @@ import threading
 
 import pytest
 
-from cotrain import (
-    BadRequestError,
-    Datum,
-    Future,
-    ModelInput,
-    RequestFailed,
-    Submitted,
-    TrainingClient,
-)
+from cotrain import BadRequestError, Datum, Future, ModelInput, RequestFailed, Submitted, TrainingClient
 from cotrain.types import ForwardBackwardOutput
 from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
@@ -48,11 +40,7 @@ def test_a_submitted_request_gives_its_result_to_threads_and_loops(run: Training
 def test_requests_are_sent_in_the_order_of_the_calls(run: TrainingClient) -> None:
     async def train() -> list[float]:
         first, second, third = send(run), send(run), send(run)
-        return [
-            order_of(await third.result_async()),
-            order_of(await (await first)),
-            order_of(second.result()),
-        ]
+        return [order_of(await third.result_async()), order_of(await (await first)), order_of(second.result())]
 
     assert asyncio.run(train()) == [3, 1, 2]
 
@@ -96,11 +84,7 @@ def test_any_number_of_tasks_may_await_one_request(api: FakeApi, run: TrainingCl
         submitted = send(run)
         tasks = [asyncio.create_task(submitted) for _ in range(3)]
         tasks[0].cancel()
-        return [
-            *await asyncio.gather(*tasks[1:]),
-            await submitted,
-            *await asyncio.gather(submitted),
-        ]
+        return [*await asyncio.gather(*tasks[1:]), await submitted, *await asyncio.gather(submitted)]
 
     first, *others = asyncio.run(train())
     assert [each is first for each in others] == [True] * 3
@@ -137,11 +121,7 @@ def test_the_first_of_several_errors_is_raised(api: FakeApi, run: TrainingClient
 def test_a_loop_may_block_on_a_result_without_a_deadlock(run: TrainingClient) -> None:
     async def notebook() -> list[float]:
         blocking = run.forward_backward([DATUM], "cross_entropy").result(timeout=60)
-        return [
-            order_of(blocking),
-            order_of(send(run).result(timeout=60)),
-            run.get_info() is not None,
-        ]
+        return [order_of(blocking), order_of(send(run).result(timeout=60)), run.get_info() is not None]
 
     assert asyncio.run(notebook()) == [1, 2, True]
 
@@ -191,9 +171,7 @@ def test_a_retrieved_failure_is_not_logged(caplog: pytest.LogCaptureFixture) -> 
     del met
     assert not caplog.records
     del unmet  # a caller waited for it and left before it failed
-    assert [record.message for record in caplog.records] == [
-        "b failed, and its result was never asked for: no"
-    ]
+    assert [record.message for record in caplog.records] == ["b failed, and its result was never asked for: no"]
 
 
 def test_a_cancelled_failure_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

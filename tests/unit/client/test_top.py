@@ -31,9 +31,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
                 "duration_ms": 1000.0,
                 "tokens": 500,
                 "outcome": "isolated",
-                "runs": [
-                    {"run": "s:train:0", "tenant": "ann", "tokens": 500, "ops": {"optim_step": 2}}
-                ],
+                "runs": [{"run": "s:train:0", "tenant": "ann", "tokens": 500, "ops": {"optim_step": 2}}],
             }
         )
 
@@ -62,15 +60,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
                     "last_cycle": 8,
                     "queue": {"ops": 1234, "tokens": 99, "oldest_s": 2.0},
                     "samples": {"waiting": 3, "running": 2},
-                    "tenants": [
-                        {
-                            "tenant": "t-1",
-                            "tenant_name": "ann",
-                            "ops": 1,
-                            "tokens": 5,
-                            "bytes": 2000,
-                        }
-                    ],
+                    "tenants": [{"tenant": "t-1", "tenant_name": "ann", "ops": 1, "tokens": 5, "bytes": 2000}],
                     "cycles": cycles,
                 }
             ],
@@ -92,9 +82,7 @@ def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:
         assert expected in text
 
 
-def test_watching_continues_while_the_server_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_watching_continues_while_the_server_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three polls, of which the second gets no answer. Ctrl-C comes instead of the fourth."""
     looks: list[str] = []
 
@@ -135,9 +123,7 @@ def test_an_answer_that_is_not_a_status_is_reported() -> None:
         (["--all", "--admin-key", "operator"], "operator"),
     ],
 )
-def test_the_operator_uses_its_own_key_or_none(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str
-) -> None:
+def test_the_operator_uses_its_own_key_or_none(monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str) -> None:
     asked: list[ClientSettings] = []
 
     def record(settings: ClientSettings) -> None:

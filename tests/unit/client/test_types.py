@@ -14,13 +14,7 @@ from pydantic import BaseModel, ValidationError
 import cotrain
 from cotrain import exceptions, types
 from cotrain.errors import UnsupportedInput
-from cotrain.types import (
-    AdamParams,
-    ForwardBackwardOutput,
-    LoraConfig,
-    OptimStepRequest,
-    RequestErrorCategory,
-)
+from cotrain.types import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepRequest, RequestErrorCategory
 
 # Names of the hosted SDK's types that are left out, and the reason.
 LEFT_OUT = {
@@ -42,10 +36,7 @@ LEFT_OUT = {
         "ClientSessionFinishSuccess",
     },
     "arguments of a GET": {"GetBillingUsageRequest", "GetCurrentCheckpointStorageUsageRequest"},
-    "a sampler's copies number themselves": {
-        "JoinSamplingSessionRequest",
-        "JoinSamplingSessionResponse",
-    },
+    "a sampler's copies number themselves": {"JoinSamplingSessionRequest", "JoinSamplingSessionResponse"},
     "the server computes no such thing": {
         "PromptAltTokens",
         "PromptProvenanceSpan",
@@ -162,9 +153,7 @@ def test_lora_defaults_are_those_of_the_hosted_services() -> None:
 
 
 def output(**metrics: float) -> ForwardBackwardOutput:
-    return ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics=metrics
-    )
+    return ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", loss_fn_outputs=[], metrics=metrics)
 
 
 def test_the_loss_is_a_mean_per_weight_if_the_weights_are_known() -> None:

@@ -41,9 +41,7 @@ async def running(clock: Clock) -> AsyncIterator[None]:
         await task
 
 
-async def test_a_scheduler_writes_nothing_until_it_is_leader(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_scheduler_writes_nothing_until_it_is_leader(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
     asked: list[bool] = []
 
@@ -61,9 +59,7 @@ async def test_a_scheduler_writes_nothing_until_it_is_leader(
         await until(lambda: len(store.steps) == 1, 0.0)
 
 
-async def test_old_gaps_are_expired_repeatedly(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_old_gaps_are_expired_repeatedly(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
     monkeypatch.setattr(clock_module, "GAPS_S", 0.0)
     store.gaps_of = [(RunId("a"), TenantId("t"))]
@@ -72,9 +68,7 @@ async def test_old_gaps_are_expired_repeatedly(
     assert set(store.expired) == {"a"}
 
 
-async def test_a_process_is_notified_that_its_worker_is_free(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_is_notified_that_its_worker_is_free(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
     monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
     store.submit("a")
@@ -86,9 +80,7 @@ async def test_a_process_is_notified_that_its_worker_is_free(
         await until(lambda: len(store.steps) == 2, 0.0)
 
 
-async def test_many_notifications_cause_few_ticks(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_many_notifications_cause_few_ticks(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "LEAST_S", 0.05)
     ticks = list[float]()
 
@@ -105,9 +97,7 @@ async def test_many_notifications_cause_few_ticks(
         assert len(ticks) <= 2 * (1 + (ticks[-1] - ticks[0]) / 0.05)
 
 
-async def test_a_new_subscription_reads_the_whole_queue(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_new_subscription_reads_the_whole_queue(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_clock_module, "SWEEP_S", 600.0)
     monkeypatch.setattr(pool_clock_module, "IDLE_SWEEP_S", 600.0)
     async with running(process_on(store)):
@@ -117,9 +107,7 @@ async def test_a_new_subscription_reads_the_whole_queue(
         await until(lambda: len(store.read_all) == before + 1, 0.0)
 
 
-async def test_a_slow_pool_does_not_delay_another(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_pool_does_not_delay_another(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     never = asyncio.Event()
 
     async def two_pools() -> list[PoolId]:
@@ -182,9 +170,7 @@ async def test_a_scheduler_publishes_scaling_and_continues_from_its_record(
     assert store.scaling.wanted == 1
 
 
-async def test_a_standby_scheduler_publishes_no_scaling(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_standby_scheduler_publishes_no_scaling(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock_module, "LOOK_S", 0.0)
     monkeypatch.setattr(clock_module, "RENEW_S", 0.0)
     async with running(process_on(store)):

@@ -23,11 +23,7 @@ weights = st.sampled_from([{}, {}, {TenantId("t0"): 3.0}])
 acts = st.one_of(
     st.tuples(st.just("send"), st.integers(0, 5), ops),
     st.tuples(
-        st.just("cycle"),
-        st.sampled_from([60, 1_600, 2_000, 5_000]),
-        st.floats(0.1, 1.5),
-        st.booleans(),
-        weights,
+        st.just("cycle"), st.sampled_from([60, 1_600, 2_000, 5_000]), st.floats(0.1, 1.5), st.booleans(), weights
     ),
     st.tuples(st.just("cancel"), st.integers(0, 5), st.integers(1, 6)),
 )
@@ -67,9 +63,7 @@ class Pool:
         waiting = self.queue.waiting(W0)
         if not waiting:
             return
-        chosen = select(
-            waiting, self.fair_queue, budget, 100, accepts_saves=accepts_saves, weights=weights
-        )
+        chosen = select(waiting, self.fair_queue, budget, 100, accepts_saves=accepts_saves, weights=weights)
         naive = self.naive.select(waiting, budget, weights, accepts_saves=accepts_saves)
         assert replace(chosen, fair_queue=naive.fair_queue) == naive
         if not chosen.ops:
@@ -97,9 +91,7 @@ class Naive:
     def __init__(self) -> None:
         self.fair_queue = FairQueue()
 
-    def select(
-        self, waiting: Waiting, budget: int, weights: Weights, *, accepts_saves: bool
-    ) -> Selection:
+    def select(self, waiting: Waiting, budget: int, weights: Weights, *, accepts_saves: bool) -> Selection:
         everything = Waiting()
         for row in waiting:
             everything.put(row)

@@ -67,9 +67,7 @@ class Pool:
                     allowed = max(min(allowed, in_time), min(SLICE, left))
                 took_s += allowed / TOKENS_PER_S
                 if allowed < left:
-                    self.queues[queue.run] = replace(
-                        self.queues[queue.run], done_tokens=begun + allowed
-                    )
+                    self.queues[queue.run] = replace(self.queues[queue.run], done_tokens=begun + allowed)
                     break
                 rest = self.queues[queue.run].ops[1:]
                 self.queues[queue.run] = replace(queue, ops=rest, done_tokens=0)
@@ -155,10 +153,7 @@ def test_a_pass_and_its_step_sent_together_share_a_cycle_under_load() -> None:
     pool = Pool()
     for _ in range(5):
         sent = [
-            (
-                pool.send(f"t{n}", OpKind.FORWARD_BACKWARD, 1_900),
-                pool.send(f"t{n}", OpKind.OPTIM_STEP),
-            )
+            (pool.send(f"t{n}", OpKind.FORWARD_BACKWARD, 1_900), pool.send(f"t{n}", OpKind.OPTIM_STEP))
             for n in range(20)
         ]
         pool.step()

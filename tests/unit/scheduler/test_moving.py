@@ -8,15 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_scheduler.rebalancing import (
-    DIFFERENCE_S,
-    LASTS_S,
-    REST_S,
-    Balance,
-    Load,
-    levelled,
-    load_of,
-)
+from cotrain_scheduler.rebalancing import DIFFERENCE_S, LASTS_S, REST_S, Balance, Load, levelled, load_of
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, WorkerId
 from cotrain_store.oplog.moves import QUIET_S
@@ -31,9 +23,7 @@ def load(worker: WorkerId, seconds: float, **tokens: float) -> Load:
 
 
 def test_a_load_is_the_work_of_the_last_minute_plus_the_pending_work() -> None:
-    beat = WorkerHeartbeat(
-        W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.4, "sample": 0.1, "idle": 0.5}
-    )
+    beat = WorkerHeartbeat(W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.4, "sample": 0.1, "idle": 0.5})
     found = load_of(beat, 250.0, {})
     assert (found.seconds, found.training_s) == (30.0 + 2.5, 24.0 + 2.5)
 
@@ -44,9 +34,7 @@ def test_sampling_does_not_add_to_the_load_of_the_runs_of_a_worker() -> None:
     samples = WorkerHeartbeat(
         W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.1, "sample": 0.8, "idle": 0.1}
     )
-    trains = WorkerHeartbeat(
-        W1, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.5, "idle": 0.5}
-    )
+    trains = WorkerHeartbeat(W1, 1, "serving", "cpu", 100.0, 0, 0, 0.0, duty={"train": 0.5, "idle": 0.5})
     # If sampling counted as theirs, each run would be 27 s of 54 s, and none would fit half of the difference of 24 s.
     found = levelled([load_of(samples, 0.0, asked), load_of(trains, 0.0, {})], frozenset())
     assert found == [("b", W1)]

@@ -53,8 +53,7 @@ def test_the_rate_of_a_worker_is_bounded_by_others_with_its_device() -> None:
 @given(st.lists(st.floats(0.0, 1e9), min_size=1, max_size=8))
 def test_every_worker_gets_runs_at_any_measured_rate(measured: list[float]) -> None:
     workers = [
-        WorkerHeartbeat(WorkerId(f"w{n}"), 1, "serving", "cpu", rate, 0, 0, 0.0)
-        for n, rate in enumerate(measured)
+        WorkerHeartbeat(WorkerId(f"w{n}"), 1, "serving", "cpu", rate, 0, 0, 0.0) for n, rate in enumerate(measured)
     ]
     taken, tokens = rates(workers), dict.fromkeys((one.id for one in workers), 0)
     for _ in range(5 * len(workers)):
@@ -75,24 +74,15 @@ def test_a_worker_without_a_measured_rate_gets_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "size", "limit", "fits"),
-    [(0, 0, 10, True), (2, 6, 9, True), (2, 6, 8, False), (2, 6, 0, True)],
+    ("count", "size", "limit", "fits"), [(0, 0, 10, True), (2, 6, 9, True), (2, 6, 8, False), (2, 6, 0, True)]
 )
-def test_a_worker_needs_memory_for_one_more_average_adapter(
-    count: int, size: int, limit: int, fits: bool
-) -> None:
-    worker = beat(
-        adapters={"device": count}, adapter_bytes={"device": size}, adapter_limit_bytes=limit
-    )
+def test_a_worker_needs_memory_for_one_more_average_adapter(count: int, size: int, limit: int, fits: bool) -> None:
+    worker = beat(adapters={"device": count}, adapter_bytes={"device": size}, adapter_limit_bytes=limit)
     assert fits_one_more(worker) is fits
 
 
-@given(
-    st.lists(st.floats(10, 1e5), min_size=1, max_size=6), st.lists(st.floats(1, 1e6), max_size=40)
-)
-def test_workers_differ_by_at_most_one_run_of_any_size(
-    rates: list[float], runs: list[float]
-) -> None:
+@given(st.lists(st.floats(10, 1e5), min_size=1, max_size=6), st.lists(st.floats(1, 1e6), max_size=40))
+def test_workers_differ_by_at_most_one_run_of_any_size(rates: list[float], runs: list[float]) -> None:
     tokens = {WorkerId(f"w{number}"): 0.0 for number in range(len(rates))}
     rate_of = dict(zip(tokens, rates, strict=True))
     for run in runs:
@@ -129,9 +119,7 @@ def test_a_new_run_counts_as_an_average_one_before_its_first_request() -> None:
         )
     )
 )  # fmt: skip
-def test_the_tokens_of_a_run_count_for_its_current_worker(
-    acts: list[tuple[str, WorkerId, int, float]],
-) -> None:
+def test_the_tokens_of_a_run_count_for_its_current_worker(acts: list[tuple[str, WorkerId, int, float]]) -> None:
     recent, now = RecentTokens(), 0.0
     asked: list[tuple[str, int, float]] = []
     home: dict[str, WorkerId] = {}
@@ -141,11 +129,7 @@ def test_the_tokens_of_a_run_count_for_its_current_worker(
         asked.append((run, tokens, now))
         home[run] = worker
     for worker in (W0, W1, W2):
-        left = [
-            tokens * math.exp((at - now) / MEMORY_S)
-            for run, tokens, at in asked
-            if home[run] == worker
-        ]
+        left = [tokens * math.exp((at - now) / MEMORY_S) for run, tokens, at in asked if home[run] == worker]
         assert recent.of(worker, now) == pytest.approx(sum(left), abs=1e-6)
 
 

@@ -40,13 +40,9 @@ def queue_of(run: str, tenant: str, ops: list[QueuedOp]) -> RunQueue:
     return RunQueue(RunId(run), TenantId(tenant), WorkerId("w0"), tuple(ops))
 
 
-def select(
-    rows: list[RunQueue], fair_queue: FairQueue, budget_tokens: int, *quantum: int, **more: Any
-) -> Selection:
+def select(rows: list[RunQueue], fair_queue: FairQueue, budget_tokens: int, *quantum: int, **more: Any) -> Selection:
     """Select from runs in the order of their arrival."""
-    return select_of_waiting(
-        waiting_of(rows, fair_queue), fair_queue, budget_tokens, *quantum, **more
-    )
+    return select_of_waiting(waiting_of(rows, fair_queue), fair_queue, budget_tokens, *quantum, **more)
 
 
 def heartbeat(name: str, runs: int = 0, tokens_per_s: float = 100.0) -> WorkerHeartbeat:
@@ -58,12 +54,8 @@ def queues(draw: st.DrawFn, token_limit: int = 300) -> list[RunQueue]:
     rows = []
     for number in range(draw(st.integers(1, 8))):
         kinds = draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=8))
-        sizes = draw(
-            st.lists(st.integers(1, token_limit), min_size=len(kinds), max_size=len(kinds))
-        )
-        ops = [
-            op(f"r{number}", 5 + i, k, n) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))
-        ]
+        sizes = draw(st.lists(st.integers(1, token_limit), min_size=len(kinds), max_size=len(kinds)))
+        ops = [op(f"r{number}", 5 + i, k, n) for i, (k, n) in enumerate(zip(kinds, sizes, strict=True))]
         rows.append(queue_of(f"r{number}", f"t{draw(st.integers(0, 3))}", ops))
     return rows
 
@@ -152,9 +144,7 @@ def after(rows: list[RunQueue], selection: Selection) -> list[RunQueue]:
         if last.request_id in selection.allowances:
             begun = selection.allowances[last.request_id] + (count == 1) * row.done_tokens
         is_open = 0 < begun < cost(last)
-        left.append(
-            replace(row, ops=row.ops[count - is_open :], done_tokens=begun if is_open else 0)
-        )
+        left.append(replace(row, ops=row.ops[count - is_open :], done_tokens=begun if is_open else 0))
     return [row for row in left if row.ops]
 
 
@@ -162,11 +152,7 @@ class Backlogged:
     """Tenants that always have pending passes of repeating sizes, and the tokens served to each."""
 
     def __init__(
-        self,
-        sizes: list[list[int]],
-        quantum: int,
-        budget_tokens: int,
-        weights: list[float] | None = None,
+        self, sizes: list[list[int]], quantum: int, budget_tokens: int, weights: list[float] | None = None
     ) -> None:
         self.weights = {TenantId(f"t{t}"): weight for t, weight in enumerate(weights or [])}
         self.sizes, self.quantum, self.budget = sizes, quantum, budget_tokens
@@ -177,9 +163,7 @@ class Backlogged:
 
     def cycle(self) -> Selection:
         self.rows = [self.refilled(tenant) for tenant in range(len(self.sizes))]
-        selection = select(
-            self.rows, self.fair_queue, self.budget, self.quantum, weights=self.weights
-        )
+        selection = select(self.rows, self.fair_queue, self.budget, self.quantum, weights=self.weights)
         self.fair_queue = selection.fair_queue
         for chosen in selection.ops:
             begun = self.begun(chosen)
@@ -271,10 +255,7 @@ def test_a_barrier_delays_only_its_own_run() -> None:
 def test_the_runs_of_a_tenant_are_served_in_turn() -> None:
     rows = [queue_of(run, "t", [op(run, seq) for seq in range(20)]) for run in ("a", "b")]
     first = select(rows, FairQueue(), 170)
-    assert [(o.run, o.seq) for o in first.ops] == [
-        *(("a", seq) for seq in range(9)),
-        *(("b", seq) for seq in range(8)),
-    ]
+    assert [(o.run, o.seq) for o in first.ops] == [*(("a", seq) for seq in range(9)), *(("b", seq) for seq in range(8))]
 
 
 def test_a_large_pass_leaves_a_turn_to_other_runs_of_its_tenant() -> None:
@@ -289,9 +270,7 @@ def test_the_cost_of_an_open_pass_is_its_remaining_tokens() -> None:
     others = [queue_of("b", "u", [op("b", 1, tokens=50)])]
     selection = select([rest, *others], FairQueue(), 100, 50)
     assert (len(selection.ops), selection.allowances, selection.tokens) == (2, {}, 100)
-    overrun = replace(
-        rest, done_tokens=501
-    )  # The count was not exact, and the pass still has to end.
+    overrun = replace(rest, done_tokens=501)  # The count was not exact, and the pass still has to end.
     assert select([overrun, *others], FairQueue(), 100, 50).tokens == 51
 
 
@@ -304,9 +283,7 @@ def test_only_the_first_op_can_be_partly_done() -> None:
 
 @pytest.mark.parametrize("tail", [OpKind.OPTIM_STEP, OpKind.SAVE, OpKind.LOAD])
 def test_an_op_after_a_planned_pass_has_no_cost(tail: OpKind) -> None:
-    rows = [
-        queue_of(f"r{n}", f"t{n:02}", [op(f"r{n}", 1), op(f"r{n}", 2, tail)]) for n in range(20)
-    ]
+    rows = [queue_of(f"r{n}", f"t{n:02}", [op(f"r{n}", 1), op(f"r{n}", 2, tail)]) for n in range(20)]
     selection = select(rows, FairQueue(), 160)
     assert {o.run: o.seq for o in selection.ops} == {f"r{n}": 2 for n in range(16)}
 
@@ -352,9 +329,7 @@ def test_the_lead_of_a_tenant_lasts_until_the_others_are_even() -> None:
     owing = FairQueue({TenantId("a"): 10})
     alike = [queue_of(f"c{n}", "c", [op(f"c{n}", 1)]) for n in range(20)]
     away = select([rows[1], *alike], owing, 100)
-    assert (
-        leads(away.fair_queue) == {}
-    )  # all waiting tenants were served equally, and a only as much
+    assert leads(away.fair_queue) == {}  # all waiting tenants were served equally, and a only as much
     still = select([rows[1], *alike], FairQueue({TenantId("a"): 900}), 100)
     assert leads(still.fair_queue) == {"a": 820}
     assert leads(select(rows, owing, 1000).fair_queue) == {}  # no tenant is waiting any more
@@ -418,18 +393,13 @@ def test_a_save_stores_the_weights_after_its_step() -> None:
     cycle = [*step, rejected, *saves]
     assert runnable_prefix([*cycle, op("r", 7)]) == cycle
     assert runnable_prefix([*cycle, op("r", 7, OpKind.OPTIM_STEP)]) == cycle
-    assert runnable_prefix([op("r", 1), op("r", 2, OpKind.SAVE), op("r", 3)]) == [
-        op("r", 1),
-        op("r", 2, OpKind.SAVE),
-    ]
+    assert runnable_prefix([op("r", 1), op("r", 2, OpKind.SAVE), op("r", 3)]) == [op("r", 1), op("r", 2, OpKind.SAVE)]
 
 
 def test_weights_are_not_replaced_during_a_pass() -> None:
     cycle = [op("r", 1), op("r", 3, OpKind.SAVE), op("r", 4, OpKind.LOAD)]
     assert runnable_prefix([*cycle, op("r", 5)]) == cycle
-    assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [
-        op("r", 5, OpKind.LOAD)
-    ]
+    assert runnable_prefix([op("r", 5, OpKind.LOAD), op("r", 6, OpKind.OPTIM_STEP)]) == [op("r", 5, OpKind.LOAD)]
 
 
 def test_a_cycle_takes_at_most_four_saves_and_one_load_of_a_run() -> None:

@@ -58,9 +58,7 @@ async def test_runs_just_answered_are_waited_for_only_within_the_window(store: I
     assert {op.run for op in store.steps[-1].ops} == {"a"}
 
 
-async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(
-    store: InMemory,
-) -> None:
+async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(store: InMemory) -> None:
     clock = pool_on(store, gather_s=0.005)
     for run in ("a", "b", "c"):  # c is always waiting
         store.submit(run)
@@ -183,9 +181,7 @@ async def test_a_metronome_needs_one_cycle_for_a_whole_step_and_two_for_parts(
 
 
 @pytest.mark.parametrize(("mode", "limit_s"), [(ClockMode.EAGER, 0.4), (ClockMode.METRONOME, 1.0)])
-async def test_a_step_has_the_work_and_the_time_of_one_period(
-    store: InMemory, mode: ClockMode, limit_s: float
-) -> None:
+async def test_a_step_has_the_work_and_the_time_of_one_period(store: InMemory, mode: ClockMode, limit_s: float) -> None:
     clock = pool_on(store, clock_mode=mode, clock_period_s=1)
     for _ in range(600):
         store.submit("a")
@@ -239,9 +235,7 @@ async def test_a_metronome_ignores_wakes(store: InMemory) -> None:
     assert not clock.is_woken_by(wake(is_free=True))
 
 
-async def test_a_request_during_a_tick_wakes_the_next_one(
-    store: InMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_request_during_a_tick_wakes_the_next_one(store: InMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = pool_on(store)
     woken = []
 
@@ -374,9 +368,7 @@ def host_time(monkeypatch: pytest.MonkeyPatch) -> HostTime:
 
 
 @pytest.mark.parametrize("set_by", [-3600.0, -10.0, 3600.0])
-async def test_no_run_waits_for_a_clock_that_was_set_back(
-    store: InMemory, host_time: HostTime, set_by: float
-) -> None:
+async def test_no_run_waits_for_a_clock_that_was_set_back(store: InMemory, host_time: HostTime, set_by: float) -> None:
     clock = pool_on(store)
     store.submit("a")
     await clock.look()
@@ -404,9 +396,7 @@ async def test_a_metronome_continues_with_the_next_beat_after_a_clock_change(
     assert len(store.steps) == 1
 
 
-async def test_a_clock_change_makes_no_worker_count_as_missing(
-    store: InMemory, host_time: HostTime
-) -> None:
+async def test_a_clock_change_makes_no_worker_count_as_missing(store: InMemory, host_time: HostTime) -> None:
     clock = pool_on(store, reassign_after_s=30)
     store.dead = [WorkerId("w1")]
     await clock.look()

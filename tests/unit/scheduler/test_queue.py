@@ -22,9 +22,7 @@ def op(run: str, seq: int) -> QueuedOp:
     return QueuedOp(RunId(run), seq, OpKind.FORWARD, 10, "inline", 1, 0.0)
 
 
-def row(
-    run: str, count: int = 1, *, first: int = 0, worker: WorkerId | None = None, tenant: str = "t"
-) -> RunQueue:
+def row(run: str, count: int = 1, *, first: int = 0, worker: WorkerId | None = None, tenant: str = "t") -> RunQueue:
     ops = tuple(op(run, first + n) for n in range(count))
     return RunQueue(RunId(run), TenantId(tenant), worker, ops)
 
@@ -150,16 +148,10 @@ def test_a_returning_run_waits_for_the_same_worker() -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.sampled_from("abcdef"),
-            st.integers(0, 6),
-            st.sampled_from(["put", "take", "strike", "assign"]),
-        )
+        st.tuples(st.sampled_from("abcdef"), st.integers(0, 6), st.sampled_from(["put", "take", "strike", "assign"]))
     )
 )
-def test_after_any_sequence_each_run_is_queued_exactly_once(
-    acts: list[tuple[str, int, str]],
-) -> None:
+def test_after_any_sequence_each_run_is_queued_exactly_once(acts: list[tuple[str, int, str]]) -> None:
     queue, expected = PoolQueue(WINDOW), dict[str, int]()
     for run, count, act in acts:
         if act == "put":

@@ -104,9 +104,7 @@ def test_a_day_begins_at_nothing_and_ends_there() -> None:
 TO_ZERO = Bounds(least=0)
 
 
-def wanted(
-    needed: list[tuple[float, int]], bounds: Bounds = TO_ZERO, workers: int = 0
-) -> list[int]:
+def wanted(needed: list[tuple[float, int]], bounds: Bounds = TO_ZERO, workers: int = 0) -> list[int]:
     """Return the wanted number at each look, every 2 s. `needed` has pairs of a duration in s and a need."""
     now = 1_000.0
     scaling, found = first_scaling(workers, now, bounds), []
@@ -177,9 +175,7 @@ def test_a_clock_that_is_set_moves_nothing() -> None:
 
 
 def test_the_next_scheduler_goes_on_from_the_record() -> None:
-    scaling = next_scaling(
-        first_scaling(1, 1_000.0, TO_ZERO), 2, 1_002.0, TO_ZERO, {WorkerId("w0"): 7}
-    )
+    scaling = next_scaling(first_scaling(1, 1_000.0, TO_ZERO), 2, 1_002.0, TO_ZERO, {WorkerId("w0"): 7})
     assert parse_scaling(encode(scaling).encode()) == scaling
     assert parse_scaling(None) is None
 

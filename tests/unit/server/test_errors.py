@@ -37,9 +37,7 @@ def test_no_refusal_has_a_status_that_sdks_retry_silently() -> None:
 
 
 def test_every_transient_reason_has_a_retry_time() -> None:
-    assert all(
-        (reason.retry_after_s is not None) == (reason.status in (429, 503)) for reason in Reason
-    )
+    assert all((reason.retry_after_s is not None) == (reason.status in (429, 503)) for reason in Reason)
 
 
 def test_every_reason_is_distinct() -> None:

@@ -52,17 +52,13 @@ def test_an_empty_variable_counts_as_unset(variables: pytest.MonkeyPatch) -> Non
         ("ADMIN_KEY", "fifteen-letters"),
     ],
 )
-def test_an_invalid_value_stops_the_process(
-    variables: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+def test_an_invalid_value_stops_the_process(variables: pytest.MonkeyPatch, name: str, value: str) -> None:
     variables.setenv(f"COTRAIN_{name}", value)
     with pytest.raises(ValueError, match=name.lower()):
         ServerSettings()
 
 
-def test_samples_have_their_own_quota_and_share_that_of_bytes(
-    variables: pytest.MonkeyPatch,
-) -> None:
+def test_samples_have_their_own_quota_and_share_that_of_bytes(variables: pytest.MonkeyPatch) -> None:
     variables.setenv("COTRAIN_QUOTAS", "samples=3, bytes=5, sample_tokens=7")
     settings = ServerSettings()
     assert settings.quotas.sample_limits == SampleLimits(requests=3, bytes=5, tokens=7)
@@ -76,9 +72,7 @@ def test_samples_have_their_own_quota_and_share_that_of_bytes(
         ("opps=5", "opps: no quota; there are ops, tokens, bytes"),
     ],
 )
-def test_an_invalid_quota_is_named_with_its_limit(
-    variables: pytest.MonkeyPatch, given: str, message: str
-) -> None:
+def test_an_invalid_quota_is_named_with_its_limit(variables: pytest.MonkeyPatch, given: str, message: str) -> None:
     variables.setenv("COTRAIN_QUOTAS", given)
     with pytest.raises(ValueError, match=message):
         ServerSettings()

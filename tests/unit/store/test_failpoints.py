@@ -29,11 +29,7 @@ def struck(faults: Faults, name: str, about: str = "") -> bool:
 
 
 def test_every_registered_failpoint_is_used_and_no_other() -> None:
-    sources = [
-        path
-        for folder in ("scheduler", "server", "workers")
-        for path in (ROOT / folder).rglob("*.py")
-    ]
+    sources = [path for folder in ("scheduler", "server", "workers") for path in (ROOT / folder).rglob("*.py")]
     texts = [path.read_text() for path in sources]
     placed = [name for text in texts for name in PLACED.findall(text)]
     placed += [name for text in texts for names in MOMENTS.findall(text) for name in names]
@@ -41,14 +37,7 @@ def test_every_registered_failpoint_is_used_and_no_other() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "worker.nowhere=kill",
-        "worker.entered",
-        "worker.entered=hurt",
-        "worker.entered=kill@0",
-        "=kill",
-    ],
+    "text", ["worker.nowhere=kill", "worker.entered", "worker.entered=hurt", "worker.entered=kill@0", "=kill"]
 )
 def test_an_invalid_fault_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no fault"):
@@ -77,9 +66,7 @@ def test_with_a_log_calls_are_counted_across_processes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in log.read_text().splitlines()] == ["worker.entered"] * 3
 
 
-def test_a_concurrent_line_of_another_process_hides_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_concurrent_line_of_another_process_hides_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     faults = Faults(parse_faults("worker.entered~mine=error"), str(tmp_path / "reached"))
     write = os.write
 
@@ -104,9 +91,7 @@ def test_without_the_variable_failpoints_do_nothing() -> None:
 
 
 def test_a_fault_cuts_a_write_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        failpoints, "_FAULTS", Faults(parse_faults("snapshot.half_written=error"), None)
-    )
+    monkeypatch.setattr(failpoints, "_FAULTS", Faults(parse_faults("snapshot.half_written=error"), None))
     file = BytesIO()
     with pytest.raises(OSError, match="Failpoint"):
         write_past("snapshot.half_written", file, b"halves")
@@ -118,11 +103,5 @@ def test_a_fault_cuts_a_write_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("action", "status"), [("kill", -9), ("sleep:0.01", 0)])
 def test_a_process_reads_its_faults_at_its_start(action: str, status: int) -> None:
     code = "from cotrain_store.failpoints import failpoint; failpoint('worker.entered')"
-    environment = {
-        "PYTHONPATH": str(ROOT / "scheduler"),
-        "COTRAIN_FAILPOINTS": f"worker.entered={action}",
-    }
-    assert (
-        subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
-        == status
-    )
+    environment = {"PYTHONPATH": str(ROOT / "scheduler"), "COTRAIN_FAILPOINTS": f"worker.entered={action}"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == status

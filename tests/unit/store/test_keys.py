@@ -14,11 +14,7 @@ from cotrain_store.sampling.intake import SampleSubmission
 
 KEY_FILES = (fleet_keys, result_keys, run_keys, tenant_keys, weights_keys)
 ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
-ARGUMENTS: dict[str, type[Any]] = {
-    "submit": Submission,
-    "sample_submit": SampleSubmission,
-    "commit": Commit,
-}
+ARGUMENTS: dict[str, type[Any]] = {"submit": Submission, "sample_submit": SampleSubmission, "commit": Commit}
 
 
 def makers() -> list[tuple[Callable[..., str], list[str]]]:

@@ -39,9 +39,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
 def new_engine(model_folder: ModelFolder) -> NewEngine:
     """Return a function that makes a fresh engine over a tiny model."""
 
-    def load(
-        family: str = "qwen3", *, tied: bool = False, layers: int = 2, **settings: Any
-    ) -> Engine:
+    def load(family: str = "qwen3", *, tied: bool = False, layers: int = 2, **settings: Any) -> Engine:
         folder = model_folder(family, tied=tied, layers=layers)
         return Engine.load(str(folder), load_base=shared_base, **settings)
 

@@ -13,14 +13,7 @@ from cotrain_server.ui.data.runs import log_rows
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import (
-    LoraSpec,
-    MetricsEntry,
-    PassEntry,
-    RewindEntry,
-    SamplerRecord,
-    StepEntry,
-)
+from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, RewindEntry, SamplerRecord, StepEntry
 from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
 from cotrain_store.monitoring.status import LoggedOp
@@ -72,11 +65,7 @@ STEP = Step(
     tenant_by_run={A: TenantId("t"), B: TenantId("u")},
 )
 NOT_FINITE = Failure("Loss is not finite (seq 1).", "user", "not_finite")
-OUTPUTS: dict[tuple[str, int], Output] = {
-    (A, 1): NOT_FINITE,
-    (A, 2): StepOutput(0.5),
-    (B, 1): StepOutput(0.5),
-}
+OUTPUTS: dict[tuple[str, int], Output] = {(A, 1): NOT_FINITE, (A, 2): StepOutput(0.5), (B, 1): StepOutput(0.5)}
 COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5, optim_s=0.25)
 TIMES = StepTimes(started=101.0, duration_s=0.8, sampling_s=0.125)
 
@@ -92,13 +81,7 @@ def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
     digests = [run.pop("digests") for run in record["runs"]]
     assert [list(of_run) for of_run in digests] == [["1", "2"], ["1"]]
     assert record["runs"] == [
-        {
-            "run": "a",
-            "tenant": "t",
-            "tokens": 30,
-            "ops": {"forward_backward": 1, "optim_step": 1},
-            "failed": 1,
-        },
+        {"run": "a", "tenant": "t", "tokens": 30, "ops": {"forward_backward": 1, "optim_step": 1}, "failed": 1},
         {"run": "b", "tenant": "u", "tokens": 12, "ops": {"forward_backward": 1}, "failed": 0},
     ]
 
@@ -166,10 +149,7 @@ def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it()
     step = replace(STEP, ops=(STEP.ops[0], *STEP.ops[2:], replace(STEP.ops[1], run=B, seq=2)))
     record = cycle_record(step, HALF.outputs, HALF, TIMES)
     assert record["tokens"] == 20
-    assert [(row["tokens"], row["ops"]) for row in record["runs"]] == [
-        (10, {"forward_backward": 1}),
-        (10, {}),
-    ]
+    assert [(row["tokens"], row["ops"]) for row in record["runs"]] == [(10, {"forward_backward": 1}), (10, {})]
     counted = counted_cycle(step, HALF.outputs, HALF, record)
     assert (counted["tokens"], counted["resolved_ops"], counted["optim_steps"]) == (30, 1, 0)
 
@@ -234,9 +214,7 @@ def test_a_save_to_train_on_from_keeps_the_optimizer_and_says_so() -> None:
 
 
 def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_asked_to() -> None:
-    request = SaveRequest(
-        name="out", kind="external_weights", age_recipients=("age1x",), answer={"type": "other"}
-    )
+    request = SaveRequest(name="out", kind="external_weights", age_recipients=("age1x",), answer={"type": "other"})
     done = saved(request)
     assert done.saved.recipients == ("age1x",)
     assert done.records.weights.external
@@ -264,10 +242,7 @@ def a_pass(needs_grad: bool, **inputs: list[float]) -> Pass:
 
 
 def test_passes_and_steps_are_found_and_nothing_else() -> None:
-    outputs: dict[tuple[str, int], Output] = {
-        ("a", 1): PassOutput([], 0.1),
-        ("a", 2): StepOutput(0.3),
-    }
+    outputs: dict[tuple[str, int], Output] = {("a", 1): PassOutput([], 0.1), ("a", 2): StepOutput(0.3)}
     training = a_pass(needs_grad=True, weights=[0.1, 0.0, -2.0])
     weight = 2 * (float(np.float32(0.1)) - 2.0)
     assert history_by([training, OPTIM, Save("a", 3)], outputs) == {

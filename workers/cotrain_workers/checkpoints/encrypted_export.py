@@ -35,11 +35,7 @@ def refuse_recipients(recipients: Sequence[str]) -> str | None:
 
 
 def write_external(
-    blobs: Blobs,
-    ref: WeightsRef,
-    contents: Mapping[str, bytes],
-    recipients: Sequence[str],
-    base_model: str,
+    blobs: Blobs, ref: WeightsRef, contents: Mapping[str, bytes], recipients: Sequence[str], base_model: str
 ) -> int:
     """Encrypt the files of an adapter, durable when this returns; return their bytes. The owner is
     written last.
@@ -49,9 +45,7 @@ def write_external(
     folder = external_folder(ref)
     if not blobs.touch(f"{folder}/{OWNER}"):
         keys = [_recipient(recipient) for recipient in recipients]
-        encrypted = {
-            f"{name}{SUFFIX}": _encrypted(content, keys) for name, content in contents.items()
-        }
+        encrypted = {f"{name}{SUFFIX}": _encrypted(content, keys) for name, content in contents.items()}
         for name, content in encrypted.items():
             blobs.put(f"{folder}/{name}", content)
             failpoint("external.half_written")

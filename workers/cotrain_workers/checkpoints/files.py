@@ -20,24 +20,9 @@ from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import external_folder
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints import optimizer_file
-from cotrain_workers.checkpoints.encrypted_export import (
-    OWNER,
-    base_model_of_files,
-    write_external,
-)
-from cotrain_workers.checkpoints.optimizer_file import (
-    base_model_of_state,
-    read_optimizer,
-    write_optimizer,
-)
-from cotrain_workers.checkpoints.peft_folder import (
-    CONFIG,
-    TENSORS,
-    LayoutOf,
-    key_of,
-    read_folder,
-    write_folder,
-)
+from cotrain_workers.checkpoints.encrypted_export import OWNER, base_model_of_files, write_external
+from cotrain_workers.checkpoints.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
@@ -128,9 +113,7 @@ class CheckpointFiles:
             written = write_optimizer(self.optimizers, saved.optimizer, self.base_model)
             size, optimizer_digest = size + written.size, written.digest
         if saved.recipients:
-            contents = {
-                name: self.adapters.get(f"{adapter.key}/{name}") for name in (CONFIG, TENSORS)
-            }
+            contents = {name: self.adapters.get(f"{adapter.key}/{name}") for name in (CONFIG, TENSORS)}
             size += write_external(self.external, ref, contents, saved.recipients, self.base_model)
         return WrittenFiles(adapter.digest, size, optimizer_digest, began)
 

@@ -81,9 +81,7 @@ def key_of(digest: str) -> str:
     return f"{digest[:2]}/{digest}"
 
 
-def write_folder(
-    root: Blobs, weights: HostWeights, layout: Layout, base_model: str
-) -> WrittenFolder:
+def write_folder(root: Blobs, weights: HostWeights, layout: Layout, base_model: str) -> WrittenFolder:
     """Write an adapter. On return it is durable under its name and has a new timestamp. Raises OSError.
 
     Idempotent, also for two processes at once, because equal content has one name. A damaged folder of that
@@ -216,9 +214,7 @@ def _sorted(content: bytes) -> bytes:
     start = 8 + int.from_bytes(content[:8], "little")
     fields = json.loads(content[8:start])
     metadata = dict(sorted(fields.pop("__metadata__").items()))
-    header = json.dumps(
-        {"__metadata__": metadata, **fields}, separators=(",", ":"), ensure_ascii=False
-    ).encode()
+    header = json.dumps({"__metadata__": metadata, **fields}, separators=(",", ":"), ensure_ascii=False).encode()
     # The header keeps its length, so that the tensors stay aligned.
     return b"".join((content[:8], header.ljust(start - 8), content[start:]))
 
@@ -252,9 +248,7 @@ def _arena(tensors: Mapping[str, torch.Tensor], layout: Layout) -> torch.Tensor:
 
     for target in _plain(layout):
         pair = views[target.name]
-        for ours, theirs in zip(
-            pair, take(tensor_names(target.name), [each.shape for each in pair]), strict=True
-        ):
+        for ours, theirs in zip(pair, take(tensor_names(target.name), [each.shape for each in pair]), strict=True):
             ours.copy_(theirs)
     for module, target in layout.gate_by_experts.items():
         for parameter in (GATE_UP, DOWN):

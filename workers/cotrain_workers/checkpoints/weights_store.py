@@ -77,9 +77,7 @@ class FileSweep:
         if self._lease and not self._lease.is_mine(now):
             self.unwanted = Unwanted(self._age_s)
         elif self._looking is None and now >= self._look_at:
-            self._looking = self._thread.submit(
-                self._files.remove_orphans, self._saved, self.unwanted, now
-            )
+            self._looking = self._thread.submit(self._files.remove_orphans, self._saved, self.unwanted, now)
         elif self._looking and self._looking.done():
             looking, self._looking = self._looking, None
             looking.result()
@@ -337,9 +335,7 @@ class WeightsStore:
     def _write(self, entry: _Unstored) -> None:
         assert entry.saved is not None
         layout = self.layout_of(entry.saved.weights.spec)
-        entry.writing = self._writer.submit(
-            self._files.write, entry.record.ref, entry.saved, layout
-        )
+        entry.writing = self._writer.submit(self._files.write, entry.record.ref, entry.saved, layout)
 
     def _note(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
         try:
@@ -355,9 +351,7 @@ class WeightsStore:
                 self._write(entry)
                 return
             failpoint("weights.before_stored", ref)
-            is_wanted = self._saved.stored(
-                ref, written.digest, written.size, written.optimizer_digest
-            )
+            is_wanted = self._saved.stored(ref, written.digest, written.size, written.optimizer_digest)
         failpoint("weights.stored", ref)
         # Only now: while Redis is unavailable they stay written and unstored.
         del self._unstored[ref]

@@ -91,10 +91,7 @@ class StepCores:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         wall_s, cpu_s = self._began_s
         self.choice.note(time.perf_counter() - wall_s, time.thread_time() - cpu_s)

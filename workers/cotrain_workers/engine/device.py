@@ -159,11 +159,7 @@ def free_host_bytes(meminfo: Path = MEMINFO, cgroup: Path = CGROUP) -> int:
 def memory_limit_bytes(cgroup: Path = CGROUP, own: Path = OWN_CGROUPS) -> int:
     """Return the least of these limits: of this process, of its control groups, and the memory of the host."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for file in (
-        *_limit_files(cgroup, own),
-        cgroup / "memory.max",
-        cgroup / "memory" / _LIMIT_IN_CGROUP_V1,
-    ):
+    for file in (*_limit_files(cgroup, own), cgroup / "memory.max", cgroup / "memory" / _LIMIT_IN_CGROUP_V1):
         with contextlib.suppress(OSError, ValueError):  # no such group, or the limit "max"
             limits.append(int(file.read_text()))
     limits += [

@@ -60,11 +60,7 @@ class Engine:
     """One frozen base model and the adapters of all runs that train on it. Not thread-safe."""
 
     def __init__(
-        self,
-        facts: ModelFacts,
-        base: BaseModel,
-        forward_backward: ForwardBackward,
-        adapters: AdapterBank,
+        self, facts: ModelFacts, base: BaseModel, forward_backward: ForwardBackward, adapters: AdapterBank
     ) -> None:
         self.facts = facts
         self.adapters = adapters
@@ -120,9 +116,7 @@ class Engine:
             make_cuda_deterministic()
             use_flash_3(where)
         given = {} if quantization == "none" else {"quantization": quantization}
-        base = load_base(
-            model, device=where, dtype=dtype, local_files_only=local_files_only, **given
-        )
+        base = load_base(model, device=where, dtype=dtype, local_files_only=local_files_only, **given)
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
@@ -145,11 +139,7 @@ class Engine:
             ForwardBackward, base, lora, head_chunk_rows=head_chunk_rows, new_softmax=new_softmax
         )
         budget = size_micro_batches(
-            base,
-            new_forward_backward,
-            micro_batch_tokens,
-            recompute,
-            adapter_bytes=adapter_bytes or 0,
+            base, new_forward_backward, micro_batch_tokens, recompute, adapter_bytes=adapter_bytes or 0
         )
         forward_backward = new_forward_backward(
             micro_batch_tokens=budget.tokens,
@@ -157,9 +147,7 @@ class Engine:
             keep_tokens=budget.keep_tokens,
             save_tokens=budget.save_tokens,
         )
-        adapters = AdapterBank(
-            base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes
-        )
+        adapters = AdapterBank(base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes)
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
             where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
@@ -222,13 +210,7 @@ class Engine:
         stop strings, and `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
         memory, `step_tokens` of prompts per step, `weights_bytes` of adapters kept on the device.
         """
-        sizes = DecoderSizes(
-            kv_tokens,
-            page_tokens,
-            step_tokens,
-            weights_bytes,
-            self._forward_backward.head_chunk_rows,
-        )
+        sizes = DecoderSizes(kv_tokens, page_tokens, step_tokens, weights_bytes, self._forward_backward.head_chunk_rows)
         return EngineDecoder(self._base, weights, text, sizes, grammar_of)
 
     def check_device(self) -> None:
@@ -251,9 +233,7 @@ class Engine:
         """Number of tokens that are known to fit into one pass of the base model."""
         return self._forward_backward.safe_tokens
 
-    def watch_micro_batches(
-        self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
-    ) -> None:
+    def watch_micro_batches(self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]) -> None:
         """Run each micro-batch of passes within `watch(batch)` from now on."""
         self._forward_backward.watch = watch
 

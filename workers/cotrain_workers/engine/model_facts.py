@@ -24,9 +24,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]  # tokens that end a generation, ascending; may be empty
     modules_by_family: Mapping[Family, int]  # number of modules that each train_* flag covers
     numerics: Numerics
-    lora_fallback: (
-        str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
-    )
+    lora_fallback: str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
     longest_datum: int = 0  # tokens of a datum that fits into memory
     expert_choices: ExpertChoices | None = None  # None: no experts, or given ones cannot be used
     images: ImageFacts | None = None  # None: the model reads text only

@@ -123,9 +123,7 @@ class Pass:
     graph: LossGraph | None = None  # of loss `custom`
     tenant: str = ""
     """Tenant that may share computed images with this pass; empty: no other run."""
-    step: int | None = (
-        None  # optimizer steps of the run before it, if its datums have a `policy_step`
-    )
+    step: int | None = None  # optimizer steps of the run before it, if its datums have a `policy_step`
 
 
 @dataclass(frozen=True)
@@ -283,9 +281,7 @@ class Failure:
 
     message: str
     category: Literal["user", "server"]
-    code: Literal["not_finite", "too_large"] | None = (
-        None  # for internal handling; not sent to clients
-    )
+    code: Literal["not_finite", "too_large"] | None = None  # for internal handling; not sent to clients
 
 
 @dataclass(frozen=True)
@@ -296,16 +292,7 @@ class NoteOutput:
     """Fields of its result."""
 
 
-Output = (
-    CreateOutput
-    | PassOutput
-    | ReverseKlOutput
-    | StepOutput
-    | SaveOutput
-    | LoadOutput
-    | NoteOutput
-    | Failure
-)
+Output = CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | NoteOutput | Failure
 
 
 @dataclass(frozen=True)
@@ -345,9 +332,7 @@ class CycleOutput:
     padded_tokens: int  # tokens plus the filler of every micro-batch
     wave_s: float  # forward/backward, without the time at its yield points
     optim_s: float
-    is_exact: bool = (
-        True  # False: memory ran out, and an op has other last bits than with more memory
-    )
+    is_exact: bool = True  # False: memory ran out, and an op has other last bits than with more memory
     divided: Mapping[tuple[str, int], Progress] = field(default_factory=dict)
     """Progress of passes that stay open, or were open in an earlier cycle. Those without an output are open."""
     parts: Sequence[CyclePart] = ()  # waves and optimizer steps, in order

@@ -54,13 +54,7 @@ class StatefulRows(Protocol):
         """Return the rows one, two … tokens before each row of `x` `[T, channels]`; zero before a sequence."""
 
     def scan(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
         `model/linear_attention.py`."""
@@ -85,9 +79,7 @@ class SequenceTable:
     longest: int = field(init=False)
     rows: dict[int, StatefulRows] = field(init=False, default_factory=dict)
     """Layout for layers with a state, by the length of their convolution."""
-    _masks: dict[tuple[int, int | None, int], torch.Tensor] = field(
-        init=False, default_factory=dict
-    )
+    _masks: dict[tuple[int, int | None, int], torch.Tensor] = field(init=False, default_factory=dict)
     _offsets: torch.Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -103,15 +95,10 @@ class SequenceTable:
         groups = [list(same) for _, same in groupby(range(len(self.lengths)), kind)]
         if len(groups) >= FEW_CALLS:
             groups = self._by_length(groups, kind, starts)
-        self.equal_lengths = tuple(
-            EqualLengths(starts[same[0]], len(same), *kind(same[0])[:2]) for same in groups
-        )
+        self.equal_lengths = tuple(EqualLengths(starts[same[0]], len(same), *kind(same[0])[:2]) for same in groups)
 
     def _by_length(
-        self,
-        groups: list[list[int]],
-        kind: Callable[[int], tuple[int, Prompt | None, int]],
-        starts: Sequence[int],
+        self, groups: list[list[int]], kind: Callable[[int], tuple[int, Prompt | None, int]], starts: Sequence[int]
     ) -> list[list[int]]:
         """Return all sequences of a length as one group, if that at least halves the number of groups.
 
@@ -211,9 +198,7 @@ class Segment:
 class TrainingLora(Protocol):
     """The LoRA paths of one micro-batch; see `lora/`."""
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight
         gradients in backward.
         """
@@ -286,17 +271,13 @@ class StepRoute(Protocol):
     def states(self) -> StatefulRows:
         """Sequences of the step, for layers with a state."""
 
-    def add_to_experts(
-        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
-    ) -> None:
+    def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
 
     def note_experts(self, chosen: np.ndarray) -> None:
         """Record the experts `[T, k]` that the router of the next layer has chosen."""
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
 
     def attend(

@@ -129,9 +129,7 @@ class RunningCycle:
         self.parts.append(CyclePart("wave", began_at, stepped_at))
         self.parts.append(CyclePart("optim", stepped_at, time.time()))
 
-    def _run_wave(
-        self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
-    ) -> Yielding[None]:
+    def _run_wave(self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]) -> Yielding[None]:
         """Run passes together. Unfinished ones are kept, and defer the rest of their runs."""
         passes, seconds = yield from timed(self._admit(ops, adapters))
         self.cost.seconds += seconds
@@ -139,9 +137,7 @@ class RunningCycle:
         for state in passes:
             self._note(state)
 
-    def _admit(
-        self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]
-    ) -> Yielding[list[PassState]]:
+    def _admit(self, ops: Sequence[Pass | ReverseKl], adapters: Mapping[str, Adapter]) -> Yielding[list[PassState]]:
         """Return the started or resumed passes that can run; write a failure for each of the others.
 
         Yields before each pass of many datums, whose checks take long.

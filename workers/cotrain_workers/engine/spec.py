@@ -150,9 +150,7 @@ class Layout:
         return pairs
 
 
-def matrices(
-    arena: torch.Tensor, at: int, experts: int, count: int, rank: int, width: int
-) -> torch.Tensor:
+def matrices(arena: torch.Tensor, at: int, experts: int, count: int, rank: int, width: int) -> torch.Tensor:
     """Return a view of `count` matrices of experts `[count, rank, width]`, or without experts of one `[rank, width]`."""
     shape = (count, rank, width) if experts else (rank, width)
     return arena[at : at + count * rank * width].view(shape)
@@ -168,9 +166,7 @@ def plan_layout(spec: AdapterSpec, targets: Sequence[Target]) -> Layout:
 def own_matrices(targets: Sequence[Target]) -> list[Target]:
     """Return the targets with both matrices for each expert."""
     return [
-        replace(target, experts_a=target.experts, experts_b=target.experts)
-        if target.experts
-        else target
+        replace(target, experts_a=target.experts, experts_b=target.experts) if target.experts else target
         for target in targets
     ]
 
@@ -180,9 +176,7 @@ def shape_of(spec: AdapterSpec) -> tuple[object, ...]:
     return spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed, spec.per_expert
 
 
-def lay_out_matrices(
-    rank: int, targets: tuple[Target, ...]
-) -> tuple[dict[str, tuple[int, int]], int]:
+def lay_out_matrices(rank: int, targets: tuple[Target, ...]) -> tuple[dict[str, tuple[int, int]], int]:
     """Return the offsets of A and B of each module, and the size of the arena."""
     offsets, end = {}, 0
     for target in targets:

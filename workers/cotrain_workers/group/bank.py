@@ -138,9 +138,7 @@ class GroupBank:
         for op in ops:
             if op.run not in member_by_run:
                 is_new = begins_run(op) and op.run not in self
-                member_by_run[op.run] = (
-                    self._chosen_for(op.run, loads) if is_new else self._follower_of(op.run) or 0
-                )
+                member_by_run[op.run] = self._chosen_for(op.run, loads) if is_new else self._follower_of(op.run) or 0
                 if is_new:
                     loads[member_by_run[op.run]] += self._size_of(op)
             shares[member_by_run[op.run]].append(op)

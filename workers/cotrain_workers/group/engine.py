@@ -52,9 +52,7 @@ class GroupEngine:
             raise self.followers.lose(error) from error
         return together([output, *self.followers.collect().values()])
 
-    def watch_micro_batches(
-        self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]
-    ) -> None:
+    def watch_micro_batches(self, watch: Callable[[UpcomingBatch], AbstractContextManager[None]]) -> None:
         """Do nothing: each member has its own micro-batches, and the end of any member ends the group."""
 
     def spare_memory(self, tokens: int) -> None:

@@ -139,10 +139,7 @@ def call_bank(engine: Engine, _: GroupLockStep, method: Callable[..., Any], *arg
 
 
 def run_cycle(
-    engine: Engine,
-    lock_step: GroupLockStep,
-    ops: Sequence[Op],
-    allowances: Mapping[tuple[str, int], int],
+    engine: Engine, lock_step: GroupLockStep, ops: Sequence[Op], allowances: Mapping[tuple[str, int], int]
 ) -> CycleOutput:
     """Run ops in lock step with the other members and return their output. `ops` may be empty."""
     return run_to_end(lock_step.run(engine, ops, allowances, None))

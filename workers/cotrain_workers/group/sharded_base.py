@@ -54,12 +54,7 @@ _COMPARED_ROWS = 4096
 
 
 def load_sharded(
-    model: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    local_files_only: bool,
-    lock_step: GroupLockStep,
+    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool, lock_step: GroupLockStep
 ) -> BaseModel:
     """Load this member's part of a hub id or a folder. Return when all members have loaded theirs.
 
@@ -76,21 +71,14 @@ def load_sharded(
 
 
 def _load(
-    model: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    lock_step: GroupLockStep,
-    *,
-    local_files_only: bool,
+    model: str, device: torch.device, dtype: torch.dtype, lock_step: GroupLockStep, *, local_files_only: bool
 ) -> BaseModel:
     links = lock_step.links
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
     refuse_unsupported(config)
     if MODEL_TYPES[config.model_type].is_wrapper:
-        raise UnsupportedModel(
-            "a group of processes cannot divide a model with a vision tower: use --group-size 1."
-        )
+        raise UnsupportedModel("a group of processes cannot divide a model with a vision tower: use --group-size 1.")
     network = make_skeleton(config, dtype)
     if has_experts(find_targets(network)):
         raise UnsupportedModel(
@@ -165,11 +153,7 @@ def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
             Path(model)
             if Path(model).is_dir()
             else Path(
-                snapshot_download(
-                    model,
-                    local_files_only=local_files_only,
-                    allow_patterns=["*.json", "*.safetensors"],
-                )
+                snapshot_download(model, local_files_only=local_files_only, allow_patterns=["*.json", "*.safetensors"])
             )
         )
         if (folder / INDEX).is_file():
@@ -243,9 +227,7 @@ def _fill(parameter: torch.Tensor, stored: Any, name: str) -> None:
         parameter.copy_(stored[:])
         refuse_not_finite([(name, parameter)])
         return
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if shape[0]:
         own = parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
         refuse_not_finite([(name, own)])

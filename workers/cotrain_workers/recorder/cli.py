@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.filesize import decimal
 
-from cotrain.commands.terminal import (
-    AsJson,
-    examples,
-    harmless,
-    print_json,
-    print_result,
-    print_rich,
-    table,
-)
+from cotrain.commands.terminal import AsJson, examples, harmless, print_json, print_result, print_rich, table
 from cotrain_store.messages.ids import RunId
 
 if TYPE_CHECKING:
@@ -45,15 +37,10 @@ Recording = Annotated[Path, typer.Argument(help="A file below <data>/recorder.",
 def replay(
     file: Recording,
     base_model: Annotated[
-        str | None,
-        typer.Option(help="Hub id or folder; by default what the recording worker had."),
+        str | None, typer.Option(help="Hub id or folder; by default what the recording worker had.")
     ] = None,
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; by default as recorded, where it is there.")
-    ] = None,
-    everything: Annotated[
-        bool, typer.Option("--everything", help="Also run what failed by an accident.")
-    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default as recorded, where it is there.")] = None,
+    everything: Annotated[bool, typer.Option("--everything", help="Also run what failed by an accident.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run one recorded cycle again, without a server, and compare every result and state.
@@ -67,13 +54,7 @@ def replay(
     cotrain replay cycle.zip --base-model /models/Qwen3-8B --json
     """
     from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle
-    from cotrain_workers.recorder.replay import (
-        compared,
-        engine_for,
-        restore_before,
-        run_again,
-        tolerance_of,
-    )
+    from cotrain_workers.recorder.replay import compared, engine_for, restore_before, run_again, tolerance_of
 
     try:
         cycle = read_cycle(file)
@@ -89,14 +70,7 @@ def replay(
     diverged = sum(row.verdict == "DIVERGED" for row in rows)
     if as_json:
         others = cycle.facts.numerics.differences(engine.facts.numerics)
-        print_json(
-            {
-                **_facts(cycle.facts),
-                "other_numerics": others,
-                "compared": rows,
-                "diverged": diverged,
-            }
-        )
+        print_json({**_facts(cycle.facts), "other_numerics": others, "compared": rows, "diverged": diverged})
     else:
         _show(rows, diverged, is_new=cycle.found is None)
     if diverged:
@@ -122,8 +96,7 @@ def list_recordings(
         except RecordingUnreadable:
             found.append((path, None))
     rows = (
-        (path, *((*_listed(facts), decimal(path.stat().st_size)) if facts else ("damaged",)))
-        for path, facts in found
+        (path, *((*_listed(facts), decimal(path.stat().st_size)) if facts else ("damaged",))) for path, facts in found
     )
     print_result(
         [{"file": path, **_sized(path), **_facts(facts)} for path, facts in found],
@@ -136,9 +109,7 @@ def list_recordings(
 def export(
     file: Recording,
     output: Annotated[Path, typer.Argument(help="The file to write.")],
-    run: Annotated[
-        str | None, typer.Option(help="This run alone, nothing of other tenants.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(help="This run alone, nothing of other tenants.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a recorded cycle, or one run of it, to a file of its own."""
@@ -158,9 +129,7 @@ def _describe(cycle: RecordedCycle, engine: Engine) -> None:
     """Print a description of the cycle and of the comparison."""
     facts = cycle.facts
     recorded, worker, number, runs, ops = _listed(facts)
-    print_rich(
-        f"Cycle {number} of {facts.base_model} on {worker}, {recorded}: {runs} runs, {ops} ops."
-    )
+    print_rich(f"Cycle {number} of {facts.base_model} on {worker}, {recorded}: {runs} runs, {ops} ops.")
     others = facts.numerics.differences(engine.facts.numerics)
     if others:
         print_rich(f"Other numerics ({'; '.join(others)}): compared with a tolerance.")

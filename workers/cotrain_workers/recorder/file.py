@@ -226,16 +226,12 @@ def _read(archive: zipfile.ZipFile, path: Path) -> RecordedCycle:
 
 def _weights(archive: zipfile.ZipFile, spec_by_ref: Mapping[str, Any]) -> dict[str, HostWeights]:
     return {
-        ref: HostWeights(
-            AdapterSpec(**spec), **tensors.load(archive.read(f"weights/{at}.safetensors"))
-        )
+        ref: HostWeights(AdapterSpec(**spec), **tensors.load(archive.read(f"weights/{at}.safetensors")))
         for at, (ref, spec) in enumerate(spec_by_ref.items())
     }
 
 
-def _optimizers(
-    archive: zipfile.ZipFile, facts_by_ref: Mapping[str, Any]
-) -> dict[str, HostOptimizer | None]:
+def _optimizers(archive: zipfile.ZipFile, facts_by_ref: Mapping[str, Any]) -> dict[str, HostOptimizer | None]:
     optimizers: dict[str, HostOptimizer | None] = {}
     for at, (ref, facts) in enumerate(facts_by_ref.items()):
         optimizers[ref] = facts and HostOptimizer(
@@ -263,8 +259,7 @@ def _fingerprint(row: Mapping[str, Any], numbers: Mapping[str, np.ndarray]) -> F
 
 def _findings_json(found: Findings) -> dict[str, Any]:
     ops = [
-        {"run": run, "seq": seq, **_fingerprint_json(fingerprint)}
-        for (run, seq), fingerprint in found.by_op.items()
+        {"run": run, "seq": seq, **_fingerprint_json(fingerprint)} for (run, seq), fingerprint in found.by_op.items()
     ]
     runs = [{"run": run, **_fingerprint_json(found.by_run[run])} for run in found.by_run]
     return {"ops": ops, "runs": runs}
@@ -293,9 +288,7 @@ def _facts_json(facts: CycleFacts, read: ReadCheckpoints) -> dict[str, Any]:
 
 def _parse_facts(raw: Mapping[str, Any], path: Path) -> CycleFacts:
     if raw["format"] != FORMAT:
-        raise RecordingUnreadable(
-            f"{path} is of format {raw['format']}; this version reads {FORMAT}."
-        )
+        raise RecordingUnreadable(f"{path} is of format {raw['format']}; this version reads {FORMAT}.")
     given = {each.name: raw[each.name] for each in fields(CycleFacts)}
     given |= {"numerics": Numerics(**raw["numerics"]), "step": Step.parse(json.dumps(raw["step"]))}
     return CycleFacts(**given)

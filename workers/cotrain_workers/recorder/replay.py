@@ -11,22 +11,9 @@ from cotrain_store.messages.ops import QueuedOp
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.numerics import Numerics
-from cotrain_workers.engine.ops import (
-    Failure,
-    HostOptimizer,
-    HostWeights,
-    NoteOutput,
-    Op,
-    Output,
-    WeightsMissing,
-)
+from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Layout
-from cotrain_workers.fingerprints import (
-    Fingerprint,
-    differences,
-    fingerprint_of,
-    fingerprint_of_state,
-)
+from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.file import CycleFacts, Findings, RecordedCycle
 
@@ -134,11 +121,7 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     op_ids = [(op.run, op.seq) for op in cycle.facts.step.ops]
     return Findings(
         {op_id: fingerprint_of(outputs[op_id]) for op_id in op_ids if op_id in outputs},
-        {
-            run: fingerprint_of_state(engine.adapters.state(run))
-            for run, _ in op_ids
-            if run in engine.adapters
-        },
+        {run: fingerprint_of_state(engine.adapters.state(run)) for run, _ in op_ids if run in engine.adapters},
     )
 
 
@@ -168,11 +151,7 @@ def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterato
 
 
 def _compared(
-    run: RunId,
-    seq: int | None,
-    what: str,
-    pair: tuple[Fingerprint | None, Fingerprint | None],
-    tolerance: float,
+    run: RunId, seq: int | None, what: str, pair: tuple[Fingerprint | None, Fingerprint | None], tolerance: float
 ) -> Compared:
     then, now = pair
     if now is None:

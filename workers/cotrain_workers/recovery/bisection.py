@@ -100,10 +100,7 @@ def name_of(group: Sequence[Op]) -> str:
 
 
 def run_in_groups(
-    engine: Trainer,
-    risks: Risks,
-    ops: Sequence[Op],
-    run_separately: Callable[[str], Answers],
+    engine: Trainer, risks: Risks, ops: Sequence[Op], run_separately: Callable[[str], Answers]
 ) -> Answers:
     """Run a step that crashed its processes: in halves, and without the ops that crash.
 
@@ -133,9 +130,7 @@ def run_in_groups(
     return answers
 
 
-def run_alone(
-    engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None
-) -> Answers:
+def run_alone(engine: Trainer, ops: Sequence[Op], reload_state: Callable[[], bool], risks: Risks | None) -> Answers:
     """Run one run's ops repeatedly, each time without one more op that breaks the engine.
 
     `reload_state` restores the last committed state of the run, and returns True if it did so to
@@ -153,9 +148,7 @@ def run_alone(
         failed[failing.run, failing.seq] = CRASHED
 
 
-def _run_one_by_one(
-    engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None
-) -> Op | None:
+def _run_one_by_one(engine: Trainer, ops: Sequence[Op], answers: Answers, risks: Risks | None) -> Op | None:
     """Fill `answers` up to the first op that breaks the engine, and return that op."""
     for op in ops:
         if risks is not None:

@@ -142,9 +142,7 @@ def kills_of(counts: Mapping[str, int]) -> list[Kill]:
     return kills
 
 
-def careful_part(
-    ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int
-) -> Part:
+def careful_part(ops: Sequence[Op], kills: Sequence[Kill], deferred: Collection[str], limit_bytes: int) -> Part:
     """Return the part of a step that runs now, the ops of each run in order. Pure.
 
     Ops before the first dangerous request of their run go first. Then one dangerous request runs alone. The
@@ -170,11 +168,7 @@ def careful_part(
     for op in remaining:
         if request_of(op) in dangerous:
             first_dangerous.setdefault(op.run, op)
-    harmless = [
-        op
-        for op in remaining
-        if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq
-    ]
+    harmless = [op for op in remaining if op.run not in first_dangerous or op.seq < first_dangerous[op.run].seq]
     may_wait = any(request_of(op) not in deferred for op in first_dangerous.values())
     if not first_dangerous or (harmless and may_wait):
         return Part(harmless, failures, killing_tokens)

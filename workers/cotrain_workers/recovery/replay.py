@@ -40,9 +40,7 @@ def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
     if stored.kind is not ResultKind.PASS:
         before, after = (each.json().get("metrics", {}) for each in (stored, replayed))
         return _same_metrics(before, after, tolerance)
-    then, now = (
-        wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in (stored, replayed)
-    )
+    then, now = (wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in (stored, replayed))
     old, new = _logprobs(then), _logprobs(now)
     return (
         _same_metrics(then.metrics, now.metrics, tolerance)
@@ -56,9 +54,7 @@ def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
     return np.frombuffer(b"".join(records), "<f4")
 
 
-def _same_metrics(
-    before: Mapping[str, float], after: Mapping[str, float], tolerance: float
-) -> bool:
+def _same_metrics(before: Mapping[str, float], after: Mapping[str, float], tolerance: float) -> bool:
     names = {*before, *after} - {CYCLE_METRIC}
     return all(
         name in before
@@ -131,12 +127,7 @@ class RestoreProgress:
         ops, done, runs_done = self._ops, self._done, self._runs_done
         if not ops:
             return None
-        return {
-            "runs_done": runs_done,
-            "runs": len(ops),
-            "ops_done": sum(done.values()),
-            "ops": sum(ops.values()),
-        }
+        return {"runs_done": runs_done, "runs": len(ops), "ops_done": sum(done.values()), "ops": sum(ops.values())}
 
 
 @dataclass(frozen=True)
@@ -182,13 +173,7 @@ class Replay:
                 lost = SpoolCorrupt(str(unusable))
                 continue
             if replayed or base.file:
-                log.info(
-                    "run_restored",
-                    run=run,
-                    snapshot=base.seq,
-                    replayed=replayed,
-                    done=last,
-                )
+                log.info("run_restored", run=run, snapshot=base.seq, replayed=replayed, done=last)
             return Restored(position, replayed, base.seq == position.snap, is_exact)
         self.engine.adapters.drop(run)
         raise lost
@@ -203,9 +188,7 @@ class Replay:
         except ValueError as foreign:
             raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
-    def _run_log(
-        self, run: RunId, base: Base, position: LogPosition, last: int
-    ) -> Yielding[tuple[int, bool]]:
+    def _run_log(self, run: RunId, base: Base, position: LogPosition, last: int) -> Yielding[tuple[int, bool]]:
         """Run the log from a base to `last`; return the number of ops, and whether bits are compared.
 
         They are compared from the base until memory first runs out. If lost saves are among the ops that a rewind
@@ -251,13 +234,7 @@ class Replay:
                 runnable.append(request)
         return runnable
 
-    def _check(
-        self,
-        group: Sequence[QueuedOp],
-        outputs: Mapping[tuple[str, int], Output],
-        *,
-        exact: bool,
-    ) -> None:
+    def _check(self, group: Sequence[QueuedOp], outputs: Mapping[tuple[str, int], Output], *, exact: bool) -> None:
         """Compare the replayed results with the stored ones; raises ReplayDiverged."""
         for op in group:
             stored = self.execution.logs.stored_result(op)
@@ -268,10 +245,7 @@ class Replay:
                 raise ReplayDiverged(f"Run {op.run}: replaying seq {op.seq} gave another result.")
 
     def _put_saves_again(
-        self,
-        group: Sequence[QueuedOp],
-        bodies: Sequence[bytes],
-        outputs: Mapping[tuple[str, int], Output],
+        self, group: Sequence[QueuedOp], bodies: Sequence[bytes], outputs: Mapping[tuple[str, int], Output]
     ) -> None:
         for op, body in zip(group, bodies, strict=True):
             output = outputs.get((op.run, op.seq))
@@ -295,12 +269,8 @@ def bases_of(position: LogPosition) -> list[Base]:
 
     An older base only costs a longer replay, because the log reaches back to it. Pure.
     """
-    newest = Base(
-        position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id
-    )
-    older = Base(
-        position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id
-    )
+    newest = Base(position.snap, position.snapshot_file, position.snapshot_sha256, position.numerics_id)
+    older = Base(position.older_snap, position.older_file, position.older_sha256, position.older_numerics_id)
     return [base for base in dict.fromkeys((newest, older)) if base.file or base.seq == -1]
 
 
@@ -309,9 +279,7 @@ def is_foreign(engine: Trainer, numerics_id: str) -> bool:
     return numerics_id not in ("", engine.facts.numerics_id)
 
 
-def timelines(
-    ops: Sequence[QueuedOp], base: int, rewinds: Mapping[int, int]
-) -> list[list[QueuedOp]]:
+def timelines(ops: Sequence[QueuedOp], base: int, rewinds: Mapping[int, int]) -> list[list[QueuedOp]]:
     """Return the ops to run from a base: first up to each save that a rewind abandoned, at last the remaining ones.
 
     `ops` hold only saves that must be created again. `rewinds` maps the seq of each successful rewind to the
@@ -330,9 +298,7 @@ def timelines(
     return found
 
 
-def _after_rewinds(
-    ops: Iterable[QueuedOp], base: int, rewinds: Mapping[int, int]
-) -> list[QueuedOp]:
+def _after_rewinds(ops: Iterable[QueuedOp], base: int, rewinds: Mapping[int, int]) -> list[QueuedOp]:
     kept: list[QueuedOp] = []
     for op in ops:
         if op.kind is not OpKind.REWIND:

@@ -210,9 +210,7 @@ class ResidentRuns:
         self._rewound.discard(run)
         self._uncovered_s.pop(run, None)
 
-    def committed(
-        self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]
-    ) -> None:
+    def committed(self, step: Step, outputs: Container[OpId], device_s: Mapping[OpId, float]) -> None:
         """Count a committed step. Copy out runs whose log has grown long.
 
         An op without an output has not finished; `device_s` is the compute time of each op.
@@ -331,9 +329,7 @@ class ResidentRuns:
         self._writing[run] = (backlog.seq, writing)
         if not backlog.is_due:
             self._uncovered_s[run] = self._uncovered_s.get(run, 0.0) + backlog.compute_s
-        self._backlogs[run] = ReplayBacklog(
-            seq=backlog.seq, used_at=backlog.used_at, copy_s=backlog.copy_s
-        )
+        self._backlogs[run] = ReplayBacklog(seq=backlog.seq, used_at=backlog.used_at, copy_s=backlog.copy_s)
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self._writing.items()):
@@ -349,9 +345,7 @@ class ResidentRuns:
                     self._backlogs[run].ops += 1  # still to be copied out
                 continue
             failpoint("snapshot.before_register", run)
-            registered = self._execution.register_snapshot(
-                run, seq, snapshot.file, snapshot.sha256, snapshot.size
-            )
+            registered = self._execution.register_snapshot(run, seq, snapshot.file, snapshot.sha256, snapshot.size)
             # Clear it only now: while Redis is unavailable the copy stays finished and
             # unregistered.
             del self._writing[run]

@@ -73,9 +73,7 @@ class RewindTime:
 class RunLifecycle:
     """Lifecycle of the runs of one worker, for its loop."""
 
-    def __init__(
-        self, execution: Execution, residents: ResidentRuns, weights: WeightsStore
-    ) -> None:
+    def __init__(self, execution: Execution, residents: ResidentRuns, weights: WeightsStore) -> None:
         self._execution = execution
         self._residents = residents
         self._weights = weights

@@ -39,9 +39,7 @@ class Snapshot:
     size: int
 
 
-def write_snapshot(
-    root: Blobs, run: str, seq: int, writer: str, numerics_id: str, state: AdapterState
-) -> Snapshot:
+def write_snapshot(root: Blobs, run: str, seq: int, writer: str, numerics_id: str, state: AdapterState) -> Snapshot:
     """Write a run's state as of `seq`, durable under its final name when this returns; raises OSError."""
     content = encode_snapshot(run, seq, numerics_id, state)
     name = f"{run_folder(run)}/{seq}-{writer}{SUFFIX}"
@@ -105,9 +103,7 @@ def remove_snapshots(root: Blobs, run: str, keep: frozenset[str] = frozenset()) 
 
 
 def orphans(
-    root: Blobs,
-    bases: Callable[[RunId], frozenset[str]],
-    is_at_work: Callable[[str, str], bool],
+    root: Blobs, bases: Callable[[RunId], frozenset[str]], is_at_work: Callable[[str, str], bool]
 ) -> dict[str, str]:
     """Find the removable files, each with its mark: partial files of crashed processes, and files that no log
     starts from.

@@ -13,9 +13,7 @@ from cotrain_workers.engine.ops import Image
 from cotrain_workers.engine.spec import seed_of
 
 
-def sample_request(
-    claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]
-) -> SampleRequest:
+def sample_request(claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]) -> SampleRequest:
     """Return the decoder's request, with defaults for missing fields.
 
     A missing seed is derived from the request's id, so that a repeated request yields the same tokens.

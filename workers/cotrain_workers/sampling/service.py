@@ -25,12 +25,7 @@ from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import (
-    NewTokens,
-    Progress,
-    SampleOutput,
-    SampleRequest,
-)
+from cotrain_workers.engine.decoding.requests import NewTokens, Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
@@ -358,12 +353,7 @@ class SamplingService:
             of_clients = [new for new in progress.tokens if new.request not in self._probes]
             self._times.step(of_clients, ended - began)
             self._note(progress, len(progress.tokens) - len(of_clients))
-            return bool(
-                progress.finished
-                or progress.decoded_tokens
-                or progress.prompt_tokens
-                or progress.images
-            )
+            return bool(progress.finished or progress.decoded_tokens or progress.prompt_tokens or progress.images)
         # the exception is released only here, with the tensors that its frames hold
         self._isolate_all()
         return True

@@ -29,10 +29,7 @@ class TokenTimes:
     """Metrics of a decoder's steps. For one thread."""
 
     def __init__(
-        self,
-        metrics: WorkerMetrics,
-        wall: Callable[[], float] = time.time,
-        clock: Callable[[], float] = time.monotonic,
+        self, metrics: WorkerMetrics, wall: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._metrics = metrics
         self._wall = wall
@@ -114,9 +111,7 @@ class SampleTraces:
         if times := self._open.get(request):
             times.ended = time.time()
 
-    def answered(
-        self, results: Mapping[RequestId, Result], usage: Mapping[RequestId, SampleUsage]
-    ) -> None:
+    def answered(self, results: Mapping[RequestId, Result], usage: Mapping[RequestId, SampleUsage]) -> None:
         """Report requests whose results are now stored."""
         for request, result in results.items():
             if times := self._open.pop(request, None):

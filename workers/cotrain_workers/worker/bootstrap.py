@@ -114,9 +114,7 @@ def device_of(settings: WorkerSettings) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def measured_engine(
-    settings: WorkerSettings, device: str, links: Links | None = None
-) -> tuple[Trainer, float]:
+def measured_engine(settings: WorkerSettings, device: str, links: Links | None = None) -> tuple[Trainer, float]:
     """Load the engine and measure its throughput in tokens/s. With `links`, this process is the first of a group.
 
     Raises ModelTooLarge if memory is insufficient for either.
@@ -148,17 +146,11 @@ def _refusing_what_is_too_large(settings: WorkerSettings) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             name = settings.base_model
-            raise ModelTooLarge(
-                f"Base model {name} cannot be served: {model_too_large()}"
-            ) from error
+            raise ModelTooLarge(f"Base model {name} cannot be served: {model_too_large()}") from error
         raise
 
 
-def load_engine(
-    settings: WorkerSettings,
-    device: str,
-    lock_step: GroupLockStep | None = None,
-) -> Engine:
+def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep | None = None) -> Engine:
     """Load the engine; with `lock_step`, that of a group member.
 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
@@ -208,10 +200,7 @@ def measure_throughput(engine: Trainer, num_tokens: int) -> float:
     """Measure training throughput in tokens/s on one small batch. The first token budget is derived from it."""
     length = min(256, engine.facts.context_length)
     rng = np.random.default_rng(0)
-    datums = [
-        _datum(rng.integers(0, engine.facts.vocab_size, length))
-        for _ in range(max(1, num_tokens // length))
-    ]
+    datums = [_datum(rng.integers(0, engine.facts.vocab_size, length)) for _ in range(max(1, num_tokens // length))]
     probe = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=True)
     _, taken = _seconds(engine, [probe, probe])
     return len(datums) * length / taken
@@ -247,9 +236,7 @@ def _seconds(engine: Trainer, ops: Sequence[Pass | OptimStep]) -> list[float]:
     return taken
 
 
-def pool_record(
-    settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float
-) -> PoolRecord:
+def pool_record(settings: WorkerSettings, engine: Trainer, device: str, tokens_per_s: float) -> PoolRecord:
     """Return the record of this pool: model, limits, device and throughput."""
     facts = engine.facts
     return PoolRecord(
@@ -313,13 +300,7 @@ def enter_pool(
     sampling = SampleClaims(connection, *spools, record.id, worker, epoch)
     sampling.requeue()
     sampler = SamplingService(
-        decoder,
-        make_decoder,
-        sampling,
-        weights,
-        TokenPublisher(connection),
-        engine.facts.eos_token_ids,
-        metrics,
+        decoder, make_decoder, sampling, weights, TokenPublisher(connection), engine.facts.eos_token_ids, metrics
     )
     recorder = Recorder(
         engine,
@@ -332,19 +313,12 @@ def enter_pool(
     )
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    residents = ResidentRuns(
-        engine, execution, weights, settings, policy, metrics, cost, exact=exact
-    )
-    return WorkerLoop(
-        engine, execution, residents, weights, sampler, recorder, record, settings, metrics
-    )
+    residents = ResidentRuns(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
+    return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings, metrics)
 
 
 def decoder_factory(
-    engine: Trainer,
-    settings: WorkerSettings,
-    weights: WeightsStore,
-    tokenizer: PublishedTokenizer | None,
+    engine: Trainer, settings: WorkerSettings, weights: WeightsStore, tokenizer: PublishedTokenizer | None
 ) -> Callable[[], Decoder]:
     """Return a factory of decoders: the engine's own, a vLLM client, or none for a group without vLLM."""
 
@@ -360,9 +334,7 @@ def decoder_factory(
     adapters, copies = settings.blob_store.below("weights"), None
     shared = adapters.folder or settings.adapter_copies_dir
     if adapters.folder is None:
-        copies = AdapterCopies(
-            adapters, shared, settings.vllm_copies_bytes, settings.model_name, weights.layout_of
-        )
+        copies = AdapterCopies(adapters, shared, settings.vllm_copies_bytes, settings.model_name, weights.layout_of)
 
     def folder(key: str) -> Path | None:
         digest = weights.digest(WeightsRef(key))

@@ -67,9 +67,7 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
     metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
     for op in step.ops:
         save = commit.saves.get((op.run, op.seq))
-        if (op.run, op.seq) in commit.results and not (
-            save and save.is_named
-        ):  # its answer follows
+        if (op.run, op.seq) in commit.results and not (save and save.is_named):  # its answer follows
             metrics.resolved(op.kind, now - op.accepted_at)
     for run, used in commit.usage.items():
         metrics.used_device(step.tenant_by_run[run], used.device_s)
@@ -83,13 +81,9 @@ def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
     return structlog.contextvars.bound_contextvars(**fields)
 
 
-def trace_cycle(
-    tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int
-) -> None:
+def trace_cycle(tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int) -> None:
     """Record a committed cycle. Ops without a traced request are omitted; without any, so is the cycle."""
-    traced = [
-        op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None
-    ]
+    traced = [op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None]
     if not traced:
         return
     ended = time.time()

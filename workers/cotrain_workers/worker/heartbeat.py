@@ -47,19 +47,14 @@ class Heartbeat:
     """
 
     def __init__(
-        self,
-        execution: Execution,
-        describe: Callable[[], WorkerHeartbeat],
-        stopping: threading.Event,
+        self, execution: Execution, describe: Callable[[], WorkerHeartbeat], stopping: threading.Event
     ) -> None:
         self._execution = execution
         self._describe = describe
         self._stopping = stopping
         self._ended = threading.Event()
         self._one_at_a_time = threading.Lock()
-        self._thread = threading.Thread(
-            target=self._send_until_stopped, name="heartbeat", daemon=True
-        )
+        self._thread = threading.Thread(target=self._send_until_stopped, name="heartbeat", daemon=True)
         self.was_replaced = False
 
     def start(self) -> None:
@@ -200,9 +195,7 @@ def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PAT
         return file
 
 
-def await_absence(
-    holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S
-) -> None:
+def await_absence(holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S) -> None:
     """Wait until no process on another host sends heartbeats under this worker id.
 
     Raises:

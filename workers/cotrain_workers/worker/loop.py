@@ -36,14 +36,7 @@ from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, R
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
-from cotrain_workers.worker.device_time import (
-    CycleTimes,
-    DeviceTime,
-    Phase,
-    Share,
-    Throughput,
-    TimeSharing,
-)
+from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
 from cotrain_workers.worker.drain import Drain, RunMoves
 from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
 from cotrain_workers.worker.prefetch import Prefetcher
@@ -103,9 +96,7 @@ class WorkerLoop:
         """Monotonic time in s at which a stopping process ends a restore in progress."""
         self._stopping = threading.Event()
         self._device_time = DeviceTime()
-        self._time_sharing = TimeSharing(
-            sampler, Share(settings.sampling_share), self._stopping, self._device_time
-        )
+        self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping, self._device_time)
         self._maintained_at = -math.inf
         self._handover = Drain(execution.drain, residents, weights, sampler)
         self._moves = RunMoves(execution, residents)
@@ -184,9 +175,7 @@ class WorkerLoop:
         for weights in self._weights.lost()[:1]:  # the others in later ticks
             self._time_sharing.training_begins()
             self._device_time.lap(Phase.IDLE)
-            self._restored(
-                self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder
-            )
+            self._restored(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
             self._device_time.lap(Phase.TRAIN)
             self._time_sharing.training_ends()
         steps = self._execution.open_steps()

@@ -65,8 +65,7 @@ class MixCheck:
 
 
 Probe: TypeAlias = Callable[
-    [Sequence[SampleRequest], Mapping[str, HostWeights]],
-    Yielding[dict[str, SampleOutput | Failure | None]],
+    [Sequence[SampleRequest], Mapping[str, HostWeights]], Yielding[dict[str, SampleOutput | Failure | None]]
 ]
 """Runs sample requests together on the worker's decoder, as `SamplingService.probe`."""
 
@@ -118,9 +117,7 @@ def _probes(phase: str, lent: Mapping[str, HostWeights], vocab: int) -> list[Sam
     ]  # fmt: skip
 
 
-def _with_samples(
-    found: MixCheck, sampled: Mapping[str, SampleOutput | Failure | None]
-) -> MixCheck:
+def _with_samples(found: MixCheck, sampled: Mapping[str, SampleOutput | Failure | None]) -> MixCheck:
     """Return a result with the comparison of samples; unchanged without any."""
     worst, problem, tokens = 0.0, "", 0
     for name, before in sampled.items():
@@ -181,10 +178,7 @@ def _datums(at: int, vocab: int) -> list[Datum]:
     return [
         Datum(
             generator.integers(0, vocab, length),
-            {
-                "target_tokens": generator.integers(0, vocab, length),
-                "weights": np.ones(length, np.float32),
-            },
+            {"target_tokens": generator.integers(0, vocab, length), "weights": np.ones(length, np.float32)},
         )
         for length in lengths
     ]
@@ -209,23 +203,16 @@ def _create(engine: Trainer, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[
     return states
 
 
-def _run(
-    engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]
-) -> Yielding[dict[str, _Result]]:
+def _run(engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]) -> Yielding[dict[str, _Result]]:
     """Run the passes in one cycle, then the steps in another one."""
     bank = engine.adapters
     passed = (yield from engine.cycle([of_run[0] for of_run in ops.values()])).outputs
     gradients = {run: bank.state(run).grads.clone() for run in ops}
     stepped = (yield from engine.cycle([of_run[1] for of_run in ops.values()])).outputs
-    return {
-        run: _result(passed[run, 1], stepped[run, 2], gradients[run], bank.state(run).weights)
-        for run in ops
-    }
+    return {run: _result(passed[run, 1], stepped[run, 2], gradients[run], bank.state(run).weights) for run in ops}
 
 
-def _result(
-    passed: Output, stepped: Output, gradients: torch.Tensor, weights: torch.Tensor
-) -> _Result:
+def _result(passed: Output, stepped: Output, gradients: torch.Tensor, weights: torch.Tensor) -> _Result:
     if not (isinstance(passed, PassOutput) and isinstance(stepped, StepOutput)):
         failure = passed if isinstance(passed, Failure) else stepped
         message = failure.message if isinstance(failure, Failure) else str(failure)
@@ -234,9 +221,7 @@ def _result(
     return _Result(logprobs, gradients, weights.clone())
 
 
-def _compare(
-    alone: Mapping[str, _Result], mixed: Mapping[str, _Result], tokens: int, tolerance: float
-) -> MixCheck:
+def _compare(alone: Mapping[str, _Result], mixed: Mapping[str, _Result], tokens: int, tolerance: float) -> MixCheck:
     worst = {"logprobs": 0.0, "gradients": 0.0, "weights": 0.0}
     problem, largest = "", tolerance
     for run, before in alone.items():

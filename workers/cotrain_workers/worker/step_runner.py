@@ -21,14 +21,7 @@ from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
-from cotrain_workers.recovery.bisection import (
-    MAX_CRASHES,
-    POISON,
-    Answers,
-    Risks,
-    run_alone,
-    run_in_groups,
-)
+from cotrain_workers.recovery.bisection import MAX_CRASHES, POISON, Answers, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.large_passes import LargePasses
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
@@ -74,12 +67,7 @@ class StepRunner:
     """Executor of steps whose runs are in memory. It handles neither results nor commits."""
 
     def __init__(
-        self,
-        engine: Trainer,
-        execution: Execution,
-        runs: RunLifecycle,
-        weights: WeightsStore,
-        prefetcher: Prefetcher,
+        self, engine: Trainer, execution: Execution, runs: RunLifecycle, weights: WeightsStore, prefetcher: Prefetcher
     ) -> None:
         self._engine = engine
         self._prefetcher = prefetcher
@@ -171,11 +159,7 @@ class StepRunner:
         return replace(ran, outputs=outputs, decode_s=decode_s)
 
     def _requests(
-        self,
-        step: Step,
-        bodies: Mapping[tuple[str, int], bytes],
-        runs: StepRuns,
-        is_late: Callable[[], bool],
+        self, step: Step, bodies: Mapping[tuple[str, int], bytes], runs: StepRuns, is_late: Callable[[], bool]
     ) -> Yielding[list[tuple[QueuedOp, Op | NoteOutput | Failure]]]:
         """Return the request of each op of a step, except of those that wait for the next step."""
         found: list[tuple[QueuedOp, Op | NoteOutput | Failure]] = []
@@ -207,10 +191,7 @@ class StepRunner:
         stale = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
         steps = self._execution.steps_of(stale)
         return [
-            replace(op, step=steps[RunId(op.run)])
-            if isinstance(op, Pass) and op.run in steps
-            else op
-            for op in ops
+            replace(op, step=steps[RunId(op.run)]) if isinstance(op, Pass) and op.run in steps else op for op in ops
         ]
 
     def _run(
@@ -261,9 +242,7 @@ class StepRunner:
 
     def _in_groups(self, ops: Sequence[Op], step: Step) -> Answers:
         risks = self.crashes(step).risks
-        side_by_side = [
-            op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run
-        ]
+        side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
         alone = partial(self._alone, ops, step, risks)
         answers = run_in_groups(self._engine, risks, side_by_side, alone)
         poison = sum(each is POISON for each in answers.outputs.values())

@@ -34,9 +34,7 @@ class PublishedTokenizer:
     grammar_of: GrammarOf | None  # compiler of grammars; None for a kind that only Python can run
 
 
-def publish_tokenizer(
-    source: str, name: str, published: Blobs, *, local_files_only: bool
-) -> PublishedTokenizer | None:
+def publish_tokenizer(source: str, name: str, published: Blobs, *, local_files_only: bool) -> PublishedTokenizer | None:
     """Publish a base model's tokenizer for the API. Return None for a model without one."""
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -52,9 +50,7 @@ def publish_tokenizer(
         return None
 
     def text(tokens: Sequence[int]) -> str:
-        decoded: str = tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        decoded: str = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return decoded
 
     folder = _publish(tokenizer, name, published)
@@ -72,9 +68,7 @@ def _publish(tokenizer: Any, name: str, published: Blobs) -> str:
     digest = _digest(contents)
     folder = f"{name}-{digest}"
     if _digest(_published(published, folder)) != digest:  # missing, or torn by a power cut
-        for file in sorted(
-            contents, key=lambda file: file == READ_BY_API
-        ):  # last: then it is whole
+        for file in sorted(contents, key=lambda file: file == READ_BY_API):  # last: then it is whole
             published.put(f"{folder}/{file}", contents[file])
     return folder
 

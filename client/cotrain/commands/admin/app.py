@@ -14,16 +14,7 @@ from pydantic import TypeAdapter
 from cotrain.commands.admin import tenants
 from cotrain.commands.admin.asking import AdminKey, Server, ask
 from cotrain.commands.admin.tenants import TenantId
-from cotrain.commands.terminal import (
-    DEFAULT_DATA_DIR,
-    AsJson,
-    BaseUrl,
-    DataDir,
-    examples,
-    minute,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import DEFAULT_DATA_DIR, AsJson, BaseUrl, DataDir, examples, minute, print_result, table
 from cotrain.settings import DEFAULT_BASE_URL
 from cotrain.wire.admin import AuditPage, KeyShown, NewKey, WorkerList, WorkerShown
 from cotrain.wire.status import Fleet, Restoring
@@ -34,9 +25,7 @@ keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_i
 @keys_app.command("list", epilog=examples("cotrain admin keys list t-3f9c2a71"))
 def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
     """List a tenant's keys, without their secrets."""
-    found = TypeAdapter(list[KeyShown]).validate_python(
-        ask(context, "GET", "tenants", tenant, "keys")
-    )
+    found = TypeAdapter(list[KeyShown]).validate_python(ask(context, "GET", "tenants", tenant, "keys"))
     rows = (
         (
             *(key.id, f"{key.prefix}…", key.name, key.role),
@@ -48,16 +37,12 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
     print_result(found, table(columns, rows), as_json=as_json)
 
 
-@keys_app.command(
-    epilog=examples("cotrain admin keys create t-3f9c2a71 ci --role viewer --days 30")
-)
+@keys_app.command(epilog=examples("cotrain admin keys create t-3f9c2a71 ci --role viewer --days 30"))
 def create(
     context: typer.Context,
     tenant: TenantId,
     name: Annotated[str, typer.Argument(help="Whose key this is.")],
-    role: Annotated[
-        Literal["member", "viewer"], typer.Option(help="A viewer reads, and changes nothing.")
-    ] = "member",
+    role: Annotated[Literal["member", "viewer"], typer.Option(help="A viewer reads, and changes nothing.")] = "member",
     days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -157,16 +142,12 @@ def _worker(worker: WorkerShown) -> Sequence[object]:
 def drain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
     """Move a worker's runs to others of its pool. It gets no new runs until `undrain`, even after a restart."""
     ask(context, "POST", "pools", pool, "workers", worker, "drain")
-    text = (
-        f"{worker} drains: its runs move to other workers of its pool. Without one, it keeps them."
-    )
+    text = f"{worker} drains: its runs move to other workers of its pool. Without one, it keeps them."
     print_result({"worker": worker, "drain": True}, text, as_json=as_json)
 
 
 @workers_app.command(epilog=examples("cotrain admin workers undrain p-4f1a w0"))
-def undrain(
-    context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False
-) -> None:
+def undrain(context: typer.Context, pool: PoolId, worker: WorkerId, as_json: AsJson = False) -> None:
     """Allow a drained worker to receive runs again."""
     ask(context, "POST", "pools", pool, "workers", worker, "undrain")
     text = f"{worker} receives runs again."
@@ -195,11 +176,7 @@ def server(
     context.obj = Server(base_url, admin_key, data_dir)
 
 
-@app.command(
-    epilog=examples(
-        "cotrain admin fleet", "cotrain admin fleet --json | jq '.pools[].workers_wanted'"
-    )
-)
+@app.command(epilog=examples("cotrain admin fleet", "cotrain admin fleet --json | jq '.pools[].workers_wanted'"))
 def fleet(context: typer.Context, as_json: AsJson = False) -> None:
     """Show the required number of workers for each base model, and the state of the running ones."""
     found = Fleet.model_validate(ask(context, "GET", "fleet", below=""))
@@ -215,18 +192,12 @@ def fleet(context: typer.Context, as_json: AsJson = False) -> None:
     print_result(found, table(columns, rows), as_json=as_json)
 
 
-@app.command(
-    epilog=examples("cotrain admin audit", "cotrain admin audit --tenant t-3f9c2a71 --json")
-)
+@app.command(epilog=examples("cotrain admin audit", "cotrain admin audit --tenant t-3f9c2a71 --json"))
 def audit(
     context: typer.Context,
-    tenant: Annotated[
-        str | None, typer.Option(help="What this tenant did, and what was done to it.")
-    ] = None,
+    tenant: Annotated[str | None, typer.Option(help="What this tenant did, and what was done to it.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 50,
-    before: Annotated[
-        str | None, typer.Option(help="Earlier ones: `next` of the page before.")
-    ] = None,
+    before: Annotated[str | None, typer.Option(help="Earlier ones: `next` of the page before.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List administrative actions and their keys, newest first."""

@@ -42,8 +42,7 @@ def ask(
         key = server.admin_key or kept_admin_key(url, server.data_dir)
         if not key:
             raise ValueError(
-                "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder "
-                "(--data-dir)."
+                "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
             )
         where = "/".join(quote(part, safe="") for part in path)
         asked = {name: value for name, value in (params or {}).items() if value is not None}

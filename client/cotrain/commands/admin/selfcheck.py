@@ -7,14 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from cotrain.commands.admin.asking import AdminKey, Server, ask
-from cotrain.commands.terminal import (
-    DEFAULT_DATA_DIR,
-    AsJson,
-    BaseUrl,
-    DataDir,
-    print_result,
-    table,
-)
+from cotrain.commands.terminal import DEFAULT_DATA_DIR, AsJson, BaseUrl, DataDir, print_result, table
 from cotrain.settings import DEFAULT_BASE_URL
 from cotrain.wire.admin import SelfCheckAsked, WorkerList, WorkerShown
 
@@ -27,12 +20,8 @@ KINDS = ("logprobs", "gradients", "weights", "samples")
 
 def selfcheck(
     context: typer.Context,
-    worker: Annotated[
-        list[str] | None, typer.Option(help="Only this worker; repeated: these. Otherwise all.")
-    ] = None,
-    timeout_s: Annotated[
-        float, typer.Option("--timeout", min=1, help="Wait so many seconds for the results.")
-    ] = 120.0,
+    worker: Annotated[list[str] | None, typer.Option(help="Only this worker; repeated: these. Otherwise all.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Wait so many seconds for the results.")] = 120.0,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     admin_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,
@@ -44,19 +33,14 @@ def selfcheck(
     and 2 if a worker gave no result in time or none is live.
     """
     context.obj = Server(base_url, admin_key, data_dir)
-    chosen = [
-        each for each in _workers(context) if each.heartbeat and (not worker or each.id in worker)
-    ]
+    chosen = [each for each in _workers(context) if each.heartbeat and (not worker or each.id in worker)]
     asked = {(each.pool, each.id): _ask(context, each) for each in chosen}
     until = time.monotonic() + timeout_s
     found = _results(context, asked)
     while len(found) < len(asked) and time.monotonic() < until:
         time.sleep(POLL_S)
         found = _results(context, asked)
-    rows = [
-        {"pool": pool, "worker": name, **(found.get((pool, name)) or {"ok": None})}
-        for pool, name in asked
-    ]
+    rows = [{"pool": pool, "worker": name, **(found.get((pool, name)) or {"ok": None})} for pool, name in asked]
     columns = ("pool", "worker", "result", *KINDS, "limit", "took")
     problems = [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]
     print_result(rows, table(columns, map(_row, rows)), *problems, as_json=as_json)
@@ -75,9 +59,7 @@ def _ask(context: typer.Context, worker: WorkerShown) -> float:
     return SelfCheckAsked.model_validate(answer).asked_at
 
 
-def _results(
-    context: typer.Context, asked: dict[tuple[str, str], float]
-) -> dict[tuple[str, str], dict[str, Any]]:
+def _results(context: typer.Context, asked: dict[tuple[str, str], float]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the results of the requested checks so far."""
     found = {}
     for each in _workers(context):

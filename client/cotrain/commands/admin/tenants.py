@@ -9,12 +9,8 @@ from cotrain.commands.terminal import AsJson, examples, facts, print_result, tab
 from cotrain.wire.admin import NewKey, TenantDetail, TenantList
 from cotrain.wire.rest import MAX_PAGE
 
-app = typer.Typer(
-    help="List tenants, set limits and weights, pause and resume.", no_args_is_help=True
-)
-TenantId = Annotated[
-    str, typer.Argument(metavar="TENANT", help="Its id, as `tenants list` shows it.")
-]
+app = typer.Typer(help="List tenants, set limits and weights, pause and resume.", no_args_is_help=True)
+TenantId = Annotated[str, typer.Argument(metavar="TENANT", help="Its id, as `tenants list` shows it.")]
 
 
 @app.command("list", epilog=examples("cotrain admin tenants list --search ada"))
@@ -73,12 +69,10 @@ def set_tenant(
     context: typer.Context,
     tenant: TenantId,
     limit: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=NUMBER", help="A limit over the default; NAME=default ends it."),
+        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="A limit over the default; NAME=default ends it.")
     ] = None,
     weight: Annotated[
-        float | None,
-        typer.Option(help="0.1 to 10: its share of a contended cycle; 1 is the default."),
+        float | None, typer.Option(help="0.1 to 10: its share of a contended cycle; 1 is the default.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -127,17 +121,11 @@ def _print(tenant: TenantDetail, *, as_json: bool) -> None:
         ("name", tenant.name),
         ("weight", f"{tenant.weight:g}"),
         ("state", f"paused: {tenant.paused.reason or 'yes'}" if tenant.paused else "active"),
-        *(
-            (f"run {run}", f"paused: {it.reason or 'yes'}")
-            for run, it in tenant.paused_runs.items()
-        ),
+        *((f"run {run}", f"paused: {it.reason or 'yes'}") for run, it in tenant.paused_runs.items()),
         *((f"key {key.id}", f"{key.name} ({key.role})") for key in tenant.keys),
     )
     limits = table(
         ("limit", "used", "of", "default"),
-        (
-            (quota.name, quota.used, quota.limit, quota.default if quota.is_own else None)
-            for quota in tenant.quotas
-        ),
+        ((quota.name, quota.used, quota.limit, quota.default if quota.is_own else None) for quota in tenant.quotas),
     )
     print_result(tenant, about, limits, as_json=as_json)

@@ -5,13 +5,7 @@ from typing import Annotated
 from fastapi import Query
 
 from cotrain.wire import admin as wire
-from cotrain_server.administration.tenant_grants import (
-    TenantChange,
-    change_tenant,
-    find_tenant,
-    list_keys,
-    make_key,
-)
+from cotrain_server.administration.tenant_grants import TenantChange, change_tenant, find_tenant, list_keys, make_key
 from cotrain_server.administration.tenant_view import list_tenants, show_tenant
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, operator_router
 from cotrain_store.errors import Reason, Refused
@@ -22,10 +16,7 @@ router = operator_router("/api/v1/admin/tenants")
 
 @router.get("")
 async def tenants(
-    services: ServicesDep,
-    search: Annotated[str, Query(max_length=64)] = "",
-    limit: Limit = 100,
-    offset: Offset = 0,
+    services: ServicesDep, search: Annotated[str, Query(max_length=64)] = "", limit: Limit = 100, offset: Offset = 0
 ) -> wire.TenantList:
     """List tenants by name; with `search`, only those whose name or id contains it."""
     return await list_tenants(services, search, offset, limit)
@@ -109,9 +100,6 @@ async def audit(
     about = None if tenant is None else await find_tenant(services, tenant)
     found = await services.audit.page(about, before, limit)
     return wire.AuditPage(
-        events=[
-            entry if entry.tenant else entry.model_copy(update={"tenant": tenant or ""})
-            for entry in found
-        ],
+        events=[entry if entry.tenant else entry.model_copy(update={"tenant": tenant or ""}) for entry in found],
         next=found[-1].id if len(found) == limit else None,
     )

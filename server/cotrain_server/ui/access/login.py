@@ -39,9 +39,7 @@ async def login(request: Request, services: ServicesDep) -> Response:
     fields = await access.read_form(request)
     target = _inside(fields.get("next", HOME))
     nonce = request.cookies.get(access.LOGIN_COOKIE, "")
-    if not access.is_csrf_token(
-        nonce and services.signer.csrf(nonce), fields.get(access.CSRF_FIELD, "")
-    ):
+    if not access.is_csrf_token(nonce and services.signer.csrf(nonce), fields.get(access.CSRF_FIELD, "")):
         return _form(request, services, target, STALE, 403)
     try:
         session = await access.session_of_key(services, fields.get("key", "").strip())
@@ -66,21 +64,15 @@ async def logout(request: Request, services: ServicesDep) -> Response:
     return response
 
 
-def _refused(
-    request: Request, services: Services, target: str, wrong: AuthenticationFailed
-) -> Response:
+def _refused(request: Request, services: Services, target: str, wrong: AuthenticationFailed) -> Response:
     try:
         note_failure(request, services)
     except TooManyFailures as enough:
         return _form(request, services, target, str(enough), status_of(enough))
-    return _form(
-        request, services, target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401
-    )
+    return _form(request, services, target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)
 
 
-def _form(
-    request: Request, services: Services, target: str, error: str = "", status: int = 200
-) -> Response:
+def _form(request: Request, services: Services, target: str, error: str = "", status: int = 200) -> Response:
     nonce = secrets.token_hex(16)
     context = {"csrf": services.signer.csrf(nonce), "next": target, "error": error}
     response = html("login.html", context, status)

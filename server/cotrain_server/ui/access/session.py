@@ -83,18 +83,14 @@ async def end_session(request: Request, services: Services) -> None:
         await services.tenants.log_out(session.nonce, session.ends_at)
 
 
-def keep_session(
-    request: Request, response: Response, services: Services, session: UiSession
-) -> None:
+def keep_session(request: Request, response: Response, services: Services, session: UiSession) -> None:
     """Set a browser's session cookie."""
     value = services.signer.sign_session(session)
     set_cookie(request, response, services, COOKIE, value, LIFE_S)
     response.delete_cookie(LOGIN_COOKIE, path=PATH)
 
 
-def set_cookie(
-    request: Request, response: Response, services: Services, name: str, value: str, life_s: int
-) -> None:
+def set_cookie(request: Request, response: Response, services: Services, name: str, value: str, life_s: int) -> None:
     """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the server uses it."""
     public = services.settings.public_url or ""
     response.set_cookie(

@@ -22,12 +22,8 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
     """
     spans = [_span_s(minute, now) for minute in minutes]
     tokens = [minute.of("tokens") / span for minute, span in zip(minutes, spans, strict=True)]
-    sampled = [
-        minute.of("sampled_tokens") / span for minute, span in zip(minutes, spans, strict=True)
-    ]
-    duty = [
-        _duty(minute, max(workers, 1) * span) for minute, span in zip(minutes, spans, strict=True)
-    ]
+    sampled = [minute.of("sampled_tokens") / span for minute, span in zip(minutes, spans, strict=True)]
+    duty = [_duty(minute, max(workers, 1) * span) for minute, span in zip(minutes, spans, strict=True)]
     recent_s = sum(spans[-RECENT:])
     return {
         "starts": [minute.start_s for minute in minutes],
@@ -50,13 +46,9 @@ def own_activity_of(minutes: Sequence[Minute], now: float) -> dict[str, Any]:
     spans = [_span_s(minute, now) for minute in minutes]
     return {
         "starts": [minute.start_s for minute in minutes],
-        "tokens_per_s": [
-            round(minute.of("own_tokens") / span, 3)
-            for minute, span in zip(minutes, spans, strict=True)
-        ],
+        "tokens_per_s": [round(minute.of("own_tokens") / span, 3) for minute, span in zip(minutes, spans, strict=True)],
         "device": [
-            round(min(1.0, minute.of("own_device_s") / span), 4)
-            for minute, span in zip(minutes, spans, strict=True)
+            round(min(1.0, minute.of("own_device_s") / span), 4) for minute, span in zip(minutes, spans, strict=True)
         ],
         "device_s": sum(minute.of("own_device_s") for minute in minutes),
         "tokens": sum(minute.of("own_tokens") for minute in minutes),
@@ -113,10 +105,7 @@ def curves_of(
     A series of several has the label of its run, or its short id. Charts without values are omitted.
     """
     shown = labels or {}
-    steps = {
-        run: [point for point in points if point.kind == "optim_step"]
-        for run, points in histories.items()
-    }
+    steps = {run: [point for point in points if point.kind == "optim_step"] for run, points in histories.items()}
     axis = sorted({point.step for points in steps.values() for point in points})
     charts = []
     for name, heading, unit in MEASURES:
@@ -153,16 +142,12 @@ def metric_charts(metrics: Mapping[str, Sequence[MetricPoint]]) -> list[dict[str
     return charts
 
 
-def chart(
-    name: str, heading: str, unit: str, x: Sequence[float], series: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def chart(name: str, heading: str, unit: str, x: Sequence[float], series: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return a chart for the pages' script."""
     return {"name": name, "heading": heading, "unit": unit, "x": x, "series": series}
 
 
-def _on_axis(
-    axis: Sequence[int], points: Sequence[HistoryPoint], values: Sequence[float | None]
-) -> list[float | None]:
+def _on_axis(axis: Sequence[int], points: Sequence[HistoryPoint], values: Sequence[float | None]) -> list[float | None]:
     by_step = {point.step: value for point, value in zip(points, values, strict=True)}
     return [by_step.get(step) for step in axis]
 

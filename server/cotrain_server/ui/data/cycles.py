@@ -14,11 +14,7 @@ OTHERS = "other tenants"
 _WIDTH = 1000.0
 _LEAST_WIDTH = 1.5
 _STACK_HEIGHT = 40.0
-_PHASES = (
-    ("wave_ms", "f0", "passes"),
-    ("sampling_ms", "f2", "sampling"),
-    ("optim_ms", "f1", "optimizer"),
-)
+_PHASES = (("wave_ms", "f0", "passes"), ("sampling_ms", "f2", "sampling"), ("optim_ms", "f1", "optimizer"))
 
 
 @dataclass(frozen=True)
@@ -146,9 +142,7 @@ def _span(records: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     )
 
 
-def _bar(
-    record: Mapping[str, Any], eyes: Eyes, colour: Mapping[str, str], start: float, span: float
-) -> dict[str, Any]:
+def _bar(record: Mapping[str, Any], eyes: Eyes, colour: Mapping[str, str], start: float, span: float) -> dict[str, Any]:
     x = (record["started_at"] - start) / span * _WIDTH
     width = max(_LEAST_WIDTH, record["duration_ms"] / 1000 / span * _WIDTH)
     return {
@@ -160,9 +154,7 @@ def _bar(
     }
 
 
-def _stack(
-    record: Mapping[str, Any], eyes: Eyes, colour: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def _stack(record: Mapping[str, Any], eyes: Eyes, colour: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return shares of a bar's height by tokens. Ops without tokens, such as a save, count as one."""
     share: dict[str, float] = {}
     for run in record["runs"]:
@@ -184,8 +176,6 @@ def _phases(record: Mapping[str, Any], x: float, width: float) -> list[dict[str,
     for key, name, what in _PHASES:
         part = (record.get(key) or 0) / record["duration_ms"] if record["duration_ms"] else 0
         if part:
-            phases.append(
-                {"colour": name, "what": what, "x": round(x, 2), "width": round(part * width, 2)}
-            )
+            phases.append({"colour": name, "what": what, "x": round(x, 2), "width": round(part * width, 2)})
             x += part * width
     return phases

@@ -13,9 +13,7 @@ REDIS_MEMORY_PART = 0.7
 #: Part of the disk that is free in normal operation.
 DISK_FREE_PART = 0.05
 
-_NO_WORKER = (
-    "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
-)
+_NO_WORKER = "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
 _HELP: Sequence[tuple[str, str]] = (
     ("No worker for", _NO_WORKER),
     ("No worker is", _NO_WORKER),
@@ -91,8 +89,7 @@ def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Proble
     if pool["queue"]["oldest_gap_s"] > OLDEST_GAP_S:
         yield Problem(
             "warn",
-            f"A run of {name} has waited for a missing request for "
-            f"{duration(pool['queue']['oldest_gap_s'])}.",
+            f"A run of {name} has waited for a missing request for {duration(pool['queue']['oldest_gap_s'])}.",
             "Its client failed to send it. The requests after it fail after COTRAIN_GAP_LIMIT_S.",
         )
 

@@ -19,11 +19,7 @@ from cotrain_store.monitoring.status import LoggedOp
 from cotrain_store.tenants.run_list import RunPosition
 
 #: Filters of a list, and the states that they select.
-STATES: Mapping[str, RunState] = {
-    "live": RunState.LIVE,
-    "ended": RunState.CLOSED,
-    "failed": RunState.FAILED,
-}
+STATES: Mapping[str, RunState] = {"live": RunState.LIVE, "ended": RunState.CLOSED, "failed": RunState.FAILED}
 #: State of a run with requests, whose worker is unavailable.
 NO_WORKER = "no worker"
 _WORDS: Mapping[RunState, tuple[str, str]] = {
@@ -69,9 +65,7 @@ def run_row(
     }
 
 
-def state_of(
-    run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: bool = False
-) -> tuple[str, str]:
+def state_of(run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: bool = False) -> tuple[str, str]:
     """Return the state of a run in a word or two, and its colour."""
     if run.state is RunState.LIVE and position.accepted > position.done:
         if is_lost:
@@ -232,7 +226,5 @@ def busiest(
 def targets_of(worker: WorkerShown, workers: Sequence[WorkerShown]) -> list[str]:
     """Return the workers to which a run of this worker can move."""
     return [
-        each.id
-        for each in workers
-        if each.pool == worker.pool and each.id != worker.id and each.state == "serving"
+        each.id for each in workers if each.pool == worker.pool and each.id != worker.id and each.state == "serving"
     ]

@@ -53,16 +53,11 @@ def settings_row(run: RunRecord, points: Sequence[HistoryPoint]) -> SettingsRow:
 def loss_by_rate(rows: Sequence[SettingsRow]) -> dict[str, Any] | None:
     """Return the chart of the last loss over the learning rate; None below two rates."""
     found = sorted(
-        (row.settings["lr"], row.loss)
-        for row in rows
-        if row.loss is not None and row.settings.get("lr", 0.0) > 0
+        (row.settings["lr"], row.loss) for row in rows if row.loss is not None and row.settings.get("lr", 0.0) > 0
     )
     if len({rate for rate, _ in found}) < 2:
         return None
-    rates, series = (
-        [rate for rate, _ in found],
-        [{"label": LOSS, "values": [loss for _, loss in found]}],
-    )
+    rates, series = ([rate for rate, _ in found], [{"label": LOSS, "values": [loss for _, loss in found]}])
     drawn = chart("loss_by_rate", "Last loss by learning rate", "nats per token", rates, series)
     return {**drawn, "isScatter": True}
 
@@ -73,8 +68,7 @@ def differing(rows: Sequence[SettingsRow]) -> list[str]:
     return [
         name
         for name in names
-        if all(name in row.settings for row in rows)
-        and len({row.settings[name] for row in rows}) > 1
+        if all(name in row.settings for row in rows) and len({row.settings[name] for row in rows}) > 1
     ]
 
 
@@ -85,8 +79,7 @@ def parallel_coordinates(rows: Sequence[SettingsRow]) -> dict[str, Any] | None:
     if not names:
         return None
     columns = [
-        (name, [row.settings[name] if name != LOSS else row.loss or 0.0 for _, row in shown])
-        for name in (*names, LOSS)
+        (name, [row.settings[name] if name != LOSS else row.loss or 0.0 for _, row in shown]) for name in (*names, LOSS)
     ]
     axes, heights = [], []
     for at, (name, values) in enumerate(columns):
@@ -97,9 +90,7 @@ def parallel_coordinates(rows: Sequence[SettingsRow]) -> dict[str, Any] | None:
         {
             "label": row.label,
             "number": number % 8,
-            "points": " ".join(
-                f"{axis['x']},{column[at]}" for axis, column in zip(axes, heights, strict=True)
-            ),
+            "points": " ".join(f"{axis['x']},{column[at]}" for axis, column in zip(axes, heights, strict=True)),
         }
         for at, (number, row) in enumerate(shown)
     ]

@@ -70,9 +70,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
         "size": size,
         "max_count": quotas.checkpoints,
         "max_size": quotas.checkpoint_bytes,
-        "next": "/ui/checkpoints?" + urlencode({**given, "offset": offset + SHOWN})
-        if more
-        else None,
+        "next": "/ui/checkpoints?" + urlencode({**given, "offset": offset + SHOWN}) if more else None,
         "done": done,
     }
 

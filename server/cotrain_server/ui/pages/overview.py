@@ -25,14 +25,7 @@ from cotrain_server.views.server_status import brief_status, list_workers, own_s
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
-from cotrain_store.monitoring.status import (
-    READ_AT_ONCE,
-    Minute,
-    busiest_tenants,
-    cycle_records,
-    last_minutes,
-    owners,
-)
+from cotrain_store.monitoring.status import READ_AT_ONCE, Minute, busiest_tenants, cycle_records, last_minutes, owners
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import read_pauses
 
@@ -64,9 +57,7 @@ async def read_overview(look: PageRequest) -> dict[str, Any]:
     return {**page, "went_wrong": went_wrong(shown, people), "went_wrong_tenants": len(failures)}
 
 
-def went_wrong(
-    failures: Mapping[TenantId, TenantFailures], people: Mapping[TenantId, str]
-) -> list[dict[str, Any]]:
+def went_wrong(failures: Mapping[TenantId, TenantFailures], people: Mapping[TenantId, str]) -> list[dict[str, Any]]:
     """Return the rows of tenants with failed or refused requests."""
     return [
         {
@@ -96,9 +87,7 @@ def overview_of(
         "ready": status["ready"],
         "problems": [asdict(found) for found in problems_of(status, disk_reserve_bytes)],
         "pools": [  # a pool added during the read is shown the next time
-            pool_of(pool, hours[PoolId(pool["id"])], now)
-            for pool in status["pools"]
-            if pool["id"] in hours
+            pool_of(pool, hours[PoolId(pool["id"])], now) for pool in status["pools"] if pool["id"] in hours
         ],
         "tenants": [
             {
@@ -131,10 +120,7 @@ async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
     services = look.services
     status = await own_status(services, tenant.id)
     records = await services.records.pools()
-    hours = [
-        await last_minutes(services.connection, record.id, look.now, tenant.id)
-        for record in records
-    ]
+    hours = [await last_minutes(services.connection, record.id, look.now, tenant.id) for record in records]
     count, size = await services.checkpoints.stored_bytes(tenant.id)
     quotas = await services.quotas.of(tenant.id)
     pause = (await read_pauses(services.connection)).notice(tenant.id)
@@ -151,9 +137,7 @@ async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
         "went_wrong": went_wrong(own, {tenant.id: "you"}),
         "went_wrong_tenants": len(own),
         "used": [
-            _part(
-                "Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"
-            ),
+            _part("Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"),
             _part("Live runs' state", status["run_bytes"], quotas.run_bytes, ""),
             _part("Results not fetched", status["unread_bytes"], quotas.unread_bytes, ""),
         ],
@@ -192,9 +176,7 @@ async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict
     return busiest(tokens, await owners(services.connection, pool, list(tokens)))
 
 
-WORKERS_PAGE = Page(
-    "/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True
-)
+WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True)
 
 
 HIDDEN = "hidden"

@@ -16,14 +16,7 @@ from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
-from cotrain_server.text_apis.prompts import (
-    SCHEME,
-    Target,
-    accepted_chat,
-    find_target,
-    prompt_bodies,
-    text_weight,
-)
+from cotrain_server.text_apis.prompts import SCHEME, Target, accepted_chat, find_target, prompt_bodies, text_weight
 from cotrain_server.text_apis.route import finished
 from cotrain_server.text_apis.token_texts import TokenTexts
 from cotrain_server.ui.access.session import form_of
@@ -62,8 +55,7 @@ async def read(look: PageRequest) -> dict[str, Any]:
         "tenants": tenants,
         "base_models": [pool.base_model for pool in pools],
         "checkpoints": [
-            {name: getattr(found, name) for name in ("path", "name", "run", "base_model")}
-            for found in page.items
+            {name: getattr(found, name) for name in ("path", "name", "run", "base_model")} for found in page.items
         ],
     }
 
@@ -75,17 +67,13 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     visitor, fields = await form_of(request, services)
     own = visitor.tenant
     tenant = own.id if own else await find_tenant(services, fields.get("tenant", ""))
-    models = [fields[name] for name in sorted(fields) if name.startswith("model-")][
-        : MAX_MODELS + 1
-    ]
+    models = [fields[name] for name in sorted(fields) if name.startswith("model-")][: MAX_MODELS + 1]
     if not 1 <= len(models) <= MAX_MODELS:
         refusal = f"Tick one to {MAX_MODELS} models."
         return html("answers.html", {"answers": [_refused("No model", refusal)]})
     if own is None:
         await _note_reads(services, tenant, models)
-    answers = await asyncio.gather(
-        *(_answer(request, services, tenant, model, fields) for model in models)
-    )
+    answers = await asyncio.gather(*(_answer(request, services, tenant, model, fields) for model in models))
     if any(answer is None for answer in answers):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     if "application/json" in request.headers.get("accept", ""):

@@ -13,12 +13,7 @@ from cotrain_server.services import Services
 from cotrain_server.ui.access.session import Visitor, visitor_of
 from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
 from cotrain_server.ui.data.runs import STATES, keeps, log_rows, mean_loss, run_row, targets_of
-from cotrain_server.ui.data.sweeps import (
-    differing,
-    loss_by_rate,
-    parallel_coordinates,
-    settings_row,
-)
+from cotrain_server.ui.data.sweeps import differing, loss_by_rate, parallel_coordinates, settings_row
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_server.views.records import csv_of
@@ -71,20 +66,14 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
         "user_metadata": run.user_metadata,
         "note": run.note,
         "worker": position.worker if look.visitor.is_operator else "",
-        "targets": await _targets(services, run, position.worker)
-        if look.visitor.is_operator
-        else [],
+        "targets": await _targets(services, run, position.worker) if look.visitor.is_operator else [],
         "weights_epoch": run.weights_epoch,
         "rolled_back_to": run.rolled_back_to,
         "done": position.done,
         "accepted": position.accepted,
         "points": len(points),
         "newest": position.newest,
-        "charts": [
-            *curves_of({run.id: points}),
-            *([evaluation] if evaluation else []),
-            *metric_charts(metrics),
-        ],
+        "charts": [*curves_of({run.id: points}), *([evaluation] if evaluation else []), *metric_charts(metrics)],
         "log": log,
         "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
         "cycles_read": READ_AT_ONCE,
@@ -110,10 +99,7 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
     labels = {run.id: row.label for run, row in zip(runs, rows, strict=True)}
     by_rate = loss_by_rate(rows)
     return {
-        "runs": [
-            {"run": r.id, "label": labels[r.id], "base_model": r.base_model, "rank": r.lora.rank}
-            for r in runs
-        ],
+        "runs": [{"run": r.id, "label": labels[r.id], "base_model": r.base_model, "rank": r.lora.rank} for r in runs],
         "by_rate": by_rate,
         "charts": curves_of(histories, labels),
         "coordinates": parallel_coordinates(rows),
@@ -193,10 +179,7 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
     pauses = await read_pauses(services.connection)
     unavailable = await _unavailable(services)
     return {
-        "runs": [
-            run_row(run, positions[run.id], pauses, names, look.now, unavailable)
-            for run in page.runs
-        ],
+        "runs": [run_row(run, positions[run.id], pauses, names, look.now, unavailable) for run in page.runs],
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,

@@ -8,12 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cotrain_server.administration.tenant_grants import find_tenant
-from cotrain_server.administration.tenant_view import (
-    list_tenants,
-    show_quotas,
-    show_tenant,
-    show_usage,
-)
+from cotrain_server.administration.tenant_view import list_tenants, show_quotas, show_tenant, show_usage
 from cotrain_server.errors import Invalid
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_store.errors import Reason, Refused
@@ -62,20 +57,11 @@ async def read_tenant(look: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(look.services, look.parts["tenant_id"])
     found = await show_tenant(look.services, tenant)
-    return {
-        "tenant": found.model_dump(),
-        "limits": LIMITS,
-        "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT},
-    }
+    return {"tenant": found.model_dump(), "limits": LIMITS, "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT}}
 
 
 TENANT_PAGE = Page(
-    "/ui/tenants/{tenant_id}",
-    "Tenant",
-    "tenant.html",
-    read_tenant,
-    for_operator=True,
-    in_navigation=False,
+    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", read_tenant, for_operator=True, in_navigation=False
 )
 
 

@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from bench.support.model import SHAPES
-from bench.support.roofline import (
-    Rates,
-    adapter_bytes,
-    adapter_parameters,
-    ceiling,
-    flops_per_token,
-)
+from bench.support.roofline import Rates, adapter_bytes, adapter_parameters, ceiling, flops_per_token
 
 RANK = 16
 H200 = 788e12  # dense bf16 FLOP/s

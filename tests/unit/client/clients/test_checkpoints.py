@@ -37,12 +37,7 @@ def test_only_the_two_adapter_files_of_a_folder_are_uploaded(
 ) -> None:
     reported: list[tuple[int, int]] = []
     path = service.upload_checkpoint(
-        folder,
-        "m",
-        "mine",
-        ttl_seconds=3600,
-        user_metadata={"a": "b"},
-        progress=lambda *sent: reported.append(sent),
+        folder, "m", "mine", ttl_seconds=3600, user_metadata={"a": "b"}, progress=lambda *sent: reported.append(sent)
     )
     assert path == "tinker://s1:train:0/weights/mine"
     ((query, body),) = api.uploads
@@ -64,9 +59,7 @@ def test_only_the_two_adapter_files_of_a_folder_are_uploaded(
     assert [done for done, _ in reported] == sorted({done for done, _ in reported})
 
 
-def test_an_archive_is_uploaded_unchanged(
-    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
-) -> None:
+def test_an_archive_is_uploaded_unchanged(api: FakeCheckpoints, service: ServiceClient, tmp_path: Path) -> None:
     archive = tmp_path / "a.zip"
     archive.write_bytes(b"PK whatever")
     service.upload_checkpoint(archive, "m", "mine")
@@ -94,9 +87,7 @@ def test_each_upload_and_each_run_gets_its_own_number(
     assert api.bodies("load_weights")[0]["model_seq_id"] == 2
 
 
-def test_the_error_says_why_an_adapter_does_not_fit(
-    api: FakeCheckpoints, service: ServiceClient, folder: Path
-) -> None:
+def test_the_error_says_why_an_adapter_does_not_fit(api: FakeCheckpoints, service: ServiceClient, folder: Path) -> None:
     api.failures = {"s1:train:0:0": "too wide", "s1:train:0:1": "nothing to save"}
     with pytest.raises(RequestFailed, match="too wide"):
         service.upload_checkpoint(folder, "m", "mine")
@@ -124,9 +115,7 @@ def test_a_folder_with_another_weight_format_is_not_uploaded(
     assert not api.calls
 
 
-def test_a_list_has_the_length_of_all_its_pages(
-    api: FakeCheckpoints, service: ServiceClient
-) -> None:
+def test_a_list_has_the_length_of_all_its_pages(api: FakeCheckpoints, service: ServiceClient) -> None:
     assert service.list_checkpoints() == []
     api.paths_stored = [f"tinker://r/weights/{number}" for number in range(2 * PAGE + 1)]
     assert [each.tinker_path for each in service.list_checkpoints()] == api.paths_stored
@@ -139,17 +128,13 @@ def test_a_checkpoint_is_deleted_by_its_path(api: FakeCheckpoints, service: Serv
 
 
 @pytest.mark.parametrize("path", ["", "a", "tinker://a/b", "tinker://a/b/c/d", "http://a/b/c"])
-def test_an_invalid_path_is_not_requested(
-    api: FakeCheckpoints, service: ServiceClient, path: str
-) -> None:
+def test_an_invalid_path_is_not_requested(api: FakeCheckpoints, service: ServiceClient, path: str) -> None:
     with pytest.raises(ValueError, match="is not tinker://"):
         service.delete_checkpoint(path)
     assert not api.calls
 
 
-def test_a_download_is_complete_and_needs_no_key(
-    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
-) -> None:
+def test_a_download_is_complete_and_needs_no_key(api: FakeCheckpoints, service: ServiceClient, tmp_path: Path) -> None:
     api.files = {"adapter_model.safetensors": b"t" * 2_000_000, "adapter_config.json": b"{}"}
     reported: list[tuple[int, int]] = []
     folder = tmp_path / "a" / "b"
@@ -164,9 +149,7 @@ def test_a_download_is_complete_and_needs_no_key(
     assert not any("x-api-key" in call.headers for call in fetched)
 
 
-def test_without_progress_no_sizes_are_requested(
-    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
-) -> None:
+def test_without_progress_no_sizes_are_requested(api: FakeCheckpoints, service: ServiceClient, tmp_path: Path) -> None:
     api.files = {"adapter_config.json": b"{}"}
     service.download_checkpoint(PATH, tmp_path)
     assert len(api.calls) == 2
@@ -191,9 +174,7 @@ def test_an_unknown_size_is_0_and_does_not_stop_a_download(
     assert reported == [(2, total)]
 
 
-def test_a_broken_download_leaves_no_file(
-    api: FakeCheckpoints, service: ServiceClient, tmp_path: Path
-) -> None:
+def test_a_broken_download_leaves_no_file(api: FakeCheckpoints, service: ServiceClient, tmp_path: Path) -> None:
     api.files = {"a.json": b"t"}
     service._transport.policy = RetryPolicy(give_up_after_s=-1.0)
     api.answers["/a.json"] = [refusal(404), httpx.ReadError("broken")]
@@ -207,16 +188,7 @@ def test_a_broken_download_leaves_no_file(
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "",
-            "..",
-            "../x.json",
-            "a/b.json",
-            "a\\b.json",
-            "/etc/passwd",
-            "a.json\n",
-            "a\x1b[2J.json",
-        ),
+        *("", "..", "../x.json", "a/b.json", "a\\b.json", "/etc/passwd", "a.json\n", "a\x1b[2J.json"),
         *(".bashrc", ".x.json", "Makefile", "conftest.py", f"{'x' * 300}.json"),
     ],
 )
@@ -245,9 +217,7 @@ def test_a_run_continues_from_a_checkpoint(api: FakeCheckpoints, service: Servic
     assert second["optimizer"] is True
 
 
-def test_saves_and_loads_are_numbered_in_the_order_of_the_calls(
-    api: FakeCheckpoints, service: ServiceClient
-) -> None:
+def test_saves_and_loads_are_numbered_in_the_order_of_the_calls(api: FakeCheckpoints, service: ServiceClient) -> None:
     run = service.create_lora_training_client("m")
     saved = run.save_state("a", 3600, overwrite=True, user_metadata={"k": "v"})
     run.optim_step()

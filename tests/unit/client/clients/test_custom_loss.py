@@ -11,14 +11,7 @@ from typing import Any, SupportsFloat
 import pytest
 import torch
 
-from cotrain import (
-    BadRequestError,
-    Datum,
-    ModelInput,
-    TorchMissing,
-    TrainingClient,
-    UnsupportedInput,
-)
+from cotrain import BadRequestError, Datum, ModelInput, TorchMissing, TrainingClient, UnsupportedInput
 from cotrain.clients import custom_loss
 from cotrain.losses import orpo
 from cotrain.wire.proto import wire_pb2 as wire
@@ -47,9 +40,7 @@ def linear(data: list[Datum], rows: list[torch.Tensor]) -> Loss:
     return loss, {"rows": len(rows), "half": torch.tensor(0.5)}
 
 
-def test_the_backward_pass_carries_the_negated_gradients_of_the_loss(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_the_backward_pass_carries_the_negated_gradients_of_the_loss(api: FakeApi, run: TrainingClient) -> None:
     output = run.forward_backward_custom(DATA, linear).result()
 
     forward, backward = api.passes["pass:1"], api.passes["pass:2"]
@@ -58,16 +49,12 @@ def test_the_backward_pass_carries_the_negated_gradients_of_the_loss(
     assert weights_of(forward) == [[0.0], [0.0]]
     assert weights_of(backward) == [[2.0], [3.0]]
     assert {"target_tokens", "weights"} == set(backward.data[0].loss_fn_inputs)
-    assert (
-        output.metrics["surrogate_loss:sum"] == 2
-    )  # metric that the fake server returns for two datums
+    assert output.metrics["surrogate_loss:sum"] == 2  # metric that the fake server returns for two datums
     assert (output.metrics["rows"], output.metrics["half"]) == (2.0, 0.5)
     assert output.loss == output.metrics["loss:sum"]
 
 
-def test_a_request_sent_during_a_custom_loss_follows_both_passes(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_request_sent_during_a_custom_loss_follows_both_passes(api: FakeApi, run: TrainingClient) -> None:
     may_end = threading.Event()
 
     def slow(data: list[Datum], rows: list[torch.Tensor]) -> Loss:
@@ -97,9 +84,7 @@ def test_a_datum_left_out_of_the_loss_gets_no_gradient(api: FakeApi, run: Traini
     assert weights_of(api.passes["pass:2"]) == [[0.0], [-1.0]]
 
 
-def test_a_loss_that_raises_fails_its_future_and_the_run_continues(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_loss_that_raises_fails_its_future_and_the_run_continues(api: FakeApi, run: TrainingClient) -> None:
     def broken(data: list[Datum], rows: list[torch.Tensor]) -> Loss:
         raise ZeroDivisionError("my own mistake")
 
@@ -154,10 +139,7 @@ def test_both_passes_are_numbered_after_the_first_await(api: FakeApi, run: Train
         gate.set()
         return (await future).loss
 
-    assert (
-        asyncio.run(train())
-        == asyncio.run(run.forward_backward_custom_async(DATA, linear).result_async()).loss
-    )
+    assert asyncio.run(train()) == asyncio.run(run.forward_backward_custom_async(DATA, linear).result_async()).loss
 
 
 @pytest.mark.parametrize(
@@ -177,9 +159,7 @@ def test_input_without_a_possible_loss_takes_no_number(
     assert list(api.passes) == ["pass:1"]
 
 
-def test_without_torch_the_error_says_what_to_install(
-    run: TrainingClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_torch_the_error_says_what_to_install(run: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_torch(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
@@ -203,17 +183,12 @@ def test_orpo_equals_its_published_formula() -> None:
     logprobs = [torch.tensor(row, dtype=torch.float64) for row in rows]
     loss, metrics = orpo(weight=0.25)(data, logprobs)
 
-    means = [
-        sum(lp for lp, w in zip(*each, strict=True) if w) / sum(each[1])
-        for each in zip(rows, masks, strict=True)
-    ]
+    means = [sum(lp for lp, w in zip(*each, strict=True) if w) / sum(each[1]) for each in zip(rows, masks, strict=True)]
     odds = [math.log(math.exp(m) / (1 - math.exp(m))) for m in means]
     margins = [odds[0] - odds[1], odds[2] - odds[3]]
     ratio = -sum(math.log(1 / (1 + math.exp(-margin))) for margin in margins)
     assert loss.item() == pytest.approx(-means[0] - means[2] + 0.25 * ratio, abs=1e-9)
-    assert metrics == pytest.approx(
-        {"margin:mean": sum(margins) / 2, "odds_ratio:sum": ratio}, abs=1e-9
-    )
+    assert metrics == pytest.approx({"margin:mean": sum(margins) / 2, "odds_ratio:sum": ratio}, abs=1e-9)
     with pytest.raises(UnsupportedInput, match="pairs of datums, not 3"):
         orpo()(data[:3], logprobs[:3])
     with pytest.raises(UnsupportedInput, match=r"data\[0\].loss_fn_inputs.weights mark no answer"):

@@ -27,9 +27,7 @@ def test_a_text_is_a_list_of_rules() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text", ["", "last", "last:0", "best:2", "last:1,", "worst:a:1", "best::1"]
-)
+@pytest.mark.parametrize("text", ["", "last", "last:0", "best:2", "last:1,", "worst:a:1", "best::1"])
 def test_another_text_is_refused(text: str) -> None:
     with pytest.raises(UnsupportedInput, match="is no rule"):
         rules_of(text)

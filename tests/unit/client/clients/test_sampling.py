@@ -48,9 +48,7 @@ def test_a_sample_has_tokens_logprobs_and_ids(sampler: SamplingClient) -> None:
 
 
 @pytest.mark.parametrize("prompt", [[7, 8, 9], "text"])
-def test_an_invalid_prompt_raises_with_how_to_make_one(
-    sampler: SamplingClient, prompt: Any
-) -> None:
+def test_an_invalid_prompt_raises_with_how_to_make_one(sampler: SamplingClient, prompt: Any) -> None:
     with pytest.raises(UnsupportedInput, match=r"ModelInput\.from_ints"):
         sampler.sample(prompt, 1, THREE)
 
@@ -69,9 +67,7 @@ def test_every_parameter_is_sent_unchanged(api: FakeSampling, sampler: SamplingC
     }
 
 
-def test_requests_of_one_sampler_are_numbered_from_0(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_requests_of_one_sampler_are_numbered_from_0(api: FakeSampling, sampler: SamplingClient) -> None:
     futures = [sampler.sample(PROMPT, 1, THREE) for _ in range(20)]
     for future in futures:
         future.result()
@@ -93,30 +89,22 @@ def test_later_changes_of_the_arguments_have_no_effect(sampler: SamplingClient) 
     assert future.result().sequences[0].tokens == [2, 2, 2]
 
 
-def test_samplers_of_one_session_never_share_a_number(
-    api: FakeSampling, service: ServiceClient
-) -> None:
+def test_samplers_of_one_session_never_share_a_number(api: FakeSampling, service: ServiceClient) -> None:
     run = service.create_lora_training_client("m")
     first = service.create_sampling_client(base_model="m")
     second = run.save_weights_and_get_sampling_client()
     third = run.create_sampling_client("tinker://s1:train:0/sampler_weights/a")
-    assert [each.sampler_id for each in (first, second, third)] == [
-        f"s1:sample:{n}" for n in range(3)
-    ]
+    assert [each.sampler_id for each in (first, second, third)] == [f"s1:sample:{n}" for n in range(3)]
 
 
-def test_a_sampler_has_the_name_of_its_base_model(
-    api: FakeSampling, service: ServiceClient
-) -> None:
+def test_a_sampler_has_the_name_of_its_base_model(api: FakeSampling, service: ServiceClient) -> None:
     named = service.create_sampling_client("tinker://s1:train:0/sampler_weights/a")
     plain = service.create_sampling_client(base_model="other")
     assert (named.get_base_model(), plain.get_base_model()) == ("m", "other")
     assert sum(path.startswith("samplers/") for path in api.paths()) == 1
 
 
-def test_a_request_to_a_busy_server_is_retried_with_the_same_number(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_a_request_to_a_busy_server_is_retried_with_the_same_number(api: FakeSampling, sampler: SamplingClient) -> None:
     api.answers["asample"] = [refusal(429, "full", **{"Retry-After": "0.01"}) for _ in range(3)]
     sampler.sample(PROMPT, 1, THREE).result()
     assert [body["seq_id"] for body in api.bodies("asample")] == [0, 0, 0, 0]
@@ -155,9 +143,7 @@ def test_cancelling_a_future_cancels_the_sample(api: FakeSampling, sampler: Samp
     assert sampler.sample(PROMPT, 1, THREE).result().sequences
 
 
-def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(api: FakeSampling, sampler: SamplingClient) -> None:
     api.hold["s1:sample:0:0"] = threading.Event()
 
     async def give_up() -> None:
@@ -178,9 +164,7 @@ def test_cancelling_the_last_task_that_awaits_a_sample_cancels_it(
     asyncio.run(give_up())
 
 
-def test_a_sample_continues_after_the_timeout_of_its_caller(
-    api: FakeSampling, sampler: SamplingClient
-) -> None:
+def test_a_sample_continues_after_the_timeout_of_its_caller(api: FakeSampling, sampler: SamplingClient) -> None:
     gate = api.hold["s1:sample:0:0"] = threading.Event()
     future = sampler.sample_async(PROMPT, 1, THREE)
     with pytest.raises(TimeoutError):
@@ -193,9 +177,7 @@ def test_a_sample_continues_after_the_timeout_of_its_caller(
 def test_one_prompt_is_a_sufficient_argument(api: FakeSampling, sampler: SamplingClient) -> None:
     assert len(sampler.sample(PROMPT).result().sequences) == 1
     assert asyncio.run(sampler.sample_async(prompt=PROMPT)).result().sequences
-    assert api.bodies("asample")[0]["sampling_params"] == SamplingParams().model_dump(
-        exclude_none=True
-    )
+    assert api.bodies("asample")[0]["sampling_params"] == SamplingParams().model_dump(exclude_none=True)
 
 
 def test_a_finished_result_cannot_be_cancelled(api: FakeSampling, sampler: SamplingClient) -> None:

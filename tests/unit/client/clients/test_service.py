@@ -10,9 +10,7 @@ from cotrain.settings import client_settings
 from tests.support.fake_api import FakeApi, refusal
 
 
-def test_a_session_is_opened_once_and_only_when_needed(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_session_is_opened_once_and_only_when_needed(api: FakeApi, service: ServiceClient) -> None:
     service.get_server_capabilities()
     assert api.paths() == ["get_server_capabilities"]
     service.create_lora_training_client("m")
@@ -93,9 +91,7 @@ def test_the_server_address_is_read_from_the_environment(monkeypatch: pytest.Mon
     assert "tml-a_b" not in repr(settings)
 
 
-@pytest.mark.parametrize(
-    "url", ["gpu-host:8000", "127.0.0.1", "ftp://gpu-host", "http://", {"a": 1}, 8000]
-)
+@pytest.mark.parametrize("url", ["gpu-host:8000", "127.0.0.1", "ftp://gpu-host", "http://", {"a": 1}, 8000])
 def test_an_invalid_address_is_refused_at_once(url: Any) -> None:
     with pytest.raises(SettingsMissing, match=r"must be like http://127.0.0.1:8000, not "):
         ServiceClient(url, "tml-key")

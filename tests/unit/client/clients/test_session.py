@@ -40,9 +40,7 @@ def send_heartbeats(api: FakeApi, times: int) -> list[float]:
 def test_a_session_sends_a_heartbeat_every_ten_seconds() -> None:
     api = FakeApi()
     assert send_heartbeats(api, times=3) == [10.0] * 4
-    assert (
-        api.bodies("session_heartbeat") == [{"session_id": "s1", "type": "session_heartbeat"}] * 3
-    )
+    assert api.bodies("session_heartbeat") == [{"session_id": "s1", "type": "session_heartbeat"}] * 3
 
 
 @pytest.mark.parametrize("trouble", [refusal(503), httpx.ConnectError("gone")])
@@ -54,9 +52,7 @@ def test_a_missed_heartbeat_is_not_repeated_and_does_not_end_the_session(trouble
 def test_two_minutes_without_an_answer_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     api = FakeApi(answers={"session_heartbeat": [refusal(503)] * (WARN_AFTER_MISSED + 3)})
     send_heartbeats(api, times=WARN_AFTER_MISSED + 3)
-    assert [record.levelname for record in caplog.records if record.name == "cotrain"] == [
-        "WARNING"
-    ]
+    assert [record.levelname for record in caplog.records if record.name == "cotrain"] == ["WARNING"]
 
 
 @pytest.mark.parametrize("status", [401, 404, 410])

@@ -65,9 +65,7 @@ def test_the_tokenizer_of_the_server_is_loaded_without_its_code(
 
 
 @pytest.mark.parametrize("status", [400, 404])
-def test_without_one_on_the_server_it_is_loaded_by_its_name(
-    api: FakeApi, tmp_path: Path, status: int
-) -> None:
+def test_without_one_on_the_server_it_is_loaded_by_its_name(api: FakeApi, tmp_path: Path, status: int) -> None:
     folder = build_tiny_qwen3(tmp_path / "tiny")
     api.answers["tokenizers"] = [refusal(status)]
     with ServiceClient("http://server", "tml-key", network=api.network) as client:
@@ -101,9 +99,7 @@ def test_an_unreachable_hub_is_not_waited_for(
 
 
 @pytest.mark.parametrize("broken", ['{"version', '{"version": "9.0", "model": {"type": "New"}}'])
-def test_an_unreadable_tokenizer_is_reported(
-    api: FakeApi, run: TrainingClient, broken: str
-) -> None:
+def test_an_unreadable_tokenizer_is_reported(api: FakeApi, run: TrainingClient, broken: str) -> None:
     api.answers["tokenizers"] = [served({"tokenizer.json": broken, CONFIG: "{}"})]
     with pytest.raises(TokenizerMissing, match="installed here cannot read the server's"):
         run.get_tokenizer()

@@ -8,9 +8,7 @@ import pytest
 from cotrain import AdamParams, BadRequestError, Datum, ModelInput, TrainingClient, TrainOutput
 from tests.support.fake_api import FakeApi, refusal
 
-DATUM = Datum(
-    model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6], "weights": [0.25]}
-)
+DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6], "weights": [0.25]})
 UNWEIGHTED = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tokens": [6]})
 
 
@@ -37,9 +35,7 @@ def test_both_requests_are_sent_before_either_is_awaited(api: FakeApi, run: Trai
     assert asyncio.run(train()).loss == 4.0
 
 
-def test_the_learning_rate_overrides_that_of_the_parameters(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_the_learning_rate_overrides_that_of_the_parameters(api: FakeApi, run: TrainingClient) -> None:
     params = AdamParams(learning_rate=0.1, beta1=0.5)
     for rate in (None, 0.2):
         run.train([DATUM], "cross_entropy", rate, adam_params=params).result()
@@ -48,9 +44,7 @@ def test_the_learning_rate_overrides_that_of_the_parameters(
 
 
 @pytest.mark.parametrize("endpoint", ["forward_backward", "optim_step"])
-def test_the_future_fails_with_either_request(
-    api: FakeApi, run: TrainingClient, endpoint: str
-) -> None:
+def test_the_future_fails_with_either_request(api: FakeApi, run: TrainingClient, endpoint: str) -> None:
     api.answers[endpoint] = [refusal(400, "too odd")]
     with pytest.raises(BadRequestError, match="too odd"):
         run.train([DATUM]).result()

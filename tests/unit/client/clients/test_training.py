@@ -22,10 +22,7 @@ DATUM = Datum(model_input=ModelInput.from_ints([5]), loss_fn_inputs={"target_tok
 
 
 def test_requests_are_numbered_in_the_order_of_the_calls(api: FakeApi, run: TrainingClient) -> None:
-    futures = [
-        run.forward_backward([DATUM], "cross_entropy"),
-        run.forward([DATUM], "cross_entropy"),
-    ]
+    futures = [run.forward_backward([DATUM], "cross_entropy"), run.forward([DATUM], "cross_entropy")]
     step = run.optim_step(AdamParams(learning_rate=0.5))
     assert [future.result().metrics["clock_cycle:unique"] for future in futures] == [1, 2]
     assert step.result().metrics == {"grad_norm": 1.0}
@@ -34,18 +31,14 @@ def test_requests_are_numbered_in_the_order_of_the_calls(api: FakeApi, run: Trai
     assert (sent["seq_id"], sent["adam_params"]["learning_rate"]) == (3, 0.5)
 
 
-def test_a_large_pass_is_sent_in_chunks_and_returned_as_one(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_large_pass_is_sent_in_chunks_and_returned_as_one(api: FakeApi, run: TrainingClient) -> None:
     output = run.forward_backward([DATUM] * 1030, "cross_entropy").result()
     assert sorted(len(message.data) for message in api.passes.values()) == [6, 1024]
     assert len(output.loss_fn_outputs) == 1030
     assert output.metrics == {"loss:sum": 1030, "clock_cycle:unique": 1, "clock_cycle:unique_1": 2}
 
 
-def test_the_first_await_means_accepted_and_the_second_done(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_the_first_await_means_accepted_and_the_second_done(api: FakeApi, run: TrainingClient) -> None:
     api.hold["pass:1"] = threading.Event()
 
     async def train() -> float:
@@ -58,9 +51,7 @@ def test_the_first_await_means_accepted_and_the_second_done(
     assert asyncio.run(train()) == 1
 
 
-def test_a_request_does_not_wait_for_the_result_of_the_previous_one(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_a_request_does_not_wait_for_the_result_of_the_previous_one(api: FakeApi, run: TrainingClient) -> None:
     gate = api.hold["pass:1"] = threading.Event()
     first = run.forward_backward([DATUM], "cross_entropy")
     assert run.optim_step().result().metrics == {"grad_norm": 1.0}
@@ -76,14 +67,10 @@ def test_a_refused_request_leaves_no_gap_in_the_order(api: FakeApi, run: Trainin
     filler = api.passes["pass:1"]
     assert filler.forward_only
     assert not filler.data
-    assert (
-        run.forward_backward([DATUM], "cross_entropy").result().metrics["clock_cycle:unique"] == 2
-    )
+    assert run.forward_backward([DATUM], "cross_entropy").result().metrics["clock_cycle:unique"] == 2
 
 
-def test_the_first_await_raises_the_error_of_a_refused_request(
-    api: FakeApi, run: TrainingClient
-) -> None:
+def test_the_first_await_raises_the_error_of_a_refused_request(api: FakeApi, run: TrainingClient) -> None:
     api.answers["optim_step"] = [refusal(400)]
 
     async def train() -> None:

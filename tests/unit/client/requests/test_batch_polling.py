@@ -22,9 +22,7 @@ def ended(cursor: int, *request_ids: str) -> httpx.Response:
 
 
 def poll(
-    work: Callable[[Completions], Awaitable[Any]],
-    *answers: Answer,
-    policy: RetryPolicy | None = None,
+    work: Callable[[Completions], Awaitable[Any]], *answers: Answer, policy: RetryPolicy | None = None
 ) -> list[dict[str, Any]]:
     """Run `work` while the server returns these answers. Return the request bodies that it received."""
     api = FakeApi(answers={"retrieve_futures": list(answers)})
@@ -33,9 +31,7 @@ def poll(
         return None
 
     async def run() -> None:
-        transport = Transport(
-            "http://server", "k", network=api.network, policy=policy, sleep=at_once
-        )
+        transport = Transport("http://server", "k", network=api.network, policy=policy, sleep=at_once)
         completions = Completions(transport, TARGET)
         await work(completions)
         if completions.task is not None:
@@ -124,9 +120,7 @@ def test_a_transient_error_is_retried(answer: Answer) -> None:
         (httpx.Response(200, json={"completions": "none"}), None),
     ],
 )
-def test_without_batch_polling_each_future_is_polled_alone(
-    answer: Answer, policy: RetryPolicy | None
-) -> None:
+def test_without_batch_polling_each_future_is_polled_alone(answer: Answer, policy: RetryPolicy | None) -> None:
     async def wait_twice(completions: Completions) -> None:
         await asyncio.gather(completions.ended("a"), completions.ended("b"))
         completions.retrieved("a")

@@ -17,15 +17,11 @@ def output(datums: int, **metrics: float) -> ForwardBackwardOutput:
 
 
 def datum_of(size: int) -> wire.Datum:
-    return wire.Datum(
-        model_input=[wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=b"x" * size))]
-    )
+    return wire.Datum(model_input=[wire.Chunk(encoded_text=wire.EncodedTextChunk(tokens=b"x" * size))])
 
 
 @given(st.lists(st.integers(0, 40), max_size=20), st.integers(1, 5), st.integers(1, 100))
-def test_chunks_keep_every_datum_in_order_within_both_limits(
-    sizes: list[int], max_datums: int, max_bytes: int
-) -> None:
+def test_chunks_keep_every_datum_in_order_within_both_limits(sizes: list[int], max_datums: int, max_bytes: int) -> None:
     datums = [datum_of(size) for size in sizes]
     chunks = cut(datums, max_datums, max_bytes)
     assert [datum for chunk in chunks for datum in chunk] == datums
@@ -69,8 +65,7 @@ def test_datums_are_joined_in_the_order_of_the_chunks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "combined"),
-    [("sum", 5.0), ("min", 1.0), ("max", 4.0), ("mean", 1.75), ("slack", 2.25)],
+    ("name", "combined"), [("sum", 5.0), ("min", 1.0), ("max", 4.0), ("mean", 1.75), ("slack", 2.25)]
 )
 def test_a_metric_is_combined_according_to_its_name(name: str, combined: float) -> None:
     parts = [output(3, **{f"x__{name}": 1.0}), output(1, **{f"x__{name}": 4.0})]

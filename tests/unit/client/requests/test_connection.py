@@ -14,13 +14,7 @@ import httpx
 import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient
-from cotrain.errors import (
-    ClientClosed,
-    MalformedMessage,
-    NotFoundError,
-    UnsupportedInput,
-    VersionMismatch,
-)
+from cotrain.errors import ClientClosed, MalformedMessage, NotFoundError, UnsupportedInput, VersionMismatch
 from cotrain.requests.connection import BackgroundLoop, cancel_the_rest_and, shared_connection
 from cotrain.settings import ClientSettings
 from cotrain.version import PROTOCOL, __version__
@@ -49,9 +43,7 @@ def passes(api: FakeApi) -> list[httpx.Request]:
     return [call for call in api.calls if call.url.path.endswith("/forward_backward")]
 
 
-def test_the_capabilities_are_requested_once_before_anything_else(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_the_capabilities_are_requested_once_before_anything_else(api: FakeApi, service: ServiceClient) -> None:
     train(service, 1)
     train(service, 1)
     assert api.paths()[:3] == ["client/config", "create_session", "create_model"]
@@ -78,9 +70,7 @@ def test_the_server_states_the_maximum_size_of_a_request(
     assert [message.seq_id for message in messages] == list(range(1, len(chunks) + 1))
 
 
-def test_a_pass_too_large_for_one_request_takes_no_number(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_pass_too_large_for_one_request_takes_no_number(api: FakeApi, service: ServiceClient) -> None:
     configure(api, cotrain_max_pass_bytes=30_000)
     run = service.create_lora_training_client("m")
     datum = Datum(model_input=ModelInput.from_ints([1] * 3_000), loss_fn_inputs={})
@@ -99,9 +89,7 @@ def test_passes_are_compressed_if_the_server_requests_it(
     assert service._connection.transport.compresses == is_distant
 
 
-def test_a_shared_connection_is_closed_only_by_its_own_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shared_connection_is_closed_only_by_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     at_exit: list[tuple[Any, ...]] = []
     monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
     settings = ClientSettings("http://127.0.0.1:9", "tml-at-exit")
@@ -116,9 +104,7 @@ def test_a_shared_connection_is_closed_only_by_its_own_process(
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_server_of_another_protocol_is_refused(
-    api: FakeApi, service: ServiceClient, protocol: int
-) -> None:
+def test_a_server_of_another_protocol_is_refused(api: FakeApi, service: ServiceClient, protocol: int) -> None:
     configure(api, cotrain_version="9.8.7", cotrain_protocol=protocol)
     with pytest.raises(VersionMismatch, match=r"install cotrain 9\.8\.7 here") as caught:
         service.create_lora_training_client("m")
@@ -126,9 +112,7 @@ def test_a_server_of_another_protocol_is_refused(
     assert api.paths() == ["client/config"]
 
 
-def test_a_server_without_a_protocol_number_is_accepted(
-    api: FakeApi, service: ServiceClient
-) -> None:
+def test_a_server_without_a_protocol_number_is_accepted(api: FakeApi, service: ServiceClient) -> None:
     configure(api, pjwt_auth_enabled=False)
     train(service, 1)
 

@@ -75,13 +75,8 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def start(
-    queue: SendQueue, server: Server, *seq_ids: int, size_bytes: int = 1
-) -> list[asyncio.Task[int]]:
-    return [
-        asyncio.create_task(queue.send(seq_id, size_bytes, server.post(seq_id)))
-        for seq_id in seq_ids
-    ]
+def start(queue: SendQueue, server: Server, *seq_ids: int, size_bytes: int = 1) -> list[asyncio.Task[int]]:
+    return [asyncio.create_task(queue.send(seq_id, size_bytes, server.post(seq_id))) for seq_id in seq_ids]
 
 
 @pytest.fixture
@@ -104,9 +99,7 @@ def queue(dispatch: Dispatch, pauses: Pauses) -> SendQueue:
     return SendQueue(dispatch, pauses)
 
 
-async def test_requests_are_sent_in_order_up_to_the_concurrency_limit(
-    queue: SendQueue, server: Server
-) -> None:
+async def test_requests_are_sent_in_order_up_to_the_concurrency_limit(queue: SendQueue, server: Server) -> None:
     count = DISPATCH_REQUESTS + 10
     sends = start(queue, server, *range(1, count + 1))
     await settled()
@@ -262,12 +255,8 @@ async def test_a_request_cancelled_while_sending_releases_its_share(
     assert dispatch.fits(1)
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "requests"), [(IN_FLIGHT_BYTES, 1), (1, IN_FLIGHT_REQUESTS)]
-)
-def test_a_call_beyond_the_limit_blocks_until_enough_is_released(
-    size_bytes: int, requests: int
-) -> None:
+@pytest.mark.parametrize(("size_bytes", "requests"), [(IN_FLIGHT_BYTES, 1), (1, IN_FLIGHT_REQUESTS)])
+def test_a_call_beyond_the_limit_blocks_until_enough_is_released(size_bytes: int, requests: int) -> None:
     limit, is_in = InFlightLimit(), threading.Event()
     limit.acquire(size_bytes, requests)
 

@@ -27,9 +27,7 @@ def test_a_future_serves_threads_and_loops_any_number_of_times(
 ) -> None:
     async def three_waiters() -> list[int]:
         asyncio.get_running_loop().call_soon(outcome.set_result, 7)
-        return [
-            *await asyncio.gather(future, future.result_async(), future.result_async(timeout=60))
-        ]
+        return [*await asyncio.gather(future, future.result_async(), future.result_async(timeout=60))]
 
     assert asyncio.run(three_waiters()) == [7, 7, 7]
     assert asyncio.run(future.result_async()) == 7  # on another loop, afterwards
@@ -37,9 +35,7 @@ def test_a_future_serves_threads_and_loops_any_number_of_times(
     assert future.done()
 
 
-def test_a_waiter_on_another_thread_wakes_up(
-    future: Future[int], outcome: concurrent.futures.Future[int]
-) -> None:
+def test_a_waiter_on_another_thread_wakes_up(future: Future[int], outcome: concurrent.futures.Future[int]) -> None:
     results: list[int] = []
     waiter = threading.Thread(target=lambda: results.append(future.result()))
     waiter.start()
@@ -68,9 +64,7 @@ def test_cancelling_a_wait_does_not_cancel_the_request(
     assert future.result() == 1
 
 
-def test_a_failure_is_raised_in_every_waiter(
-    future: Future[int], outcome: concurrent.futures.Future[int]
-) -> None:
+def test_a_failure_is_raised_in_every_waiter(future: Future[int], outcome: concurrent.futures.Future[int]) -> None:
     outcome.set_exception(RequestFailed("no", "r", "user"))
     for _ in range(2):
         with pytest.raises(RequestFailed):
@@ -79,9 +73,7 @@ def test_a_failure_is_raised_in_every_waiter(
             asyncio.run(future.result_async())
 
 
-def test_a_closed_client_raises_an_error(
-    future: Future[int], outcome: concurrent.futures.Future[int]
-) -> None:
+def test_a_closed_client_raises_an_error(future: Future[int], outcome: concurrent.futures.Future[int]) -> None:
     outcome.cancel()
     with pytest.raises(ClientClosed):
         future.result()
@@ -93,9 +85,7 @@ def test_a_timeout_error_names_the_pending_request_and_the_remedy() -> None:
     accepted: concurrent.futures.Future[None] = concurrent.futures.Future()
     outcome: concurrent.futures.Future[int] = concurrent.futures.Future()
     future = Future(accepted, outcome, what="optim_step 4 of run s:train:0")
-    message = (
-        "^optim_step 4 of run s:train:0 is still on its way to the server after 0 s: wait again "
-    )
+    message = "^optim_step 4 of run s:train:0 is still on its way to the server after 0 s: wait again "
     with pytest.raises(TimeoutError, match=message):
         future.result(timeout=0)
     accepted.set_result(None)

@@ -11,20 +11,8 @@ import httpx
 import pytest
 
 from cotrain import ModelInput, SamplingParams, ServiceClient, UnprocessableEntityError
-from cotrain.errors import (
-    APIConnectionError,
-    CheckpointNotFound,
-    MalformedMessage,
-    NotFoundError,
-    RequestFailed,
-)
-from cotrain.requests.polling import (
-    NOT_FOUND,
-    POSTS_AT_ONCE,
-    SampleRequests,
-    wait_for_json,
-    wait_for_pass,
-)
+from cotrain.errors import APIConnectionError, CheckpointNotFound, MalformedMessage, NotFoundError, RequestFailed
+from cotrain.requests.polling import NOT_FOUND, POSTS_AT_ONCE, SampleRequests, wait_for_json, wait_for_pass
 from cotrain.transport import retries as patience
 from cotrain.transport.http import RetryPolicy, Transport
 from cotrain.types import SampleRequest
@@ -41,9 +29,7 @@ async def wait_for_step(transport: Transport, request_id: str) -> OptimStepRespo
 
 
 def poll(
-    waiting: Callable[[Transport, str], Awaitable[Any]],
-    *answers: Answer,
-    policy: RetryPolicy | None = None,
+    waiting: Callable[[Transport, str], Awaitable[Any]], *answers: Answer, policy: RetryPolicy | None = None
 ) -> tuple[Any, FakeApi]:
     api = FakeApi(answers={"retrieve_future": list(answers)})
 
@@ -51,9 +37,7 @@ def poll(
         return None
 
     async def run() -> Any:
-        transport = Transport(
-            "http://server", "k", network=api.network, policy=policy, sleep=at_once
-        )
+        transport = Transport("http://server", "k", network=api.network, policy=policy, sleep=at_once)
         try:
             return await waiting(transport, "r")
         finally:
@@ -132,9 +116,7 @@ def test_the_reason_of_a_pending_result_is_logged(
     """Test the path from the wire to the logger. Its timing is tested in `test_retries.py`."""
     monkeypatch.setattr(patience, "WARN_AFTER_S", 0.0)
     reason = {"queue_state_reason": "the server's store is restarting"}
-    pending_answer = httpx.Response(
-        408, json={"request_id": "r", "queue_state": "paused_capacity", **reason}
-    )
+    pending_answer = httpx.Response(408, json={"request_id": "r", "queue_state": "paused_capacity", **reason})
     poll(wait_for_step, pending("r"), pending_answer, pending_answer, DONE)
     (message,) = caplog.messages
     assert message == "still waiting, and trying again: the server's store is restarting"
@@ -150,19 +132,13 @@ def request(seq_id: int = 0) -> SampleRequest:
 
 
 def through(
-    api: FakeSampling,
-    work: Callable[[SampleRequests], Awaitable[Any]],
-    policy: RetryPolicy | None = None,
+    api: FakeSampling, work: Callable[[SampleRequests], Awaitable[Any]], policy: RetryPolicy | None = None
 ) -> Any:
     """Do `work` with the requests of a server. A pause lasts one turn of the loop."""
 
     async def run() -> Any:
         transport = Transport(
-            "http://server",
-            "k",
-            network=api.network,
-            policy=policy,
-            sleep=lambda _: asyncio.sleep(0),
+            "http://server", "k", network=api.network, policy=policy, sleep=lambda _: asyncio.sleep(0)
         )
         try:
             return await work(SampleRequests(transport))
@@ -187,9 +163,7 @@ def test_a_busy_server_is_polled_by_few_callers_while_others_wait() -> None:
 
 def test_concurrent_polls_are_limited_by_the_server() -> None:
     config = httpx.Response(200, json={"sample_max_concurrent_requests": 2})
-    api = FakeSampling(
-        answers={"client/config": [config], "asample": [refusal(429) for _ in range(10)]}
-    )
+    api = FakeSampling(answers={"client/config": [config], "asample": [refusal(429) for _ in range(10)]})
     # Long enough for all ten to be sent before the first refusals are answered.
     policy = RetryPolicy(first_delay_s=0.02, longest_delay_s=0.02)
     with ServiceClient("http://server", "k", network=api.network, policy=policy) as service:
@@ -202,9 +176,7 @@ def test_concurrent_polls_are_limited_by_the_server() -> None:
 
 def test_a_busy_server_is_an_error_after_the_time_limit() -> None:
     api = FakeSampling(answers={"asample": [refusal(429) for _ in range(5)]})
-    accepted = through(
-        api, lambda requests: requests.accept(request()), RetryPolicy(give_up_after_s=-1)
-    )
+    accepted = through(api, lambda requests: requests.accept(request()), RetryPolicy(give_up_after_s=-1))
     assert accepted.sample_sequence_ids == ["s:0/0"]
 
 

@@ -63,11 +63,7 @@ def fetch(files: Files, target: Path, policy: RetryPolicy | None = None) -> list
 
     async def run() -> None:
         transport = Transport(
-            "https://files.example",
-            "tml-key",
-            network=httpx.MockTransport(files.answer),
-            policy=policy,
-            sleep=at_once,
+            "https://files.example", "tml-key", network=httpx.MockTransport(files.answer), policy=policy, sleep=at_once
         )
         try:
             await transport.fetch(URL, target, lambda *now: reported.append(now))
@@ -144,9 +140,7 @@ def test_partial_downloads_of_other_files_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("status", "error"), [(403, PermissionDeniedError), (404, NotFoundError)])
-def test_an_expired_link_keeps_the_received_part(
-    tmp_path: Path, status: int, error: type[Exception]
-) -> None:
+def test_an_expired_link_keeps_the_received_part(tmp_path: Path, status: int, error: type[Exception]) -> None:
     files = Files(breaks=[1_000])
     with pytest.raises(APIConnectionError):
         fetch(files, tmp_path / "weights", NEVER_AGAIN)

@@ -65,45 +65,33 @@ def test_a_host_in_no_proxy_is_reached_without_a_proxy(
 
 
 @pytest.mark.parametrize("name", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])
-@pytest.mark.parametrize(
-    "value", ["foo://x:1", "http://[::1", "http://x:port", "socks5://user:pw@x:1"]
-)
-def test_an_invalid_proxy_is_reported_by_its_variable(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
+@pytest.mark.parametrize("value", ["foo://x:1", "http://[::1", "http://x:port", "socks5://user:pw@x:1"])
+def test_an_invalid_proxy_is_reported_by_its_variable(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingsMissing, match=name) as refused:
         ServiceClient("http://train.example", "k")
     assert "pw" not in str(refused.value)
 
 
-def test_an_unreachable_proxy_is_named_in_the_connection_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unreachable_proxy_is_named_in_the_connection_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://user:pw@127.0.0.1:9")
     assert "http://127.0.0.1:9 of HTTP_PROXY" in through_proxy("http://train.example")
     policy = RetryPolicy(give_up_unanswered_after_s=-1.0)
     with (
         ServiceClient("http://train.example", "k", policy=policy) as service,
-        pytest.raises(
-            APIConnectionError, match=r"through the proxy http://127.0.0.1:9 of HTTP_PROXY"
-        ),
+        pytest.raises(APIConnectionError, match=r"through the proxy http://127.0.0.1:9 of HTTP_PROXY"),
     ):
         service.get_server_capabilities()
 
 
 @pytest.mark.parametrize("name", CERTIFICATES)
-def test_a_missing_certificate_file_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+def test_a_missing_certificate_file_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
     monkeypatch.setenv(name, str(tmp_path / "gone.pem"))
     with pytest.raises(SettingsMissing, match=rf"{name} names .*gone.pem.*no such file"):
         ServiceClient("http://train.example", "k")
 
 
-def test_a_file_without_certificates_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_file_without_certificates_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "no.pem").write_text("hello")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "no.pem"))
     with pytest.raises(SettingsMissing, match=r"SSL_CERT_FILE names .*no.pem"):
@@ -125,9 +113,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused_at_once(tmp_path: Path
         "1",
     ]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run(
-        [*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True
-    )
+    subprocess.run([*command, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     server = ThreadingHTTPServer(("localhost", 0), SimpleHTTPRequestHandler)
@@ -135,10 +121,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused_at_once(tmp_path: Path
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"https://localhost:{server.server_port}"
     try:
-        with (
-            ServiceClient(url, "k") as service,
-            pytest.raises(SettingsMissing, match="SSL_CERT_FILE"),
-        ):
+        with ServiceClient(url, "k") as service, pytest.raises(SettingsMissing, match="SSL_CERT_FILE"):
             service.get_server_capabilities()
     finally:
         server.shutdown()

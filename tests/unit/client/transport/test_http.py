@@ -62,9 +62,7 @@ class Naps:
 
 def post(api: FakeApi, naps: Naps, policy: RetryPolicy | None = None) -> httpx.Response:
     async def once() -> httpx.Response:
-        transport = Transport(
-            "http://server/prefix/", "tml-key", network=api.network, policy=policy, sleep=naps
-        )
+        transport = Transport("http://server/prefix/", "tml-key", network=api.network, policy=policy, sleep=naps)
         try:
             return await transport.post("get_info", REQUEST, as_it_is)
         finally:
@@ -147,9 +145,7 @@ def test_an_unreasonable_retry_after_is_ignored(header: str) -> None:
         (httpx.ReadTimeout("slow"), APITimeoutError),
     ],
 )
-def test_after_the_time_limit_the_last_error_is_raised(
-    trouble: Answer, error_class: type[APIError]
-) -> None:
+def test_after_the_time_limit_the_last_error_is_raised(trouble: Answer, error_class: type[APIError]) -> None:
     with pytest.raises(error_class):
         post(api_answering(trouble), Naps(), RetryPolicy(give_up_after_s=-1.0))
 
@@ -176,16 +172,12 @@ def test_a_web_page_is_not_accepted_as_an_answer() -> None:
 
 
 def test_a_redirect_is_an_error_with_the_new_address() -> None:
-    moved = httpx.Response(
-        308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x")
-    )
+    moved = httpx.Response(308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x"))
     with pytest.raises(ForeignAnswer, match="it redirects to https://new/"):
         understood(moved, reader(GetServerCapabilitiesResponse))
 
 
-@pytest.mark.parametrize(
-    ("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")]
-)
+@pytest.mark.parametrize(("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")])
 def test_a_refusal_that_is_a_web_page_names_the_address_to_check(status: int, says: str) -> None:
     with pytest.raises(APIStatusError, match=says) as caught:
         post(api_answering(httpx.Response(status, html=PAGE)), Naps())
@@ -356,9 +348,7 @@ class Server:
             await self.may_answer.wait()
             return httpx.Response(200)
 
-        return httpx.AsyncClient(
-            base_url="http://server", transport=httpx.MockTransport(answer), trust_env=False
-        )
+        return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(answer), trust_env=False)
 
 
 async def send(pools: ConnectionPools, server: Server, count: int) -> None:
@@ -392,9 +382,7 @@ async def test_few_requests_use_one_pool_after_many_earlier_ones() -> None:
     await pools.close()
 
 
-async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POOLS", 2)
     server = Server()
     pools = ConnectionPools(server.pool)

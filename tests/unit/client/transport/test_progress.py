@@ -106,8 +106,7 @@ async def test_the_line_is_at_most_as_wide_as_the_terminal(terminal: Stream) -> 
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("COTRAIN_PROGRESS", "0"), ("COTRAIN_PROGRESS", "off"), ("TERM", "dumb")],
+    ("variable", "value"), [("COTRAIN_PROGRESS", "0"), ("COTRAIN_PROGRESS", "off"), ("TERM", "dumb")]
 )
 def test_the_line_can_be_turned_off(
     terminal: Stream, monkeypatch: pytest.MonkeyPatch, variable: str, value: str

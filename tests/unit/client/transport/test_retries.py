@@ -4,14 +4,7 @@ import logging
 
 import pytest
 
-from cotrain.errors import (
-    APIConnectionError,
-    APIError,
-    APIStatusError,
-    APITimeoutError,
-    RateLimitError,
-    status_error,
-)
+from cotrain.errors import APIConnectionError, APIError, APIStatusError, APITimeoutError, RateLimitError, status_error
 from cotrain.transport import retries as module
 from cotrain.transport.retries import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
 
@@ -144,9 +137,7 @@ async def test_a_short_refusal_is_not_logged(time: Time, caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-async def test_a_long_wait_is_logged_again_after_a_while(
-    time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_long_wait_is_logged_again_after_a_while(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     contact = Contact(URL)
     for _ in range(2):
         contact.busy(RateLimitError(FULL, 429, None), WARN_AFTER_S)
@@ -159,9 +150,7 @@ def pending(reason: str | None) -> APIStatusError:
     return status_error(408, "not yet", state)
 
 
-async def test_a_changing_queue_position_is_no_warning(
-    time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_changing_queue_position_is_no_warning(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     patience = patience_with(time, Contact(URL))
     state = {"queue_state": "active", "queue_state_reason": "position 1 in its run's queue"}
     for _ in range(3):
@@ -170,9 +159,7 @@ async def test_a_changing_queue_position_is_no_warning(
     assert caplog.messages == []
 
 
-async def test_a_reason_whose_numbers_change_is_logged_once(
-    time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_reason_whose_numbers_change_is_logged_once(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     patience = patience_with(time, Contact(URL))
     for number in (9, 5, 2):
         time.now += 45.0
@@ -180,9 +167,7 @@ async def test_a_reason_whose_numbers_change_is_logged_once(
     assert len(caplog.messages) == 1
 
 
-async def test_the_reason_of_a_pending_result_is_logged_once(
-    time: Time, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_reason_of_a_pending_result_is_logged_once(time: Time, caplog: pytest.LogCaptureFixture) -> None:
     patience = patience_with(time, Contact(URL))
     for reason in [None, None, "waiting for seq_id 3, which never came"] * 3:
         time.now += 45.0  # as long as a poll is held

@@ -11,14 +11,7 @@ import torch
 
 from cotrain import UnsupportedInput
 from cotrain.clients.custom_loss import PerDatumLossFn, trace
-from cotrain.wire.custom_loss import (
-    MAX_NODES,
-    PREFIX,
-    CustomLoss,
-    check_loss,
-    decode_loss,
-    encode_loss,
-)
+from cotrain.wire.custom_loss import MAX_NODES, PREFIX, CustomLoss, check_loss, decode_loss, encode_loss
 
 
 def likely(logprobs: Any, weights: Any) -> Any:
@@ -39,16 +32,7 @@ def test_an_id_contains_the_whole_loss() -> None:
 
 @pytest.mark.parametrize(
     "loss_id",
-    [
-        "",
-        "loss-",
-        "loss-é",
-        "loss-AAAA",
-        "x" * 100_000,
-        packed(b"{}"),
-        packed(b"[" * 200_000),
-        packed(b" " * 10**8),
-    ],
+    ["", "loss-", "loss-é", "loss-AAAA", "x" * 100_000, packed(b"{}"), packed(b"[" * 200_000), packed(b" " * 10**8)],
 )
 def test_an_invented_id_is_refused(loss_id: str) -> None:
     with pytest.raises(UnsupportedInput, match="is not an id that create_custom_loss returned"):

@@ -11,11 +11,7 @@ from cotrain.wire.datums import Datum, ImageChunk, ModelInput, is_unshifted
 def test_a_loss_input_may_be_a_list_an_array_or_a_tensor() -> None:
     datum = Datum(
         model_input=ModelInput.from_ints([1, 2]),
-        loss_fn_inputs={
-            "target_tokens": [2, 3],
-            "weights": np.ones(2),
-            "advantages": torch.zeros(2),
-        },
+        loss_fn_inputs={"target_tokens": [2, 3], "weights": np.ones(2), "advantages": torch.zeros(2)},
     )
     assert {name: tensor.dtype for name, tensor in datum.loss_fn_inputs.items()} == {
         "target_tokens": "int64",

@@ -16,12 +16,7 @@ from tinker.proto import request_conv, response_conv, tinker_public_pb2
 
 from cotrain import types as ours
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.pass_codec import (
-    decode_pass_output,
-    encode_datums,
-    encode_pass_request,
-    pass_output_to_json,
-)
+from cotrain.wire.pass_codec import decode_pass_output, encode_datums, encode_pass_request, pass_output_to_json
 from cotrain.wire.proto import wire_pb2 as wire
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -55,9 +50,7 @@ def test_a_request_encodes_as_the_official_sdk_encodes_it(
         ours.Datum(model_input=ours.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)
         for sequence, inputs in fields
     ]
-    our_message = encode_pass_request(
-        "m", seq_id, our_data, "ppo", config, forward_only=forward_only
-    )
+    our_message = encode_pass_request("m", seq_id, our_data, "ppo", config, forward_only=forward_only)
     assert _bytes(our_message) == _bytes(their_message)
 
 
@@ -73,9 +66,7 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
         sparse_crow_indices=their_tensor.sparse_crow_indices,
         sparse_col_indices=their_tensor.sparse_col_indices,
     )
-    our_datum = ours.Datum(
-        model_input=ours.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"weights": our_tensor}
-    )
+    our_datum = ours.Datum(model_input=ours.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"weights": our_tensor})
     our_message = encode_pass_request("m", 1, [our_datum], "ppo", None, forward_only=False)
     their_message = _their_message([([1, 2, 3], {"weights": their_tensor})], None, 1)
     assert _bytes(our_message) == _bytes(their_message)
@@ -108,25 +99,17 @@ def test_a_datum_that_is_not_text_is_named() -> None:
 
 
 @given(st.lists(st.lists(floats, max_size=5), max_size=4), st.integers(0, 4))
-def test_a_result_in_two_records_decodes_as_the_official_sdk_decodes_it(
-    columns: list[list[float]], cut: int
-) -> None:
-    message = wire.ForwardBackwardOutput(
-        loss_fn_output_type="package:ArrayRecord", metrics={"loss:sum": 2.5}
-    )
+def test_a_result_in_two_records_decodes_as_the_official_sdk_decodes_it(columns: list[list[float]], cut: int) -> None:
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="package:ArrayRecord", metrics={"loss:sum": 2.5})
     for part in (columns[:cut], columns[cut:]):
         _add_record(message, [np.array(column, dtype=np.float32) for column in part])
     payload = message.SerializeToString()
-    _assert_same(
-        decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload)
-    )
+    _assert_same(decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload))
 
 
 def test_rows_of_several_columns_keep_their_shape() -> None:
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    _add_record(
-        message, [np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((1, 2), np.float32)]
-    )
+    _add_record(message, [np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((1, 2), np.float32)])
     message.loss_fn_outputs[0].fields["logprobs"].trailing_shape.append(2)
     payload = message.SerializeToString()
     output = decode_pass_output(payload)
@@ -142,22 +125,16 @@ def test_rows_of_several_columns_keep_their_shape() -> None:
         (wire.DTYPE_BFLOAT16, torch.tensor([1.5, -2.0]).bfloat16().view(torch.int16).numpy()),
     ],
 )
-def test_narrow_elements_widen_as_the_official_sdk_widens_them(
-    dtype: wire.DType, values: np.ndarray
-) -> None:
+def test_narrow_elements_widen_as_the_official_sdk_widens_them(dtype: wire.DType, values: np.ndarray) -> None:
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     _add_record(message, [values])
     message.loss_fn_outputs[0].fields["logprobs"].dtype = dtype
     payload = message.SerializeToString()
-    _assert_same(
-        decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload)
-    )
+    _assert_same(decode_pass_output(payload), response_conv.deserialize_forward_backward_output(payload))
 
 
 def test_a_result_as_json_is_readable_by_the_older_sdk() -> None:
-    message = wire.ForwardBackwardOutput(
-        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": 1.0}
-    )
+    message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics={"loss:sum": 1.0})
     _add_record(message, [np.array([0.5], dtype=np.float32)])
     assert json.loads(pass_output_to_json(message.SerializeToString())) == {
         "loss_fn_output_type": "ArrayRecord",
@@ -182,9 +159,7 @@ def test_bytes_that_are_not_a_message_are_refused() -> None:
         ({"offsets": b"123"}, "whole number of elements"),
     ],
 )
-def test_a_result_with_inconsistent_record_sizes_is_refused(
-    changes: dict[str, Any], why: str
-) -> None:
+def test_a_result_with_inconsistent_record_sizes_is_refused(changes: dict[str, Any], why: str) -> None:
     message = wire.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
     _add_record(message, [np.array([1, 2], dtype=np.float32)])
     for name, value in changes.items():
@@ -213,9 +188,7 @@ def _shape(descriptor: Any) -> set[tuple[Any, ...]]:
 
 
 def _their_message(
-    fields: list[tuple[list[int], dict[str, Any]]],
-    config: dict[str, float | str] | None,
-    seq_id: int,
+    fields: list[tuple[list[int], dict[str, Any]]], config: dict[str, float | str] | None, seq_id: int
 ) -> Any:
     data = [
         theirs.Datum(model_input=theirs.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)

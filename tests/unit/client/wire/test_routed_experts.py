@@ -16,9 +16,7 @@ from cotrain_store.bodies.pass_body import decode_pass
 FEW = np.arange(12).reshape(3, 2, 2)
 
 
-@pytest.mark.parametrize(
-    "values", [FEW, FEW.tolist(), torch.from_numpy(FEW), RoutedExperts.of(FEW)]
-)
+@pytest.mark.parametrize("values", [FEW, FEW.tolist(), torch.from_numpy(FEW), RoutedExperts.of(FEW)])
 def test_arrays_and_lists_give_the_same(values: Any) -> None:
     made = RoutedExperts.of(values)
     assert (made.dtype, made.shape, made.tokens) == ("int8", (3, 2, 2), 3)

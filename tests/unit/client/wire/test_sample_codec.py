@@ -42,9 +42,7 @@ def test_a_result_decodes_as_the_official_sdk_decodes_it(
     for index, logprobs in enumerate(rows):
         message.sequences.append(
             sequence(
-                logprobs,
-                stop_reason=wire.StopReason.Name(index % 2),
-                topk_sampled_logprobs=topk(len(logprobs), k),
+                logprobs, stop_reason=wire.StopReason.Name(index % 2), topk_sampled_logprobs=topk(len(logprobs), k)
             )
         )
     if prompt is not None:
@@ -106,12 +104,7 @@ def test_a_result_as_json_is_readable_by_the_older_sdk() -> None:
         (wire.SampleResponse(prompt_logprobs=b"123"), "whole number of elements"),
         (wire.SampleResponse(topk_prompt_logprobs=wire.TopkLogprobs(k=2, length=2)), "is cut"),
         (wire.SampleResponse(target_prompt_logprobs=wire.Tensor()), "element type"),
-        (
-            wire.SampleResponse(
-                target_prompt_logprobs=wire.Tensor(dtype=wire.DTYPE_INT64, shape=[3])
-            ),
-            "fill its shape",
-        ),
+        (wire.SampleResponse(target_prompt_logprobs=wire.Tensor(dtype=wire.DTYPE_INT64, shape=[3])), "fill its shape"),
     ],
 )
 def test_bytes_that_are_not_a_result_are_refused(payload: Any, why: str) -> None:

@@ -10,9 +10,7 @@ from hypothesis.extra import numpy as arrays
 from cotrain.wire.tensors import TensorData
 
 
-@given(
-    arrays.arrays(np.float32, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4))
-)
+@given(arrays.arrays(np.float32, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=4)))
 def test_a_numpy_array_is_unchanged_by_a_round_trip(array: np.ndarray) -> None:
     returned = TensorData.from_numpy(array).to_numpy()
     assert returned.dtype == np.float32
@@ -28,9 +26,7 @@ def test_integers_stay_integers(array: np.ndarray) -> None:
 
 # torch warns of it once per process, for the first matrix.
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@given(
-    st.lists(st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=5, max_size=5), min_size=1)
-)
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.0, 1.5, -2.0]), min_size=5, max_size=5), min_size=1))
 def test_a_csr_matrix_becomes_the_dense_one_it_was_made_from(rows: list[list[float]]) -> None:
     sparse = torch.tensor(rows).to_sparse_csr()
     tensor = TensorData(
@@ -88,14 +84,6 @@ def test_an_invalid_array_is_refused(fields: dict[str, object], why: str) -> Non
         ([0, 1], [], [1, 2], "column"),
     ],
 )
-def test_an_invalid_csr_matrix_is_refused(
-    crow: list[int], col: list[int], shape: list[int] | None, why: str
-) -> None:
+def test_an_invalid_csr_matrix_is_refused(crow: list[int], col: list[int], shape: list[int] | None, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        TensorData(
-            data=[1.0],
-            dtype="float32",
-            shape=shape,
-            sparse_crow_indices=crow,
-            sparse_col_indices=col,
-        )
+        TensorData(data=[1.0], dtype="float32", shape=shape, sparse_crow_indices=crow, sparse_col_indices=col)

@@ -28,16 +28,12 @@ def unpacked(archive: bytes, limit: int = LIMIT) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
-def test_both_files_are_read_from_archives_of_every_kind(
-    archived: Callable[[dict[str, bytes]], bytes],
-) -> None:
+def test_both_files_are_read_from_archives_of_every_kind(archived: Callable[[dict[str, bytes]], bytes]) -> None:
     assert unpacked(archived(GOOD)) == GOOD
 
 
 @pytest.mark.parametrize("archived", PACKERS.values(), ids=PACKERS)
-def test_a_surrounding_folder_and_files_of_tools_are_skipped(
-    archived: Callable[[dict[str, bytes]], bytes],
-) -> None:
+def test_a_surrounding_folder_and_files_of_tools_are_skipped(archived: Callable[[dict[str, bytes]], bytes]) -> None:
     extra = {"my-adapter/README.md": b"# mine", "my-adapter/checkpoint_complete": b""}
     within = {f"my-adapter/{name}": content for name, content in GOOD.items()}
     assert unpacked(archived({**extra, **within})) == GOOD
@@ -167,10 +163,7 @@ def test_a_gzip_with_an_endless_name_is_read_in_large_chunks() -> None:
 
 def test_a_gzip_may_have_a_limited_number_of_members() -> None:
     whole = tar(GOOD)
-    assert (
-        unpacked(gzip.compress(whole[:700]) + gzip.compress(b"") + gzip.compress(whole[700:]))
-        == GOOD
-    )
+    assert unpacked(gzip.compress(whole[:700]) + gzip.compress(b"") + gzip.compress(whole[700:])) == GOOD
     with pytest.raises(Invalid, match="more than 10000 members"):
         unpacked(gzip.compress(b"") * 10_001)
 
@@ -191,14 +184,7 @@ def test_a_truncated_archive_is_refused(archived: Callable[[dict[str, bytes]], b
 
 
 def test_content_that_is_not_an_archive_is_refused() -> None:
-    for content in (
-        b"",
-        b"\0" * 4096,
-        b"hello" * 1000,
-        b"PK\3\4",
-        b"\x1f\x8b\x08",
-        b"\x28\xb5\x2f\xfd",
-    ):
+    for content in (b"", b"\0" * 4096, b"hello" * 1000, b"PK\3\4", b"\x1f\x8b\x08", b"\x28\xb5\x2f\xfd"):
         with pytest.raises((Unreadable, Invalid)):
             unpacked(content)
 
@@ -208,9 +194,7 @@ def test_content_that_is_not_an_archive_is_refused() -> None:
     st.sampled_from(list(PACKERS)),
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
 )
-def test_a_damaged_archive_is_either_read_or_refused(
-    kind: str, damage: list[tuple[int, int]]
-) -> None:
+def test_a_damaged_archive_is_either_read_or_refused(kind: str, damage: list[tuple[int, int]]) -> None:
     content = bytearray(PACKERS[kind](GOOD))
     for index, value in damage:
         content[index % len(content)] = value

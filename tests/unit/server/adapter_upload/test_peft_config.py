@@ -69,9 +69,7 @@ def test_the_largest_rank_is_that_of_the_run() -> None:
     assert (adapter.lora.train_attn, adapter.lora.train_mlp) == (True, True)
 
 
-@pytest.mark.parametrize(
-    "module", ["base_model.model.lm_head", "base_model.model.model.unembed_tokens"]
-)
+@pytest.mark.parametrize("module", ["base_model.model.lm_head", "base_model.model.model.unembed_tokens"])
 def test_the_unembedding_has_two_names(module: str) -> None:
     content = config(target_modules=["lm_head"])
     adapter = read_adapter(content, safetensors(pair(module)), 0)
@@ -114,10 +112,7 @@ REFUSED_CONFIGS = {
     "pattern to texts": (config(alpha_pattern={"q_proj": "1"}), "alpha_pattern"),
     "target without end": (config(target_modules=r"((.+)+)+!"), "target_modules: its regular"),
     "no pattern": (config(rank_pattern={"q_proj(": 4}), "rank_pattern contains an invalid regular"),
-    "many patterns": (
-        config(rank_pattern={f"q{i}|k": 4 for i in range(1001)}),
-        "more than 1000 regular",
-    ),
+    "many patterns": (config(rank_pattern={f"q{i}|k": 4 for i in range(1001)}), "more than 1000 regular"),
     "pattern of all": (config(rank_pattern={".*": 1}), "has rank"),
     "target pattern of others": (config(target_modules=r".*\.mlp\..*"), "target_modules"),
     "target of another model": (config(target_modules="q_proj"), "target_modules"),
@@ -137,16 +132,10 @@ REFUSED_TENSORS = {
     "none": ({}, "no LoRA matrices"),
     "no B": ({f"{PREFIX}.lora_A.weight": (4, 6)}, "lora_B.weight of model.layers.0"),
     "no A": ({f"{PREFIX}.lora_B.weight": (6, 4)}, "lora_A.weight of model.layers.0"),
-    "base weights alone": (
-        {"base_model.model.lm_head.base_layer.weight": (4, 6)},
-        "no LoRA matrices",
-    ),
+    "base weights alone": ({"base_model.model.lm_head.base_layer.weight": (4, 6)}, "no LoRA matrices"),
     "other base weights": ({f"{PREFIX}.base_layer.weight": (4, 6)}, "save_embedding"),
     "DoRA": ({f"{PREFIX}.lora_magnitude_vector": (4,)}, "lora_magnitude_vector"),
-    "embedding LoRA": (
-        {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 6)},
-        "lora_embedding_A",
-    ),
+    "embedding LoRA": ({"base_model.model.model.embed_tokens.lora_embedding_A": (4, 6)}, "lora_embedding_A"),
     "LoRA bias": ({f"{PREFIX}.lora_B.bias": (4,)}, "lora_B.bias"),
     "name of an adapter": ({f"{PREFIX}.lora_A.default.weight": (4, 6)}, "lora_A.default"),
     "no prefix": ({"model.layers.0.self_attn.q_proj.lora_A.weight": (4, 6)}, "cannot be imported"),
@@ -155,17 +144,12 @@ REFUSED_TENSORS = {
         {f"{PREFIX}.lora_A.weight": (4,), f"{PREFIX}.lora_B.weight": (4,)},
         r"lora_B.weight has rank \[\]",
     ),
-    "three dimensions": (
-        {f"{PREFIX}.lora_A.weight": (4, 6), f"{PREFIX}.lora_B.weight": (1, 4, 6)},
-        "has rank",
-    ),
+    "three dimensions": ({f"{PREFIX}.lora_A.weight": (4, 6), f"{PREFIX}.lora_B.weight": (1, 4, 6)}, "has rank"),
 }
 
 
 @pytest.mark.parametrize(("shapes", "key"), REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
-def test_a_tensor_that_is_not_a_lora_matrix_is_refused_by_its_key(
-    shapes: dict[str, tuple[int, ...]], key: str
-) -> None:
+def test_a_tensor_that_is_not_a_lora_matrix_is_refused_by_its_key(shapes: dict[str, tuple[int, ...]], key: str) -> None:
     with pytest.raises(Invalid, match=key):
         read_adapter(config(), safetensors(shapes), 0)
 

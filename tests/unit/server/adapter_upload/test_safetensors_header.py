@@ -25,11 +25,7 @@ def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[
 
 
 def test_a_file_of_the_library_is_accepted() -> None:
-    tensors = {
-        "a": np.zeros((3, 5), np.float32),
-        "b": np.zeros(2, np.float16),
-        "c": np.zeros((0, 4), np.float32),
-    }
+    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(2, np.float16), "c": np.zeros((0, 4), np.float32)}
     entries = read_header(save(tensors, {"format": "pt"}))
     assert {name: (e.dtype, e.shape) for name, e in entries.items()} == {
         "a": ("F32", (3, 5)),
@@ -97,11 +93,7 @@ def _whole() -> bytes:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, len(_whole()) - 1), st.integers(0, 255)), min_size=1, max_size=6
-    )
-)
+@given(st.lists(st.tuples(st.integers(0, len(_whole()) - 1), st.integers(0, 255)), min_size=1, max_size=6))
 def test_the_library_reads_an_accepted_header_equally(damage: list[tuple[int, int]]) -> None:
     content = bytearray(_whole())
     for index, value in damage:
@@ -112,9 +104,7 @@ def test_the_library_reads_an_accepted_header_equally(damage: list[tuple[int, in
         return
     try:
         tensors = load(bytes(content))
-    except (
-        SafetensorError
-    ):  # it refuses parts that we skip: its own metadata, and names it cannot hold
+    except SafetensorError:  # it refuses parts that we skip: its own metadata, and names it cannot hold
         return
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         name: found.shape for name, found in entries.items()
@@ -132,8 +122,7 @@ _JSON = st.recursive(
 @given(
     st.dictionaries(
         st.text(max_size=8),
-        _JSON
-        | st.fixed_dictionaries({"dtype": st.just("F32"), "shape": _JSON, "data_offsets": _JSON}),
+        _JSON | st.fixed_dictionaries({"dtype": st.just("F32"), "shape": _JSON, "data_offsets": _JSON}),
     ),
     st.binary(max_size=40),
 )

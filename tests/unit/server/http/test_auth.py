@@ -20,8 +20,6 @@ from cotrain_server.http.auth import shown_key
         ({}, ""),
     ],
 )
-def test_a_key_is_read_from_its_own_header_or_a_bearer_token(
-    headers: dict[str, str], key: str
-) -> None:
+def test_a_key_is_read_from_its_own_header_or_a_bearer_token(headers: dict[str, str], key: str) -> None:
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     assert shown_key(Request({"type": "http", "headers": raw})) == key

@@ -26,11 +26,7 @@ async def framework(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.mark.parametrize(
     ("method", "path", "by"),
-    [
-        ("POST", "/asked", b"direct"),
-        ("GET", "/asked", b"framework"),
-        ("POST", "/other", b"framework"),
-    ],
+    [("POST", "/asked", b"direct"), ("GET", "/asked", b"framework"), ("POST", "/other", b"framework")],
 )
 async def test_the_posts_of_a_path_are_answered_directly(method: str, path: str, by: bytes) -> None:
     sent = list[Message]()
@@ -49,6 +45,4 @@ async def test_the_posts_of_a_path_are_answered_directly(method: str, path: str,
 
 def test_the_requests_of_a_training_step_are_among_them() -> None:
     paths = {route.path for route in FREQUENT}
-    assert paths == {
-        f"/api/v1/{name}" for name in ("forward_backward", "forward", "optim_step", "asample")
-    }
+    assert paths == {f"/api/v1/{name}" for name in ("forward_backward", "forward", "optim_step", "asample")}

@@ -12,14 +12,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from cotrain_server.http.downloads import (
-    CHUNK_BYTES,
-    COMPLETE,
-    FileDownload,
-    TarDownload,
-    open_files,
-    tar_size,
-)
+from cotrain_server.http.downloads import CHUNK_BYTES, COMPLETE, FileDownload, TarDownload, open_files, tar_size
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
@@ -85,10 +78,7 @@ async def test_a_tar_has_every_file_and_a_mark_of_completeness(folder: Path) -> 
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
         found = {member.name: tar.extractfile(member) for member in tar.getmembers()}
         assert all(member.isreg() for member in tar.getmembers())
-        assert {name: file.read() for name, file in found.items() if file} == {
-            **CONTENTS,
-            COMPLETE: b"",
-        }
+        assert {name: file.read() for name, file in found.items() if file} == {**CONTENTS, COMPLETE: b""}
     assert all(file.content.closed for file in files)
 
 

@@ -35,9 +35,7 @@ async def test_an_error_has_the_same_response_as_in_a_route() -> None:
     assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
 
 
-async def test_an_unavailable_store_is_reported_as_a_pending_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_an_unavailable_store_is_reported_as_a_pending_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_poll, "HOLD_S", 0)
     assert (await answered(_raise(StoreUnavailable()), "r")).status_code == 408
 

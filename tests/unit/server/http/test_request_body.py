@@ -124,9 +124,7 @@ async def test_a_compressed_body_is_decompressed() -> None:
 
 async def test_deep_json_inside_zstd_is_found() -> None:
     with pytest.raises(Unreadable):
-        await read(
-            [compressed(b"[" * 99)], content_encoding="zstd", content_type="application/json"
-        )
+        await read([compressed(b"[" * 99)], content_encoding="zstd", content_type="application/json")
 
 
 async def test_other_encodings_are_refused_by_name() -> None:
@@ -235,9 +233,7 @@ def test_brackets_in_strings_and_in_sequence_are_not_depth(body: bytes) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
-def test_a_string_continues_across_blocks_of_a_body(
-    monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_a_string_continues_across_blocks_of_a_body(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(request_body, "_FLAT_BYTES", 0)
     monkeypatch.setattr(request_body, "_BLOCK_BYTES", chunk)
     count_json(b'["' + b"[" * 40 + rb"\"[\\\"[" + b'"]', NO_LIMIT)

@@ -81,16 +81,7 @@ def test_a_file_with_any_content_is_found_in_a_form(content: bytes, before: byte
 
 
 @pytest.mark.parametrize(
-    "form",
-    [
-        b"",
-        OTHER,
-        HEAD,
-        HEAD + b"x",
-        (HEAD + b"x" + TAIL)[3:],
-        b"x" * 100_000,
-        OTHER * 40 + HEAD + TAIL,
-    ],
+    "form", [b"", OTHER, HEAD, HEAD + b"x", (HEAD + b"x" + TAIL)[3:], b"x" * 100_000, OTHER * 40 + HEAD + TAIL]
 )
 def test_a_form_without_a_file_or_cut_short_is_refused(form: bytes) -> None:
     with stored(form) as file, pytest.raises(Unreadable):

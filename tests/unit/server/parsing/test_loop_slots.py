@@ -30,7 +30,5 @@ async def test_a_client_that_disconnects_takes_no_slot() -> None:
         task.cancel()
 
     await asyncio.wait_for(asyncio.gather(*tasks[:AT_ONCE], *tasks[3 * AT_ONCE :]), 5)
-    assert [task.cancelled() for task in tasks] == [
-        AT_ONCE <= number < 3 * AT_ONCE for number in range(len(tasks))
-    ]
+    assert [task.cancelled() for task in tasks] == [AT_ONCE <= number < 3 * AT_ONCE for number in range(len(tasks))]
     await asyncio.wait_for(slots.take(), 5)

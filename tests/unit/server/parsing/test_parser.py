@@ -68,9 +68,7 @@ async def test_a_tenant_has_one_heavy_task_at_a_time(parser: Parser) -> None:
     assert await asyncio.gather(*first, other) == [1] * 6
 
 
-async def test_a_cancelled_task_delays_the_next_one_of_its_tenant_until_it_ends(
-    parser: Parser,
-) -> None:
+async def test_a_cancelled_task_delays_the_next_one_of_its_tenant_until_it_ends(parser: Parser) -> None:
     gate = Gate()
     first = asyncio.create_task(parser.run(ALICE, HEAVY, gate.work))
     await gate.until_entered()
@@ -135,9 +133,7 @@ def test_freed_memory_is_returned_to_the_host() -> None:
     kept: list[bytes] = []
 
     def fill() -> None:
-        blocks = [
-            bytes(60_000) for _ in range(2_000)
-        ]  # 120 MB, each block below the mmap threshold
+        blocks = [bytes(60_000) for _ in range(2_000)]  # 120 MB, each block below the mmap threshold
         kept.append(bytes(60_000))
         del blocks
 
@@ -176,9 +172,7 @@ async def test_two_tenants_in_threads_do_not_block_a_third(parser: Parser) -> No
     assert await asyncio.gather(*work) == [1, 1, 1]
 
 
-async def test_two_tenants_in_processes_do_not_block_a_third(
-    parser: Parser, tmp_path: Path
-) -> None:
+async def test_two_tenants_in_processes_do_not_block_a_third(parser: Parser, tmp_path: Path) -> None:
     gates = [tmp_path / name for name in ("alice", "bob")]
     for gate in gates:
         os.mkfifo(gate)

@@ -17,13 +17,7 @@ from cotrain_server.requests.passes import read_fields
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import (
-    CheckpointKind,
-    LoadRequest,
-    LoadSource,
-    SaveRequest,
-    WeightsRecord,
-)
+from cotrain_store.messages.saves import CheckpointKind, LoadRequest, LoadSource, SaveRequest, WeightsRecord
 from tests.support.http_api import POOL
 
 RUN = "s:train:0"
@@ -65,9 +59,7 @@ def load(weights: WeightsRecord = WEIGHTS, run: RunRecord = RECORD, **fields: An
 def test_a_named_save_has_every_field_stored_with_the_weights(kind: CheckpointKind) -> None:
     metadata = {"renderer": "qwen3"}
     op = save(kind, path="step-10", ttl_seconds=7_200, user_metadata=metadata)
-    assert saved(op) == SaveRequest(
-        name="step-10", kind=kind, ttl_seconds=7_200, user_metadata=metadata
-    )
+    assert saved(op) == SaveRequest(name="step-10", kind=kind, ttl_seconds=7_200, user_metadata=metadata)
 
 
 def test_a_training_save_without_a_name_is_named_by_its_seq() -> None:
@@ -101,9 +93,7 @@ def test_saves_of_two_kinds_are_different_requests() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-@pytest.mark.parametrize(
-    "name", ["", "a/b", "../x", "a..b", ".a", "-a", "ä", "a b", "a\n", "x" * 129, "%2e", "a\0b"]
-)
+@pytest.mark.parametrize("name", ["", "a/b", "../x", "a..b", ".a", "-a", "ä", "a b", "a\n", "x" * 129, "%2e", "a\0b"])
 def test_a_name_that_is_not_a_valid_path_part_is_rejected(kind: CheckpointKind, name: str) -> None:
     assert why(save(kind, path=name)).startswith("path")
 
@@ -123,11 +113,7 @@ def test_any_other_name_is_accepted(name: str) -> None:
             "Exactly one of path and sampling_session_seq_id is needed.",
         ),
         ("external_weights", {}, "path: Field required."),
-        (
-            "weights",
-            {"path": "a", "ttl_seconds": 3_599},
-            "ttl_seconds must be between 3600 and 315360000 (10 years).",
-        ),
+        ("weights", {"path": "a", "ttl_seconds": 3_599}, "ttl_seconds must be between 3600 and 315360000 (10 years)."),
         (
             "external_weights",
             {"path": "a", "ttl_seconds": 315_360_001},
@@ -150,9 +136,7 @@ def test_any_other_name_is_accepted(name: str) -> None:
         ),
     ],
 )
-def test_a_save_with_impossible_options_is_rejected(
-    kind: CheckpointKind, fields: dict[str, Any], message: str
-) -> None:
+def test_a_save_with_impossible_options_is_rejected(kind: CheckpointKind, fields: dict[str, Any], message: str) -> None:
     assert why(save(kind, **fields)) == message
 
 
@@ -192,10 +176,7 @@ def test_no_key_of_another_account_is_written_to_the_log() -> None:
             "The checkpoint has rank 4, train_attn=True, train_mlp=True, train_unembed=True; the "
             "run has rank 4, train_attn=True, train_mlp=False, train_unembed=True.",
         ),
-        (
-            replace(RECORD, base_model="other"),
-            "The checkpoint is of base model tiny/model, the run of other.",
-        ),
+        (replace(RECORD, base_model="other"), "The checkpoint is of base model tiny/model, the run of other."),
     ],
 )
 def test_a_run_loads_no_checkpoint_of_another_shape(run: RunRecord, message: str) -> None:

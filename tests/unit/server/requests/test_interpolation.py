@@ -43,10 +43,7 @@ SOURCES = [
 def test_an_interpolation_loads_all_sources_into_a_new_adapter() -> None:
     load = LoadRequest.parse(mix_body(asked(), SOURCES))
 
-    assert load.sources == (
-        LoadSource(WeightsRef("a:train:0:3"), 0.9),
-        LoadSource(WeightsRef("b:train:0:9"), 0.1),
-    )
+    assert load.sources == (LoadSource(WeightsRef("a:train:0:3"), 0.9), LoadSource(WeightsRef("b:train:0:9"), 0.1))
     assert not load.optimizer
     assert load.lora == mixed_lora(SOURCES) == LoraSpec(rank=12, seed=7)
 
@@ -85,9 +82,7 @@ def test_a_coefficient_is_a_number_of_reasonable_size(coefficient: float | None)
         ({"output_path": "a..b"}, "must be a name of 1 to 128"),
     ],
 )
-def test_an_invalid_request_is_refused_with_the_reason(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_request_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(Invalid, match=message):
         check_mix(asked(**changes))
 

@@ -40,9 +40,7 @@ MIB = 1024**2
 
 def message(datums: int = 3) -> wire.ForwardBackwardRequest:
     """Make a pass with every field that an SDK sends."""
-    made = wire.ForwardBackwardRequest(
-        model_id="s:train:0", seq_id=300, loss_fn="ppo", forward_only=True
-    )
+    made = wire.ForwardBackwardRequest(model_id="s:train:0", seq_id=300, loss_fn="ppo", forward_only=True)
     made.loss_fn_config["clip_low_threshold"] = 0.5
     made.loss_fn_config_v2["clip_low_threshold"].number = 0.5
     made.loss_fn_config_v2["name"].text = "x" * 200
@@ -102,21 +100,16 @@ UNKNOWN = b"\xf8\x07\xac\x02" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02ab" + b"\
 
 
 @pytest.mark.parametrize(
-    "tags",
-    [(), (0x1A,), (0x1A, 0x0A), (0x1A, 0x0A, 0x0A), (0x1A, 0x12, 0x12), (0x2A,), (0x3A, 0x12)],
+    "tags", [(), (0x1A,), (0x1A, 0x0A), (0x1A, 0x0A, 0x0A), (0x1A, 0x12, 0x12), (0x2A,), (0x3A, 0x12)]
 )
 def test_unknown_fields_are_left_out_of_every_message(tags: tuple[int, ...]) -> None:
     body = message().SerializeToString()
-    lean = strip_unknown_fields(
-        inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN)
-    )
+    lean = strip_unknown_fields(inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN))
     assert lean == inside(*tags, content=b"") + body + inside(*tags, content=b"")
 
 
 @pytest.mark.parametrize("tags", [(), (0x1A,), (0x1A, 0x12, 0x12)])
-def test_unknown_fields_are_counted_too(
-    monkeypatch: pytest.MonkeyPatch, tags: tuple[int, ...]
-) -> None:
+def test_unknown_fields_are_counted_too(monkeypatch: pytest.MonkeyPatch, tags: tuple[int, ...]) -> None:
     monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "field": 50})
     with pytest.raises(TooManyObjects, match=r"^field: one request holds at most 50 fields"):
         strip_unknown_fields(inside(*tags, content=b"\xf8\x07\x01" * 51))
@@ -149,9 +142,7 @@ def test_four_million_empty_datums_are_refused_before_parsing() -> None:
         ("loss_fn_config", (0x3A,)),
     ],
 )
-def test_every_repeated_field_has_a_limit(
-    monkeypatch: pytest.MonkeyPatch, field: str, tags: tuple[int, ...]
-) -> None:
+def test_every_repeated_field_has_a_limit(monkeypatch: pytest.MonkeyPatch, field: str, tags: tuple[int, ...]) -> None:
     monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, field: 5})
     many, tag = 6, bytes([tags[-1], 0])
     strip_unknown_fields(inside(*tags[:-1], content=tag * (many - 1)))
@@ -160,9 +151,7 @@ def test_every_repeated_field_has_a_limit(
 
 
 @pytest.mark.parametrize("axes", [b"\x22\x05" + bytes(5), b"\x20\x01" * 5])
-def test_the_number_of_axes_of_a_shape_is_limited(
-    monkeypatch: pytest.MonkeyPatch, axes: bytes
-) -> None:
+def test_the_number_of_axes_of_a_shape_is_limited(monkeypatch: pytest.MonkeyPatch, axes: bytes) -> None:
     monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "shape": 4})
     with pytest.raises(TooManyObjects, match=r"^shape: "):
         strip_unknown_fields(inside(0x1A, 0x12, 0x12, content=axes))
@@ -199,9 +188,7 @@ def test_bytes_that_are_not_a_message_are_never_accepted_as_one() -> None:
         assert len(lean) <= len(broken)
 
 
-@pytest.mark.parametrize(
-    "body", [b"\x0b", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x00\x00"]
-)
+@pytest.mark.parametrize("body", [b"\x0b", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x00\x00"])
 def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_binary_pass(body, forward_only=False)
@@ -212,9 +199,7 @@ def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
     [b"\x0a\x00" * 200_000, b"\x30\x01" * 200_000, b"\x48\x01" * 200_000, b"\x2a\x00" * 200_000],
     ids=["without a run", "known", "unknown", "settings"],
 )
-def test_few_of_millions_of_fields_are_scanned_in_python(
-    monkeypatch: pytest.MonkeyPatch, body: bytes
-) -> None:
+def test_few_of_millions_of_fields_are_scanned_in_python(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
     walked, fields = 0, pass_scan._fields
 
     def counted(*args: Any) -> Iterator[tuple[int, int, int, int]]:

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 from cotrain.types import AdamParams
 from cotrain.wire.custom_loss import CustomLoss, encode_loss
 from cotrain_server.errors import Invalid
-from cotrain_server.requests.pass_validation import (
-    NEEDS_BY_LOSS,
-    check_adam,
-    check_pass,
-    check_rank,
-)
+from cotrain_server.requests.pass_validation import NEEDS_BY_LOSS, check_adam, check_pass, check_rank
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.http_api import POOL
@@ -34,9 +29,7 @@ def datum(length: int = 3, loss_fn: str = "cross_entropy", **changes: Any) -> Da
     return DatumArrays(np.arange(length), inputs | changes)
 
 
-def request(
-    *datums: DatumArrays, loss_fn: str = "cross_entropy", **config: float | str
-) -> PassBody:
+def request(*datums: DatumArrays, loss_fn: str = "cross_entropy", **config: float | str) -> PassBody:
     return PassBody(datums or (datum(loss_fn=loss_fn),), loss_fn, config, forward_only=False)
 
 
@@ -86,10 +79,7 @@ REFUSED = {
         request(FOREIGN),
         "data[0].loss_fn_inputs.target_tokens is missing; cross_entropy needs it. No loss reads labels.",
     ),
-    "an empty datum": (
-        request(datum(), datum(0)),
-        "Datum 1 has 0 tokens; tiny/model reads 1 to 64.",
-    ),
+    "an empty datum": (request(datum(), datum(0)), "Datum 1 has 0 tokens; tiny/model reads 1 to 64."),
     "a datum longer than the context": (
         request(datum(), datum(65)),
         "Datum 1 has 65 tokens; tiny/model reads 1 to 64.",
@@ -132,17 +122,14 @@ def test_targets_must_be_in_the_vocabulary_too(token: int) -> None:
     bad = datum(target_tokens=np.array([0, 1, token]))
     assert refusal(request(bad)) == (
         f"Target token id {token} at datum 0, position 2 is outside the vocabulary (0..511)."
-        + (" Targets of -100 are not ignored here: give them weight 0 and any token id.")
-        * (token == -100)
+        + (" Targets of -100 are not ignored here: give them weight 0 and any token id.") * (token == -100)
     )
 
 
 def test_a_datum_that_does_not_fit_into_memory_is_refused_with_the_longest() -> None:
     small = replace(POOL, memory_tokens=40)
     check_pass(request(datum(40)), small)
-    with pytest.raises(
-        Invalid, match=r"Datum 0 has 41 tokens; the longest datum that fits .* has 40"
-    ):
+    with pytest.raises(Invalid, match=r"Datum 0 has 41 tokens; the longest datum that fits .* has 40"):
         check_pass(request(datum(41)), small)
 
 
@@ -168,9 +155,7 @@ def test_a_loss_setting_must_be_a_valid_number(value: float | str) -> None:
         ({"clip_low_threshold": 1.01}, "clip_low_threshold=1.01"),
     ],
 )
-def test_bounds_that_prevent_any_training_are_refused(
-    loss_fn: str, bounds: dict[str, float], name: str
-) -> None:
+def test_bounds_that_prevent_any_training_are_refused(loss_fn: str, bounds: dict[str, float], name: str) -> None:
     message = refusal(request(loss_fn=loss_fn, **bounds))
     assert message.startswith(f"loss_fn_config.{name}: the ratio is 1 before the first step")
     assert "clip_low_threshold=0.8 and clip_high_threshold=1.2" in message
@@ -183,12 +168,8 @@ def test_bounds_of_cispo_need_not_enclose_1() -> None:
 ids = st.one_of(st.integers(0, 511), st.integers(-(2**62), 2**62))
 
 
-@given(
-    tokens=st.lists(ids, min_size=1, max_size=70), targets=st.lists(ids, min_size=1, max_size=70)
-)
-def test_no_accepted_pass_has_a_token_outside_the_vocabulary(
-    tokens: list[int], targets: list[int]
-) -> None:
+@given(tokens=st.lists(ids, min_size=1, max_size=70), targets=st.lists(ids, min_size=1, max_size=70))
+def test_no_accepted_pass_has_a_token_outside_the_vocabulary(tokens: list[int], targets: list[int]) -> None:
     inputs = {"target_tokens": np.array(targets), "weights": np.ones(len(targets), np.float32)}
     try:
         check_pass(request(DatumArrays(np.array(tokens), inputs)), POOL)
@@ -232,22 +213,15 @@ def test_an_optimizer_setting_must_fit_in_a_float32(name: str) -> None:
         ({"eps": 0.0}, "eps must be greater than 0"),
     ],
 )
-def test_an_optimizer_setting_out_of_bounds_is_refused(
-    params: dict[str, float], message: str
-) -> None:
+def test_an_optimizer_setting_out_of_bounds_is_refused(params: dict[str, float], message: str) -> None:
     check_adam(AdamParams())
     with pytest.raises(Invalid, match=message):
         check_adam(AdamParams(**params))
 
 
 def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:
-    engine = {
-        name: (spec.inputs, spec.optional, frozenset(spec.defaults))
-        for name, spec in LOSSES.items()
-    }
-    assert engine == {
-        name: (needs.inputs, needs.optional, needs.config) for name, needs in NEEDS_BY_LOSS.items()
-    }
+    engine = {name: (spec.inputs, spec.optional, frozenset(spec.defaults)) for name, spec in LOSSES.items()}
+    assert engine == {name: (needs.inputs, needs.optional, needs.config) for name, needs in NEEDS_BY_LOSS.items()}
 
 
 @pytest.mark.parametrize(
@@ -258,9 +232,7 @@ def test_the_api_requires_the_inputs_that_the_engine_reads() -> None:
         ("sapo", {"tau_negative": 0.0}, "loss_fn_config.tau_negative must be above 0"),
     ],
 )  # fmt: skip
-def test_a_setting_names_the_input_that_it_needs(
-    loss_fn: str, config: dict[str, float], named: str
-) -> None:
+def test_a_setting_names_the_input_that_it_needs(loss_fn: str, config: dict[str, float], named: str) -> None:
     assert named in refusal(request(loss_fn=loss_fn, **config))
 
 
@@ -286,16 +258,11 @@ def custom(*datums: DatumArrays, **config: float | str) -> PassBody:
 
 
 def test_a_custom_loss_reads_its_inputs_with_their_ranks() -> None:
-    good = DatumArrays(
-        np.arange(3), {"target_tokens": np.arange(3), "beta": np.ones(1, np.float32)}
-    )
+    good = DatumArrays(np.arange(3), {"target_tokens": np.arange(3), "beta": np.ones(1, np.float32)})
     assert check_pass(custom(good), POOL) == 3 + 4  # tokens of the datum, and nodes of the graph
     wrong = {
         "beta is missing": {"target_tokens": np.arange(3)},
-        "beta has shape [3], but the custom loss reads a scalar": {
-            **good.inputs,
-            "beta": np.ones(3),
-        },
+        "beta has shape [3], but the custom loss reads a scalar": {**good.inputs, "beta": np.ones(3)},
         "target_tokens has shape [3, 1], but the custom loss reads [3]": {
             **good.inputs,
             "target_tokens": np.zeros((3, 1), np.int64),

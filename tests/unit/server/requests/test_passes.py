@@ -16,13 +16,7 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_server.errors import Unreadable
 from cotrain_server.requests import pass_ops
 from cotrain_server.requests.pass_ops import Op, digest_of, pass_op
-from cotrain_server.requests.passes import (
-    read_binary_pass,
-    read_fields,
-    read_json_pass,
-    read_step,
-    step_op,
-)
+from cotrain_server.requests.passes import read_binary_pass, read_fields, read_json_pass, read_step, step_op
 from cotrain_store.bodies.images import BodyImage
 from cotrain_store.bodies.pass_body import decode_pass, parse_pass
 from cotrain_store.messages.ops import OpKind
@@ -78,9 +72,7 @@ def test_the_tokens_of_an_op_are_those_that_the_base_model_reads() -> None:
     assert json_op(tokens=[1, 2, 3, 4, 5]).tokens == 5
 
 
-@pytest.mark.parametrize(
-    ("forward_only", "kind"), [(False, OpKind.FORWARD_BACKWARD), (True, OpKind.FORWARD)]
-)
+@pytest.mark.parametrize(("forward_only", "kind"), [(False, OpKind.FORWARD_BACKWARD), (True, OpKind.FORWARD)])
 def test_forward_and_forward_backward_are_different_ops(forward_only: bool, kind: OpKind) -> None:
     op = json_op(forward_only=forward_only)
     assert op.kind is kind
@@ -144,20 +136,10 @@ def test_an_image_counts_its_tokens_and_is_stored_with_the_op() -> None:
 
     where = "data[0].model_input.chunks[1]"
     for its_pool, changes, targets, message in (
-        (
-            pool,
-            {"expected_tokens": 7},
-            9,
-            f"{where} has expected_tokens=7, but 6 tokens with this ",
-        ),
+        (pool, {"expected_tokens": 7}, 9, f"{where} has expected_tokens=7, but 6 tokens with this "),
         (pool, {"data": encoded[:-40]}, 9, f"{where} cannot be decoded: "),
         (pool, {"data": "%"}, 9, f"{where}.image.data: "),
-        (
-            pool,
-            {},
-            8,
-            "data[0].loss_fn_inputs.target_tokens has shape [8], but the input has 9 tokens.",
-        ),
+        (pool, {}, 8, "data[0].loss_fn_inputs.target_tokens has shape [8], but the input has 9 tokens."),
         (POOL, {}, 9, "data has an image, but tiny/model reads text only here. Send encoded_text."),
         (pool, {"type": "dmel"}, 9, "datum 0: chunks of type dmel cannot be read here"),
     ):
@@ -179,9 +161,7 @@ def test_the_dense_size_of_sparse_tensors_is_limited() -> None:
     assert "may span at most" in why(binary_op(request))
 
 
-def test_the_inputs_of_a_datum_and_the_sparse_tensors_are_counted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_inputs_of_a_datum_and_the_sparse_tensors_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time to decode a pass grows with its tensors, which plans do not count."""
     request = message()
     for at in range(pass_ops.MAX_INPUTS):

@@ -77,18 +77,9 @@ LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
         (kl_body("run", temperature=0), "temperature must be positive and finite."),
         (kl_body("run", temperature=-1.5), "temperature must be positive and finite."),
         (kl_body("run", reference_model_path=7), "reference_model_path: Input should be a valid"),
-        (
-            with_datum(target_tokens={"data": [], "dtype": "int64"}),
-            "data[1].target_tokens is empty.",
-        ),
-        (
-            with_datum(weights={"data": [1.0], "dtype": "float32"}),
-            "data[1].weights has 1 values for 2 target_tokens.",
-        ),
-        (
-            with_datum(weights={"data": [1.0, 1e39], "dtype": "float32"}),
-            "data[1].weights[1] is not finite.",
-        ),
+        (with_datum(target_tokens={"data": [], "dtype": "int64"}), "data[1].target_tokens is empty."),
+        (with_datum(weights={"data": [1.0], "dtype": "float32"}), "data[1].weights has 1 values for 2 target_tokens."),
+        (with_datum(weights={"data": [1.0, 1e39], "dtype": "float32"}), "data[1].weights[1] is not finite."),
         (
             with_datum(weights={"data": [1, 1], "dtype": "int64"}),
             "data[1].weights must be of dtype float32, not int64.",
@@ -105,10 +96,7 @@ LONG = {"chunks": [{"type": "encoded_text", "tokens": [1] * 64}]}
             with_datum(reference_input={"chunks": [{"type": "encoded_text", "tokens": [-1]}]}),
             "Reference token id -1 at datum 1, position 0 is outside the vocabulary (0..511).",
         ),
-        (
-            with_datum(student_input={"chunks": []}),
-            "data[1].student_input is empty; the first target needs a context.",
-        ),
+        (with_datum(student_input={"chunks": []}), "data[1].student_input is empty; the first target needs a context."),
         (
             with_datum(reference_input=LONG),
             "data[1].reference_input and target_tokens have 66 tokens; tiny/model reads 64 before",
@@ -124,10 +112,7 @@ def test_an_invalid_request_is_refused_with_the_reason(body: dict[str, Any], mes
 
 def test_experts_of_the_student_are_kept_in_the_body() -> None:
     pool = replace(POOL, expert_choices=(1, 1, 7))
-    for shape, message in (
-        ((4, 1, 1), ""),
-        ((2, 1, 2), "has shape [2, 1, 2], but must be [4, 1, 1]"),
-    ):
+    for shape, message in (((4, 1, 1), ""), ((2, 1, 2), "has shape [2, 1, 2], but must be [4, 1, 1]")):
         body = with_datum(routed_experts=EXPERTS | {"shape": shape})
         op = reverse_kl_op(read_reverse_kl(json.dumps(body).encode()), None, pool)
         if message:

@@ -75,18 +75,9 @@ def test_a_request_within_the_limits_is_accepted(changes: dict[str, Any]) -> Non
     ("changes", "message"),
     [
         ({"prompt": ()}, "prompt has 0 tokens; tiny/model samples from prompts of 1 to 64."),
-        (
-            {"prompt": (1,) * 65},
-            "prompt has 65 tokens; tiny/model samples from prompts of 1 to 64.",
-        ),
-        (
-            {"prompt": (1, 512)},
-            "prompt: token id 512 at position 1 is outside the vocabulary (0..511).",
-        ),
-        (
-            {"prompt": (-1, 2)},
-            "prompt: token id -1 at position 0 is outside the vocabulary (0..511).",
-        ),
+        ({"prompt": (1,) * 65}, "prompt has 65 tokens; tiny/model samples from prompts of 1 to 64."),
+        ({"prompt": (1, 512)}, "prompt: token id 512 at position 1 is outside the vocabulary (0..511)."),
+        ({"prompt": (-1, 2)}, "prompt: token id -1 at position 0 is outside the vocabulary (0..511)."),
         ({"num_samples": 0}, "num_samples must be between 1 and 1024."),
         ({"num_samples": 1_025}, "num_samples must be between 1 and 1024."),
         ({"max_tokens": -1}, "max_tokens must be between 0 and 2147483647."),
@@ -96,22 +87,13 @@ def test_a_request_within_the_limits_is_accepted(changes: dict[str, Any]) -> Non
         ({"top_p": 0.0}, "top_p must be greater than 0 and at most 1."),
         ({"top_p": 1.1}, "top_p must be greater than 0 and at most 1."),
         ({"top_p": float("nan")}, "top_p must be greater than 0 and at most 1."),
-        (
-            {"top_k": 0},
-            "top_k must be between 1 and 512, the size of the vocabulary, or -1 for no limit.",
-        ),
-        (
-            {"top_k": 513},
-            "top_k must be between 1 and 512, the size of the vocabulary, or -1 for no limit.",
-        ),
+        ({"top_k": 0}, "top_k must be between 1 and 512, the size of the vocabulary, or -1 for no limit."),
+        ({"top_k": 513}, "top_k must be between 1 and 512, the size of the vocabulary, or -1 for no limit."),
         ({"seed": 2**64}, "seed must be between -9223372036854775808 and 18446744073709551615."),
         ({"stop": (1,) * 65}, "stop has 65 entries; the limit is 64."),
         ({"stop": ("a", "")}, "stop: each string must have 1 to 1024 characters."),
         ({"stop": ("a" * 1_025,)}, "stop: each string must have 1 to 1024 characters."),
-        (
-            {"stop": ("a" * 1_000,) * 5},
-            "stop: the strings have 5000 characters together. The limit is 4096.",
-        ),
+        ({"stop": ("a" * 1_000,) * 5}, "stop: the strings have 5000 characters together. The limit is 4096."),
         ({"stop": (512,)}, "stop: token id 512 at position 0 is outside the vocabulary (0..511)."),
         ({"topk_prompt_logprobs": 129}, "topk_prompt_logprobs must be between 0 and 128."),
         ({"topk_sample_logprobs": 129}, "topk_sample_logprobs must be between 0 and 128."),
@@ -126,8 +108,7 @@ def test_a_request_within_the_limits_is_accepted(changes: dict[str, Any]) -> Non
         ),
         (
             {"target_prompt_logprobs": ((1, -1), (-2, 1))},
-            "target_prompt_logprobs[1, 0] is -2, which is outside the vocabulary (0..511) and not "
-            "-1.",
+            "target_prompt_logprobs[1, 0] is -2, which is outside the vocabulary (0..511) and not -1.",
         ),
     ],
 )
@@ -137,15 +118,11 @@ def test_each_refusal_names_the_field_and_its_limit(changes: dict[str, Any], mes
 
 def test_topk_is_limited_to_the_vocabulary() -> None:
     small = replace(POOL, vocab_size=10)
-    assert refusal(small, topk_sample_logprobs=11) == (
-        "topk_sample_logprobs must be between 0 and 10."
-    )
+    assert refusal(small, topk_sample_logprobs=11) == ("topk_sample_logprobs must be between 0 and 10.")
 
 
 def test_a_base_model_without_sampling_is_refused() -> None:
-    assert refusal(replace(POOL, max_sequence_tokens=0)) == (
-        "tiny/model cannot be sampled from here."
-    )
+    assert refusal(replace(POOL, max_sequence_tokens=0)) == ("tiny/model cannot be sampled from here.")
 
 
 def test_without_a_tokenizer_only_token_ids_can_be_stops() -> None:

@@ -61,12 +61,7 @@ def test_omitted_fields_have_the_defaults_of_the_hosted_service() -> None:
 
 def test_an_image_takes_its_place_in_the_prompt() -> None:
     data, pool = picture(0, 24, 16), replace(POOL, images=RULES)
-    image = {
-        "type": "image",
-        "data": b64encode(data).decode(),
-        "format": "png",
-        "expected_tokens": 6,
-    }
+    image = {"type": "image", "data": b64encode(data).decode(), "format": "png", "expected_tokens": 6}
     text = [{"type": "encoded_text", "tokens": tokens} for tokens in ([7], [8, 9])]
     body = json.dumps(sample_body(SAMPLER, 0, prompt={"chunks": [image, text[0], image, text[1]]}))
     sample = read_sample(body.encode())
@@ -77,11 +72,7 @@ def test_an_image_takes_its_place_in_the_prompt() -> None:
 
     wrong = replace(sample.images[1], expected_tokens=5)
     for images, its_pool, message in (
-        (
-            (sample.images[0], wrong),
-            pool,
-            r"prompt.chunks\[2\] has expected_tokens=5, but 6 tokens",
-        ),
+        ((sample.images[0], wrong), pool, r"prompt.chunks\[2\] has expected_tokens=5, but 6 tokens"),
         (sample.images, POOL, "prompt has an image, but tiny/model reads text only here"),
         (sample.images, replace(pool, sampler="vllm"), "samples come from a vLLM server here"),
     ):
@@ -95,8 +86,7 @@ def test_the_chunks_of_a_prompt_are_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "stops"),
-    [(None, None), ("\n", ("\n",)), (["a", "b"], ("a", "b")), ([1, 2], (1, 2)), ([], ())],
+    ("stop", "stops"), [(None, None), ("\n", ("\n",)), (["a", "b"], ("a", "b")), ([1, 2], (1, 2)), ([], ())]
 )
 def test_every_form_of_stop_is_read(stop: Any, stops: Any) -> None:
     assert read(sampling_params={"stop": stop}).stop == stops
@@ -147,10 +137,7 @@ def test_invalid_targets_are_refused(tensor: dict[str, Any], message: str) -> No
         ({"prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not supported here."),
         ({"record_stability_info": True}, "record_stability_info is not supported here: "),
         ({"seq_id": None}, "sampling_session_id and seq_id are required"),
-        (
-            {"sampling_session_id": None, "base_model": "tiny/model"},
-            "sampling_session_id and seq_id are required",
-        ),
+        ({"sampling_session_id": None, "base_model": "tiny/model"}, "sampling_session_id and seq_id are required"),
         ({"num_samples": 0}, "num_samples: "),
         ({"num_samples": 1.5}, "num_samples: "),
         ({"seq_id": 2**63}, "seq_id: "),
@@ -161,9 +148,7 @@ def test_invalid_targets_are_refused(tensor: dict[str, Any], message: str) -> No
         ({"sampling_params": {"seed": 2**64}}, "sampling_params.seed: "),
     ],
 )
-def test_an_unsupported_value_is_refused_by_its_field(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_an_unsupported_value_is_refused_by_its_field(changes: dict[str, Any], message: str) -> None:
     assert refusal(**changes).startswith(message)
 
 

@@ -11,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_server.supervisor.data_folder import (
-    LOG_BYTES,
-    DataFolder,
-    FolderInUse,
-    UnsafeFolder,
-    UnusableFolder,
-)
+from cotrain_server.supervisor.data_folder import LOG_BYTES, DataFolder, FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
 
 
@@ -33,9 +27,7 @@ def test_only_one_server_may_use_a_folder(tmp_path: Path) -> None:
 def test_the_folder_is_locked_until_the_last_process_of_a_server_ends(tmp_path: Path) -> None:
     folder = DataFolder(tmp_path)
     lock = folder.lock()
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)
-    ) as child:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(lock,)) as child:
         os.close(lock)
         with pytest.raises(FolderInUse):
             folder.lock()
@@ -95,9 +87,7 @@ def test_an_unusable_folder_is_named_with_the_reason(tmp_path: Path, below: str)
         DataFolder(path)
 
 
-def test_a_full_disk_is_detected_before_anything_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_detected_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -108,9 +98,7 @@ def test_a_full_disk_is_detected_before_anything_is_started(
         folder.check_writable()
 
 
-def test_a_file_system_without_locks_is_not_reported_as_in_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_not_reported_as_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unlockable(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -23,9 +23,7 @@ def test_a_process_gets_its_own_variables_and_no_others() -> None:
 
 
 def test_a_flag_overrides_the_environment_of_its_own_process_only() -> None:
-    made = variables.environment(
-        variables.API, {"PORT": "1", "DEVICE": "cpu"}, {"COTRAIN_PORT": "2"}
-    )
+    made = variables.environment(variables.API, {"PORT": "1", "DEVICE": "cpu"}, {"COTRAIN_PORT": "2"})
     assert made == {"COTRAIN_PORT": "1"}
 
 

@@ -28,9 +28,7 @@ def test_a_host_without_a_driver_has_none(tmp_path: Path) -> None:
     assert gpus({}, tmp_path / "none") == []
 
 
-def test_each_worker_sees_its_own_gpu_by_the_number_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_worker_sees_its_own_gpu_by_the_number_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     seen = [variables_of(at, ["2", "5"]) for at in range(3)]
 
@@ -68,16 +66,12 @@ def test_groups_on_the_gpus_of_this_host_need_enough_of_them() -> None:
         enough(2, ["0", "1"], 2)
 
 
-def test_gpu_numbers_set_by_the_operator_keep_their_meaning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_numbers_set_by_the_operator_keep_their_meaning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
     assert variables_of(1, ["2", "5"]) == {"CUDA_VISIBLE_DEVICES": "5"}
 
 
-@pytest.mark.parametrize(
-    ("asked", "names"), [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))]
-)
+@pytest.mark.parametrize(("asked", "names"), [("all", ("2", "5", "7")), ("5", ("5",)), (" 7, 2 ,", ("7", "2"))])
 def test_all_gpus_or_named_ones_are_chosen(asked: str, names: tuple[str, ...]) -> None:
     assert chosen(asked, 1, ["2", "5", "7"]) == names
 
@@ -92,9 +86,7 @@ def test_all_gpus_or_named_ones_are_chosen(asked: str, names: tuple[str, ...]) -
         ("0,1", 3, ["0", "1"], "3 base models and 2 GPUs; each needs one of its own"),
     ],
 )
-def test_an_unavailable_gpu_is_refused_by_name(
-    asked: str, base_models: int, there: list[str], why: str
-) -> None:
+def test_an_unavailable_gpu_is_refused_by_name(asked: str, base_models: int, there: list[str], why: str) -> None:
     with pytest.raises(UnfitGpus, match=re.escape(why)):
         chosen(asked, base_models, there)
 

@@ -20,9 +20,7 @@ def ports_of(made: Programs) -> list[str | None]:
     return [process.environment.get("COTRAIN_METRICS_PORT") for process in processes]
 
 
-def test_the_ports_are_consecutive_and_listed_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ports_are_consecutive_and_listed_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", "9464")
     made = programs(tmp_path)
     assert ports_of(made) == ["9464", "9465", "9466", "9467"]
@@ -36,15 +34,11 @@ def test_the_ports_are_consecutive_and_listed_in_a_file(
 
 
 @pytest.mark.parametrize("given", ["", "0"])
-def test_without_a_port_there_is_no_scrape_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
-) -> None:
+def test_without_a_port_there_is_no_scrape_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", given)
     assert programs(tmp_path).metrics_targets() == []
 
 
-def test_an_invalid_port_is_refused_by_the_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_port_is_refused_by_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COTRAIN_METRICS_PORT", "http")
     assert set(ports_of(programs(tmp_path))) == {"http"}

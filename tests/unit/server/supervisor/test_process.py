@@ -31,9 +31,7 @@ class Watched:
     def __init__(self, folder: Path, program: Program) -> None:
         self.lines: asyncio.Queue[str] = asyncio.Queue()
         self.problems: list[str | None] = []
-        self.child = Child(
-            program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.problems.append(t)
-        )
+        self.child = Child(program, DataFolder(folder), self.lines.put_nowait, lambda _, t: self.problems.append(t))
         self.kept = asyncio.create_task(self.child.keep())
 
     async def pid(self) -> int:
@@ -92,9 +90,7 @@ async def test_a_crash_loop_is_reported_and_restarts_continue(tmp_path: Path) ->
     watched.child.restarts = RestartHistory((time.monotonic(),) * 4)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
-    assert watched.problems == [
-        "exited with status 7, 5 times in the last minute; its log says why."
-    ]
+    assert watched.problems == ["exited with status 7, 5 times in the last minute; its log says why."]
     await watched.child.stop()
     await watched.kept
 
@@ -123,9 +119,7 @@ async def test_the_reason_that_a_program_logs_for_its_end_is_reported(tmp_path: 
     await watched.kept
 
 
-REFUSING = replace(
-    SLEEPER, command=["sh", "-c", """echo '{"ts": "", "reason": "No such model."}' >&2; exit 2"""]
-)
+REFUSING = replace(SLEEPER, command=["sh", "-c", """echo '{"ts": "", "reason": "No such model."}' >&2; exit 2"""])
 
 
 async def test_a_refusal_to_start_is_reported_and_ends_the_restarts(tmp_path: Path) -> None:
@@ -172,9 +166,7 @@ def test_a_tethered_process_ends_with_its_supervisor() -> None:
         "print(subprocess.Popen([*tether, 'sh', '-c', 'echo up; exec sleep 60']).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-S", "-c", supervise], stdout=subprocess.PIPE, text=True
-    ) as supervisor:
+    with subprocess.Popen([sys.executable, "-S", "-c", supervise], stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout
         printed = {supervisor.stdout.readline().strip() for _ in range(2)}
         assert "up" in printed

@@ -12,27 +12,13 @@ from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import Reason
 from cotrain_server.supervisor.redis_log import reason_of_redis
 
-STARTED = [
-    "# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo",
-    "# Redis version=7.0.15",
-    "# Server initialized",
-]
+STARTED = ["# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo", "# Redis version=7.0.15", "# Server initialized"]
 
 
 def reason(tmp_path: Path, *said: str) -> Reason | None:
-    events = [
-        "# Wrong signature",
-        *STARTED,
-        "* DB loaded",
-        *said,
-    ]  # the first is of an earlier start
-    lines = [
-        as_json(f"7:M 25 Nov 2026 21:07:02.233 {each}", "redis", datetime.now(UTC))
-        for each in events
-    ]
-    return reason_of_redis(
-        DataFolder(tmp_path), tmp_path / "redis-server", [x or "" for x in lines]
-    )
+    events = ["# Wrong signature", *STARTED, "* DB loaded", *said]  # the first is of an earlier start
+    lines = [as_json(f"7:M 25 Nov 2026 21:07:02.233 {each}", "redis", datetime.now(UTC)) for each in events]
+    return reason_of_redis(DataFolder(tmp_path), tmp_path / "redis-server", [x or "" for x in lines])
 
 
 @pytest.mark.parametrize(
@@ -80,9 +66,7 @@ def test_a_log_of_a_newer_redis_is_final_and_needs_another_binary(tmp_path: Path
         ("* 'x' is no directive", "DB loaded. 'x' is no directive."),
     ],
 )
-def test_a_transient_reason_is_reported_and_retried(
-    tmp_path: Path, said: str, text: str | None
-) -> None:
+def test_a_transient_reason_is_reported_and_retried(tmp_path: Path, said: str, text: str | None) -> None:
     found = reason(tmp_path, said)
     assert found is not None
     assert not found.is_final

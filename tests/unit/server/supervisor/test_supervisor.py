@@ -64,9 +64,7 @@ async def test_stages_stop_in_the_reverse_order_of_their_start(
 
     supervisor.say = hear
     supervisor._add(folder, [program(tmp_path, "redis", ORDERLY)])
-    supervisor._add(
-        folder, [program(tmp_path, "w0", STUBBORN, grace_s=0.2), program(tmp_path, "w1", ORDERLY)]
-    )
+    supervisor._add(folder, [program(tmp_path, "w0", STUBBORN, grace_s=0.2), program(tmp_path, "w1", ORDERLY)])
     supervisor._add(folder, [program(tmp_path, "scheduler", ORDERLY)])
     supervisor._add(folder, [program(tmp_path, "api", STUBBORN, grace_s=0.2)])
     await until_up(folder, lines, "redis", "w0", "w1", "scheduler", "api")
@@ -91,9 +89,7 @@ async def test_a_worker_that_lost_its_device_is_restarted(
     await until_up(folder, lines, "w0")
     await until(lambda: sum("started" in line for line in lines) == 2)  # including the second start
     await supervisor._drain()
-    assert [line.partition(";")[0] for line in lines if "exited" in line] == [
-        "w0 exited with status 70"
-    ]
+    assert [line.partition(";")[0] for line in lines if "exited" in line] == ["w0 exited with status 70"]
     assert sum("started" in line for line in lines) == 2
 
 
@@ -134,20 +130,13 @@ def ids_of(workers: list[dict[str, str]]) -> dict[str, list[str]]:
     return found
 
 
-def test_a_base_model_keeps_its_worker_ids_when_it_gets_more_workers(
-    supervisor: Supervisor,
-) -> None:
+def test_a_base_model_keeps_its_worker_ids_when_it_gets_more_workers(supervisor: Supervisor) -> None:
     cpu = {"given": {"DEVICE": "cpu"}}
     assert ids_of(made_by(supervisor, **cpu)) == {"a/b": ["w0"], "c/d": ["w1"]}
-    assert ids_of(made_by(supervisor, workers=2, **cpu)) == {
-        "a/b": ["w0", "w2"],
-        "c/d": ["w1", "w3"],
-    }
+    assert ids_of(made_by(supervisor, workers=2, **cpu)) == {"a/b": ["w0", "w2"], "c/d": ["w1", "w3"]}
 
 
-def test_gpus_are_assigned_to_the_base_models_in_turn(
-    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_assigned_to_the_base_models_in_turn(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     workers = made_by(supervisor, gpus=("0", "2", "5"))
     assert ids_of(workers) == {"a/b": ["w0", "w2"], "c/d": ["w1"]}
@@ -171,9 +160,7 @@ def test_workers_on_a_cpu_share_its_cores_and_memory_by_default(
     assert [each["COTRAIN_TORCH_THREADS"] for each in alone] == ["0"]
 
 
-def test_workers_of_another_host_are_named_after_it_and_need_no_lock(
-    supervisor: Supervisor,
-) -> None:
+def test_workers_of_another_host_are_named_after_it_and_need_no_lock(supervisor: Supervisor) -> None:
     workers = made_by(supervisor, worker_names="gpu-7-w", given={"DEVICE": "cpu"})
     assert ids_of(workers) == {"a/b": ["gpu-7-w0"], "c/d": ["gpu-7-w1"]}
 

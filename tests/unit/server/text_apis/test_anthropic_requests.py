@@ -35,11 +35,7 @@ def test_successive_messages_of_one_role_are_joined() -> None:
     block = {"type": "text", "text": "there", "cache_control": {"type": "ephemeral"}}
     asked = message(
         system=[{"type": "text", "text": "Be short."}],
-        messages=[
-            USER,
-            {"role": "user", "content": [block]},
-            {"role": "assistant", "content": "A"},
-        ],
+        messages=[USER, {"role": "user", "content": [block]}, {"role": "assistant", "content": "A"}],
     )
     assert asked.template_messages() == [
         {"role": "system", "content": "Be short."},
@@ -50,9 +46,7 @@ def test_successive_messages_of_one_role_are_joined() -> None:
     assert not message().is_prefilled
 
 
-@pytest.mark.parametrize(
-    "fields", [{"output_config": {"effort": "low"}}, {"container": "c"}, {"nobody_knows_this": 1}]
-)
+@pytest.mark.parametrize("fields", [{"output_config": {"effort": "low"}}, {"container": "c"}, {"nobody_knows_this": 1}])
 def test_a_field_that_would_change_the_result_is_refused_by_name(fields: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match=next(iter(fields))):
         message(**fields).check()

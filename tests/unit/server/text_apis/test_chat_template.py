@@ -85,18 +85,14 @@ def test_a_chat_has_the_tokens_of_transformers(
     tmp_path: Path, name: str, messages: list[Message], options: dict[str, Any]
 ) -> None:
     judge = folder_of(tmp_path, TEMPLATES[name])
-    expected = judge.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, **options
-    )
+    expected = judge.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **options)
     text = loaded(tmp_path).render(messages, options)
     assert Tokenizer.load(tmp_path).encode(text, special=False) == expected
 
 
 @pytest.mark.parametrize("content", ["Certainly:", "spaced at the end "])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_last_message_is_continued_as_in_transformers(
-    tmp_path: Path, name: str, content: str
-) -> None:
+def test_a_last_message_is_continued_as_in_transformers(tmp_path: Path, name: str, content: str) -> None:
     judge = folder_of(tmp_path, TEMPLATES[name])
     messages = [*CHATS[0], {"role": "assistant", "content": content}]
     expected = judge.apply_chat_template(messages, continue_final_message=True, tokenize=False)

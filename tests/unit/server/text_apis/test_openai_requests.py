@@ -127,9 +127,7 @@ def test_log_probs_of_a_prompt_are_not_streamed() -> None:
         completion(echo=True, stream=True, logprobs=0).check()
 
 
-@pytest.mark.parametrize(
-    "fields", [{"n": 0}, {"n": 129}, {"top_logprobs": 21}, {"seed": 2**63}, {"messages": []}]
-)
+@pytest.mark.parametrize("fields", [{"n": 0}, {"n": 129}, {"top_logprobs": 21}, {"seed": 2**63}, {"messages": []}])
 def test_numbers_have_limits(fields: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         chat(**fields)
@@ -137,12 +135,7 @@ def test_numbers_have_limits(fields: dict[str, Any]) -> None:
 
 def test_text_parts_are_joined_and_developer_messages_are_system_ones() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    seen_before: dict[str, Any] = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "annotations": [],
-    }
+    seen_before: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None, "annotations": []}
     asked = chat(
         messages=[
             {"role": "developer", "content": "Be short.", "name": "me"},
@@ -169,8 +162,6 @@ def test_text_parts_are_joined_and_developer_messages_are_system_ones() -> None:
         ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\]"),
     ],
 )
-def test_a_message_that_is_not_text_is_refused_by_its_index(
-    message: dict[str, Any], named: str
-) -> None:
+def test_a_message_that_is_not_text_is_refused_by_its_index(message: dict[str, Any], named: str) -> None:
     with pytest.raises(Invalid, match=named):
         chat(messages=[message]).template_messages()

@@ -7,13 +7,7 @@ from typing import Any
 
 import tokenizers
 
-from cotrain_server.text_apis.openai_responses import (
-    IMPOSSIBLE,
-    ChatShape,
-    CompletionShape,
-    Shape,
-    scored,
-)
+from cotrain_server.text_apis.openai_responses import IMPOSSIBLE, ChatShape, CompletionShape, Shape, scored
 from cotrain_server.text_apis.token_texts import TokenTexts
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
 from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
@@ -116,9 +110,7 @@ def test_a_message_starts_without_a_space_of_its_vocabulary() -> None:
     likeliest = [[(words[0], -1.0)], *[None] * (len(words) - 1)]
     content = written(ChatShape(), llama2, words, [-1.0] * len(words), likeliest)["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in content) == b"upon a"
-    assert content[0]["top_logprobs"] == [
-        {name: content[0][name] for name in ("token", "logprob", "bytes")}
-    ]
+    assert content[0]["top_logprobs"] == [{name: content[0][name] for name in ("token", "logprob", "bytes")}]
 
 
 def test_an_echoed_prompt_is_the_text_that_was_sent() -> None:

@@ -15,13 +15,7 @@ from cotrain_server.parsing.parser import THREAD_ABOVE
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis import prompts
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest
-from cotrain_server.text_apis.prompts import (
-    Target,
-    chat_body,
-    longest_text,
-    prompt_bodies,
-    text_weight,
-)
+from cotrain_server.text_apis.prompts import Target, chat_body, longest_text, prompt_bodies, text_weight
 from cotrain_server.text_apis.tokenizer_cache import Language, Tokenizer, language_of
 from cotrain_store.bodies.sample_body import SampleBody
 from tests.support.http_api import POOL
@@ -68,9 +62,7 @@ def test_the_maximum_text_length_grows_with_the_context() -> None:
     assert longest_text(LARGE) == 524_288
 
 
-def test_a_text_of_ten_million_characters_is_never_tokenized(
-    target: Target, cut: list[int]
-) -> None:
+def test_a_text_of_ten_million_characters_is_never_tokenized(target: Target, cut: list[int]) -> None:
     """Measured: it took 34 s and 2 GB."""
     vast = "x" * 10_000_000
     sentence = "has 10000000 characters. tiny/model .* up to 64 tokens, .* at most 65536 characters"
@@ -97,14 +89,10 @@ def test_the_output_of_a_template_is_limited_too(
     assert cut == []
 
 
-def test_many_prompts_are_limited_in_total(
-    target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_prompts_are_limited_in_total(target: Target, cut: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "MAX_CHARACTERS", 100_000)
     assert len(bodies(target, *["x" * 50_000] * 2)) == 2
-    with pytest.raises(
-        Invalid, match=r"^prompt: the texts .* 100000 characters together, not 150000"
-    ):
+    with pytest.raises(Invalid, match=r"^prompt: the texts .* 100000 characters together, not 150000"):
         bodies(target, *["x" * 50_000] * 3)
     assert cut == [50_000] * 2
 

@@ -29,18 +29,11 @@ from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_token
 
 async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) -> None:
     write_language(tmp_path)
-    language = await language_of(
-        POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
-    )
-    assert (
-        await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path))
-        is language
-    )
+    language = await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path))
+    assert await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)) is language
     write_language(tmp_path, None)
     os.utime(tmp_path / "tokenizers" / POOL.tokenizer / "tokenizer.json", ns=(1, 1))
-    renewed = await language_of(
-        POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
-    )
+    renewed = await language_of(POOL, ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path))
     assert language.template is not None
     assert renewed.template is None
 
@@ -49,8 +42,7 @@ async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) ->
 async def test_a_pool_without_a_tokenizer_file_has_none(tmp_path: Path, folder: str) -> None:
     with pytest.raises(Invalid, match="no tokenizer"):
         await language_of(
-            replace(POOL, tokenizer=folder),
-            ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path),
+            replace(POOL, tokenizer=folder), ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path)
         )
 
 
@@ -61,8 +53,7 @@ WORDS = "Grüße 🙂 漢字 👩‍👩‍👧 def f(x):\n    return x  # ok"
 byte_level = tokenizers.Tokenizer.from_str(trained_tokenizer(VOCAB))
 tokenizer = Tokenizer(byte_level)
 llama2, gemma = (
-    tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(VOCAB, strips=strips))
-    for strips in (True, False)
+    tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(VOCAB, strips=strips)) for strips in (True, False)
 )
 metaspace = tokenizers.Tokenizer.from_str(sentencepiece_tokenizer(VOCAB, strips=True))
 metaspace.decoder = decoders.Metaspace()
@@ -135,9 +126,7 @@ def test_a_text_equals_that_of_the_tokenizers_library(name: str, data: st.DataOb
 @every_vocabulary
 @settings(max_examples=examples(60))
 @given(data=st.data())
-def test_texts_and_bytes_of_single_tokens_add_up_to_the_text(
-    name: str, data: st.DataObject
-) -> None:
+def test_texts_and_bytes_of_single_tokens_add_up_to_the_text(name: str, data: st.DataObject) -> None:
     language, (prompt, tokens) = VOCABULARIES[name], (data.draw(sampled_tokens(name)) for _ in "12")
     begins = data.draw(st.booleans())
     visible = VisibleText(language, [], [EOS], before=prompt, begins=begins)
@@ -254,6 +243,4 @@ def test_truncation_and_padding_settings_of_the_file_are_ignored(tmp_path: Path)
     vocabulary.enable_truncation(3)
     vocabulary.enable_padding(length=500)
     vocabulary.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).encode(WORDS, special=True) == tokenizer.encode(
-        WORDS, special=True
-    )
+    assert Tokenizer.load(tmp_path).encode(WORDS, special=True) == tokenizer.encode(WORDS, special=True)

@@ -12,22 +12,8 @@ from cotrain_server.ui.admin_forms import _number
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
 from cotrain_server.ui.data.problems import problems_of
-from cotrain_server.ui.data.runs import (
-    RUNS_SHOWN,
-    busiest,
-    keeps,
-    run_row,
-    state_of,
-    tokens_of_runs,
-    waits_for,
-)
-from cotrain_server.ui.data.sweeps import (
-    SettingsRow,
-    differing,
-    loss_by_rate,
-    parallel_coordinates,
-    settings_row,
-)
+from cotrain_server.ui.data.runs import RUNS_SHOWN, busiest, keeps, run_row, state_of, tokens_of_runs, waits_for
+from cotrain_server.ui.data.sweeps import SettingsRow, differing, loss_by_rate, parallel_coordinates, settings_row
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
 from cotrain_server.ui.pages.playground import level_of
 from cotrain_server.ui.pages.tenants import LIMITS
@@ -112,9 +98,7 @@ def test_a_timeline_without_cycles_is_empty() -> None:
         ({"accepted": 12, "gap_since_ms": (NOW - 90) * 1000}, False, "waiting", "Request 10 is missing"),
     ],
 )  # fmt: skip
-def test_a_run_shows_the_reason_of_its_wait(
-    changes: dict[str, Any], pause: bool, state: str, words: str
-) -> None:
+def test_a_run_shows_the_reason_of_its_wait(changes: dict[str, Any], pause: bool, state: str, words: str) -> None:
     pauses = Pauses({TenantId("a"): Pause(0.0, "maintenance")} if pause else {})
     position = position_of(**changes)
     assert state_of(run_of(), position, pauses)[0] == state
@@ -134,12 +118,7 @@ def test_a_run_whose_worker_is_unavailable_has_that_state() -> None:
 
 
 def test_a_list_is_filtered_by_state_model_and_text() -> None:
-    failed = run_of(
-        state=RunState.FAILED,
-        user_metadata={"name": "Math Distill"},
-        note="Warm-up",
-        tags=("paper",),
-    )
+    failed = run_of(state=RunState.FAILED, user_metadata={"name": "Math Distill"}, note="Warm-up", tags=("paper",))
     assert keeps("", "", "") is None
     for given, is_kept in [
         (("failed", "", ""), True), (("live", "", ""), False), (("", "other", ""), False),
@@ -195,8 +174,7 @@ def test_a_form_takes_a_size_with_a_unit() -> None:
 def test_runs_of_different_length_share_an_axis() -> None:
     longer = [point(1, 4.0, 0.0), point(2, 2.0, 5.0)]
     charts = curves_of(
-        {RunId("s1:train:0"): longer, RunId("s2:train:0"): [point(2, 6.0, 1.0)]},
-        {RunId("s1:train:0"): "sft"},
+        {RunId("s1:train:0"): longer, RunId("s2:train:0"): [point(2, 6.0, 1.0)]}, {RunId("s1:train:0"): "sft"}
     )
     by_name = {chart["name"]: chart for chart in charts}
     assert by_name["loss"]["x"] == [1, 2]
@@ -299,9 +277,7 @@ def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
 
 
 def trial(number: int, loss: float | None, **settings: float | str) -> SettingsRow:
-    run = run_of(
-        id=RunId(f"s:train:{number}"), user_metadata={"sweep": "x", "trial": number, **settings}
-    )
+    run = run_of(id=RunId(f"s:train:{number}"), user_metadata={"sweep": "x", "trial": number, **settings})
     points = [] if loss is None else [step_with(loss=loss, learning_rate=0.5)]
     return settings_row(run, points)
 

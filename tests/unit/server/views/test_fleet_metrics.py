@@ -9,9 +9,7 @@ from cotrain_store.monitoring.metrics import OTHERS, TENANTS_SHOWN
 
 
 def queue(number: int, tokens: int = 0, samples: int = 0) -> QueueStatus:
-    return QueueStatus(
-        TenantId(f"t{number:03}"), ops=0, tokens=tokens, bytes=0, samples_waiting=samples
-    )
+    return QueueStatus(TenantId(f"t{number:03}"), ops=0, tokens=tokens, bytes=0, samples_waiting=samples)
 
 
 def test_the_busiest_tenants_come_first_by_tokens_then_by_samples() -> None:

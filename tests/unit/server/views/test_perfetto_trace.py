@@ -7,12 +7,7 @@ from typing import Any
 
 from cotrain_server.views.perfetto_trace import trace_of
 
-RUN = {
-    "run": "s:train:0",
-    "tokens": 7,
-    "ops": {"forward_backward": 2, "optim_step": 1},
-    "failed": 0,
-}
+RUN = {"run": "s:train:0", "tokens": 7, "ops": {"forward_backward": 2, "optim_step": 1}, "failed": 0}
 CYCLE = {
     "cycle": 3,
     "planned_at": 99.5,

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cotrain_server.views.records import (
-    ANOTHER_TENANT,
-    checkpoint_of,
-    text_by_name,
-    training_run_of,
-)
+from cotrain_server.views.records import ANOTHER_TENANT, checkpoint_of, text_by_name, training_run_of
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.saves import CheckpointRecord
@@ -75,11 +70,7 @@ def test_an_owner_sees_the_whole_run() -> None:
 
 def test_other_tenants_see_only_the_published_checkpoint_of_a_run() -> None:
     shown = training_run_of(ENTRY, BOB)
-    assert (shown.model_owner, shown.corrupted, shown.user_metadata) == (
-        ANOTHER_TENANT,
-        False,
-        None,
-    )
+    assert (shown.model_owner, shown.corrupted, shown.user_metadata) == (ANOTHER_TENANT, False, None)
     assert shown.last_request_time.timestamp() == CHECKPOINT.created_at
     assert ALICE not in shown.model_dump_json()
 

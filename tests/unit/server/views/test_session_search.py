@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain.wire.rest import SessionSearchRequest
-from cotrain_server.views.session_search import (
-    cursor_at,
-    matches,
-    may_find,
-    position_of,
-    status_of,
-    summary_of,
-)
+from cotrain_server.views.session_search import cursor_at, matches, may_find, position_of, status_of, summary_of
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import SessionRecord
 from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
@@ -65,8 +58,7 @@ def test_a_session_is_found_by_its_properties(wanted: dict[str, Any], found: boo
 
 
 @pytest.mark.parametrize(
-    ("entry", "status"),
-    [(ALIVE, "active"), (QUIET, None), (FINISHED, "client_finished"), (FAILED, "failed")],
+    ("entry", "status"), [(ALIVE, "active"), (QUIET, None), (FINISHED, "client_finished"), (FAILED, "failed")]
 )
 def test_a_session_has_the_worst_of_its_statuses(entry: SessionEntry, status: str | None) -> None:
     found = status_of(entry)

@@ -20,9 +20,7 @@ ALICE = Tenant(TenantId("t-alice"), "alice")
 SESSION = SessionRecord(SessionId("s1"), ALICE.id, 0.0, project_id="nightly")
 
 
-def row(
-    what: What, amount: float, *, hour: datetime = NOON, session: str = "s1", source: str = "r1"
-) -> UsageRow:
+def row(what: What, amount: float, *, hour: datetime = NOON, session: str = "s1", source: str = "r1") -> UsageRow:
     return UsageRow(hour, what, "tiny/model", session, source, amount)
 
 
@@ -46,9 +44,7 @@ def test_a_time_without_a_zone_is_utc() -> None:
         (datetime.min.replace(tzinfo=timezone(HOUR)), NOON, "outside the range of times"),
     ],
 )
-def test_an_invalid_window_is_refused_with_the_violated_rule(
-    start: datetime, end: datetime, rule: str
-) -> None:
+def test_an_invalid_window_is_refused_with_the_violated_rule(start: datetime, end: datetime, rule: str) -> None:
     with pytest.raises(Invalid, match=rule):
         window(start, end, NOW)
 
@@ -100,8 +96,5 @@ def test_sources_are_ordered_by_device_time_and_totalled() -> None:
         row("device_s", 1.0, source="r2"),
         row("training_tokens", 7, source="r1"),
     ]
-    assert [(of.source, of.amounts.device_s) for of in sources_of(rows)] == [
-        ("r2", 1.5),
-        ("r1", 0.25),
-    ]
+    assert [(of.source, of.amounts.device_s) for of in sources_of(rows)] == [("r2", 1.5), ("r1", 0.25)]
     assert (total_of(rows).device_s, total_of(rows).training_tokens) == (1.75, 7)

@@ -26,17 +26,7 @@ GAP = RunPosition(9, 7, 7, None, 1.0, None, 0.0, "w0")
 
 
 def run(state: RunState = RunState.LIVE, last: float | None = NOW - 30) -> RunRecord:
-    return RunRecord(
-        RUN,
-        ME,
-        SessionId("s"),
-        POOL.id,
-        "base",
-        LoraSpec(4, 0),
-        0.0,
-        state=state,
-        last_request_at=last,
-    )
+    return RunRecord(RUN, ME, SessionId("s"), POOL.id, "base", LoraSpec(4, 0), 0.0, state=state, last_request_at=last)
 
 
 def heartbeat(**changes: Any) -> WorkerHeartbeat:
@@ -44,10 +34,7 @@ def heartbeat(**changes: Any) -> WorkerHeartbeat:
 
 
 def pool(
-    *tokens: tuple[TenantId, int],
-    alive: bool = True,
-    last_exit: WorkerExit | None = None,
-    **changes: Any,
+    *tokens: tuple[TenantId, int], alive: bool = True, last_exit: WorkerExit | None = None, **changes: Any
 ) -> PoolStatus:
     worker = WorkerStatus(W0, heartbeat(**changes) if alive else None, 0, None, True, last_exit)
     queues = tuple(QueueStatus(tenant, 1, count, 0) for tenant, count in tokens)
@@ -55,10 +42,7 @@ def pool(
 
 
 def step(*ops: tuple[RunId, TenantId, int], allowances: dict[RequestId, int] | None = None) -> Step:
-    queued = tuple(
-        QueuedOp(name, 9, OpKind.FORWARD_BACKWARD, count, "inline", 0, 0.0)
-        for name, _, count in ops
-    )
+    queued = tuple(QueuedOp(name, 9, OpKind.FORWARD_BACKWARD, count, "inline", 0, 0.0) for name, _, count in ops)
     owners = {name: tenant for name, tenant, _ in ops}
     return Step(4, W0, queued, NOW - 12, owners, allowances or {})
 

@@ -20,11 +20,7 @@ def test_another_implementation_of_the_specification_accepts_the_signature() -> 
     openai = pytest.importorskip("openai")
     webhooks = openai.OpenAI(api_key="unused").webhooks
     now = int(time.time())
-    headers = {
-        "webhook-id": ID,
-        "webhook-timestamp": str(now),
-        "webhook-signature": signature(SECRET, ID, now, BODY),
-    }
+    headers = {"webhook-id": ID, "webhook-timestamp": str(now), "webhook-signature": signature(SECRET, ID, now, BODY)}
     webhooks.verify_signature(BODY, headers, secret=SECRET)
     with pytest.raises(openai.InvalidWebhookSignatureError):
         webhooks.verify_signature(BODY + b" ", headers, secret=SECRET)

@@ -34,13 +34,7 @@ def test_a_stored_blob_is_read_whole_and_in_ranges(blobs: Blobs, size: int) -> N
     content = bytes(range(256)) * (size // 256) + bytes(size % 256)
     blobs.put("a/b/c", content)
     assert blobs.get("a/b/c") == content
-    for start, end in (
-        (0, 10),
-        (3, 7),
-        (size - 3, size + 3),
-        (size, size + 1),
-        (size + 9, size + 20),
-    ):
+    for start, end in ((0, 10), (3, 7), (size - 3, size + 3), (size, size + 1), (size + 9, size + 20)):
         if start >= 0:
             assert blobs.get("a/b/c", (start, end)) == content[start:end]
 

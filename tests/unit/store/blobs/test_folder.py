@@ -34,9 +34,7 @@ def durable(synced: list[tuple[Path, list[str]]]) -> set[Path]:
     return {folder / name for folder, names in synced for name in names}
 
 
-def test_the_name_of_each_new_folder_is_durable(
-    tmp_path: Path, synced: list[tuple[Path, list[str]]]
-) -> None:
+def test_the_name_of_each_new_folder_is_durable(tmp_path: Path, synced: list[tuple[Path, list[str]]]) -> None:
     make_folder(tmp_path / "a" / "b" / "c")
     assert synced == [(tmp_path, ["a"]), (tmp_path / "a", ["b"]), (tmp_path / "a" / "b", ["c"])]
     assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")} == {0o700}
@@ -56,9 +54,7 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path: Path) -> None:
         make_folder(tmp_path / "a")
 
 
-def test_a_folder_removed_while_it_is_checked_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_removed_while_it_is_checked_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process removes the folder after the first `stat`. A second one would report that it is not a folder."""
     folder, look = tmp_path / "shared", Path.stat
     folder.mkdir()
@@ -73,9 +69,7 @@ def test_a_folder_removed_while_it_is_checked_is_no_error(
     make_folder(folder)
 
 
-def test_a_folder_removed_during_a_put_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_removed_during_a_put_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process removes the folder with its last file, between the two attempts to create it."""
     mkdir = Path.mkdir
     removed: list[Path] = []

@@ -25,13 +25,7 @@ from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.errors import (
-    CheckpointNotFound,
-    Reason,
-    SpoolCorrupt,
-    StoreUnavailable,
-    UnsafeRedis,
-)
+from cotrain_store.errors import CheckpointNotFound, Reason, SpoolCorrupt, StoreUnavailable, UnsafeRedis
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_workers.worker.tokenizer import publish_tokenizer
 from tests.support.http_api import POOL
@@ -117,9 +111,7 @@ def test_a_wrong_bucket_or_credentials_are_refused_in_one_sentence(
     opened(url=url, **variables)
     with (
         open_sync_connection(empty_redis.url) as redis,
-        pytest.raises(
-            UnsafeRedis, match=f"^COTRAIN_BLOBS: {url} cannot be used: .*bucket.*credentials"
-        ),
+        pytest.raises(UnsafeRedis, match=f"^COTRAIN_BLOBS: {url} cannot be used: .*bucket.*credentials"),
     ):
         claim_blobs(redis, tmp_path, url)
 
@@ -219,9 +211,7 @@ async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> N
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             return await http.get("/")
 
-    whole, part, rest, none = [
-        await sent(range_) for range_ in (None, "bytes=5-9", "bytes=5000000-", "bytes=9000000-")
-    ]
+    whole, part, rest, none = [await sent(range_) for range_ in (None, "bytes=5-9", "bytes=5000000-", "bytes=9000000-")]
     assert (whole.status_code, whole.content) == (200, large) == (none.status_code, none.content)
     assert (part.status_code, part.content) == (206, large[5:10])
     assert part.headers["content-range"] == f"bytes 5-9/{len(large)}"
@@ -238,9 +228,7 @@ async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> N
         await open_files(adapter, ["missing"], PATH)
 
 
-async def test_a_download_from_a_failing_store_is_not_reported_as_deleted(
-    opened: Open, network: BadNetwork
-) -> None:
+async def test_a_download_from_a_failing_store_is_not_reported_as_deleted(opened: Open, network: BadNetwork) -> None:
     blobs = opened(network.endpoint)
     with network.failing("refuse"), pytest.raises(StoreUnavailable, match="cannot be read now"):
         await open_files(blobs, ["x"], PATH)
@@ -255,9 +243,7 @@ async def test_a_tokenizer_is_read_from_the_store_once(
     settings = ServerSettings(redis_url="unix:///nowhere", data_dir=tmp_path / "api", blobs=url)
     settings.blob_store.put(MARK, b"a Redis")
     source = build_tiny_qwen3(tmp_path / "model")
-    made = publish_tokenizer(
-        str(source), "tiny-1", settings.blob_store.below("tokenizers"), local_files_only=True
-    )
+    made = publish_tokenizer(str(source), "tiny-1", settings.blob_store.below("tokenizers"), local_files_only=True)
     assert made
     pool = replace(POOL, tokenizer=made.folder)
     language = await language_of(pool, settings)
@@ -270,17 +256,12 @@ async def test_a_tokenizer_is_read_from_the_store_once(
 
 @pytest.mark.parametrize(
     "module",
-    [
-        "cotrain_server",
-        pytest.param("cotrain_workers", marks=pytest.mark.faults),
-    ],  # several seconds each
+    ["cotrain_server", pytest.param("cotrain_workers", marks=pytest.mark.faults)],  # several seconds each
 )
 def test_a_process_with_a_wrong_bucket_ends_with_one_sentence(
     module: str, object_store: SeaweedFS, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
-    settings = (
-        settings_of(empty_redis.url, tmp_path, tmp_path / "no-model") | object_store.variables()
-    )
+    settings = settings_of(empty_redis.url, tmp_path, tmp_path / "no-model") | object_store.variables()
     process = ended(module, settings | {"COTRAIN_BLOBS": "s3://nothing-here/x"})
     assert process.returncode == 2
     assert "COTRAIN_BLOBS: s3://nothing-here/x cannot be used" in process.stdout + process.stderr

@@ -52,11 +52,7 @@ def test_every_kind_of_jpeg_is_read(settings: dict[str, Any]) -> None:
         (animation(), "png", "is an animation. Send its frames as images."),
         (png_of_size(50_000, 50_000), "png", "has more pixels than the limit of 16777216."),
         (png_of_size(2**31 - 1, 2**31 - 1), "png", "has more pixels than the limit of 16777216."),
-        (
-            png_of_size(8192, 2049),
-            "png",
-            "has 8192 x 2049 pixels; the limit is 16777216. Reduce it.",
-        ),
+        (png_of_size(8192, 2049), "png", "has 8192 x 2049 pixels; the limit is 16777216. Reduce it."),
         (png_of_size(402, 2), "png", "has 402 x 2 pixels; one side may be 200 times the other."),
         (JPEG + b"\xff\xda" * 60, "jpeg", "has more than 50 scans. Save it as a baseline JPEG."),
     ],

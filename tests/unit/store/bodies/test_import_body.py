@@ -19,9 +19,7 @@ ADAPTERS = st.builds(
         train_mlp=st.booleans(),
         train_unembed=st.booleans(),
     ),
-    modules=st.lists(
-        st.builds(PeftModule, NAMES, NAMES, NAMES, st.floats(allow_nan=False)), max_size=4
-    ).map(tuple),
+    modules=st.lists(st.builds(PeftModule, NAMES, NAMES, NAMES, st.floats(allow_nan=False)), max_size=4).map(tuple),
     tensors=st.binary(max_size=50),
 )
 
@@ -32,9 +30,7 @@ def test_an_adapter_is_unchanged_by_encoding_and_decoding(adapter: PeftAdapter) 
 
 
 @given(ADAPTERS, st.data())
-def test_a_truncated_body_is_malformed_or_another_adapter(
-    adapter: PeftAdapter, data: st.DataObject
-) -> None:
+def test_a_truncated_body_is_malformed_or_another_adapter(adapter: PeftAdapter, data: st.DataObject) -> None:
     body = encode_import(adapter)
     length = data.draw(st.integers(0, len(body) - 1)) if len(body) > 1 else 0
     try:
@@ -44,15 +40,7 @@ def test_a_truncated_body_is_malformed_or_another_adapter(
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"CTI",
-        b"CTI2\x02\0\0\0{}",
-        b"CTI1\x02\0\0\0{}",
-        b"CTI1\x02\0\0\0[]",
-        b"CTI1\xff\xff\xff\xff{",
-    ],
+    "body", [b"", b"CTI", b"CTI2\x02\0\0\0{}", b"CTI1\x02\0\0\0{}", b"CTI1\x02\0\0\0[]", b"CTI1\xff\xff\xff\xff{"]
 )
 def test_a_body_that_is_not_an_import_is_malformed(body: bytes) -> None:
     with pytest.raises(MalformedBody):

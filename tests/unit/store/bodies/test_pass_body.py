@@ -25,9 +25,7 @@ def request_with(**tensor: Any) -> wire_pb2.ForwardBackwardRequest:
     """Return a request with one valid datum and one whose input `x` is this tensor."""
     request = wire_pb2.ForwardBackwardRequest(model_id="r", seq_id=1, loss_fn="cross_entropy")
     request.data.add()
-    request.data.add().loss_fn_inputs["x"].CopyFrom(
-        wire_pb2.Tensor(**{"dtype": wire_pb2.DTYPE_FLOAT32, **tensor})
-    )
+    request.data.add().loss_fn_inputs["x"].CopyFrom(wire_pb2.Tensor(**{"dtype": wire_pb2.DTYPE_FLOAT32, **tensor}))
     return request
 
 
@@ -46,9 +44,7 @@ values = st.one_of(
 
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=6), max_size=3), values)
-def test_a_body_of_the_client_is_decoded_unchanged(
-    chunks: list[list[int]], given: np.ndarray
-) -> None:
+def test_a_body_of_the_client_is_decoded_unchanged(chunks: list[list[int]], given: np.ndarray) -> None:
     request = wire_pb2.ForwardBackwardRequest(loss_fn="ppo", forward_only=True)
     datum = request.data.add()
     for chunk in chunks:
@@ -67,9 +63,9 @@ def test_a_body_of_the_client_is_decoded_unchanged(
 
 @given(
     st.integers(1, 5).flatmap(
-        lambda columns: st.lists(
-            st.dictionaries(st.integers(0, columns - 1), st.integers(-9, 9)), max_size=5
-        ).map(lambda rows: (columns, rows))
+        lambda columns: st.lists(st.dictionaries(st.integers(0, columns - 1), st.integers(-9, 9)), max_size=5).map(
+            lambda rows: (columns, rows)
+        )
     )
 )
 def test_a_sparse_matrix_becomes_dense_with_zeros(matrix: tuple[int, list[dict[int, int]]]) -> None:
@@ -166,9 +162,7 @@ def test_an_image_is_refused_with_its_datum() -> None:
     request = wire_pb2.ForwardBackwardRequest()
     request.data.add()
     request.data.add().model_input.add().image.SetInParent()
-    with pytest.raises(
-        MalformedBody, match="datum 1: model_input has an image that was not placed"
-    ):
+    with pytest.raises(MalformedBody, match="datum 1: model_input has an image that was not placed"):
         decode_pass(request)
 
 
@@ -186,9 +180,7 @@ def test_a_token_with_a_fraction_is_refused() -> None:
         decode_pass(request)
 
 
-indices = st.lists(
-    st.one_of(st.integers(-3, 6), st.sampled_from([BIG, -BIG - 1, 2**62, -2])), max_size=5
-)
+indices = st.lists(st.one_of(st.integers(-3, 6), st.sampled_from([BIG, -BIG - 1, 2**62, -2])), max_size=5)
 
 
 @given(
@@ -239,9 +231,7 @@ def test_any_change_of_a_valid_body_raises_only_the_documented_error(data: st.Da
     ),
     st.dictionaries(st.sampled_from(["loss:sum", "x"]), st.floats(allow_nan=False)),
 )
-def test_an_output_is_decoded_unchanged_by_the_client(
-    logprobs: list[np.ndarray], metrics: dict[str, float]
-) -> None:
+def test_an_output_is_decoded_unchanged_by_the_client(logprobs: list[np.ndarray], metrics: dict[str, float]) -> None:
     read = decode_pass_output(encode_pass_output(logprobs, metrics))
     assert read.metrics == metrics
     assert len(read.loss_fn_outputs) == len(logprobs)

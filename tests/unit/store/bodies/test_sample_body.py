@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 from cotrain import RoutedExperts
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sample_codec import decode_sample_response
-from cotrain_store.bodies.sample_body import (
-    SampleBody,
-    decode_sample,
-    encode_sample,
-    encode_sample_output,
-)
+from cotrain_store.bodies.sample_body import SampleBody, decode_sample, encode_sample, encode_sample_output
 from cotrain_store.errors import MalformedBody
 
 tokens = st.integers(0, 2**31 - 1)
 targets = st.integers(0, 3).flatmap(
-    lambda k: st.lists(
-        st.lists(st.integers(-1, 2**31), min_size=k, max_size=k).map(tuple), max_size=4
-    ).map(tuple)
+    lambda k: st.lists(st.lists(st.integers(-1, 2**31), min_size=k, max_size=k).map(tuple), max_size=4).map(tuple)
 )
 bodies = st.builds(
     SampleBody,
@@ -119,19 +112,12 @@ def test_a_result_has_only_the_requested_fields() -> None:
     assert np.frombuffer(response.sequences[1].logprobs, "<f4").tolist() == [-0.5, -1.5]
     assert response.sequences[0].tokens == b""
     assert response.sequences[0].HasField("logprobs")  # none is not the same as unknown
-    asked = (
-        "prompt_routed_experts",
-        "prompt_logprobs",
-        "topk_prompt_logprobs",
-        "target_prompt_logprobs",
-    )
+    asked = ("prompt_routed_experts", "prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs")
     assert not any(response.HasField(name) for name in asked)
 
 
 def test_prompt_results_keep_their_shape_and_their_bits() -> None:
-    topk = TopK(
-        np.array([[0, 0], [7, 3]], np.int64), floats(-99999.0, -99999.0, -0.25, -2).reshape(2, 2)
-    )
+    topk = TopK(np.array([[0, 0], [7, 3]], np.int64), floats(-99999.0, -99999.0, -0.25, -2).reshape(2, 2))
     output = Output(
         sequences=(Sampled(np.array([1], np.int32), floats(-1), "stop", topk),),
         prompt_logprobs=floats(np.nan, -0.125),
@@ -141,9 +127,7 @@ def test_prompt_results_keep_their_shape_and_their_bits() -> None:
     )
     response = wire_pb2.SampleResponse.FromString(encode_sample_output(output))
     assert response.prompt_cache_hit_tokens == 64
-    np.testing.assert_array_equal(
-        np.frombuffer(response.prompt_logprobs, "<f4"), [np.nan, np.float32(-0.125)]
-    )
+    np.testing.assert_array_equal(np.frombuffer(response.prompt_logprobs, "<f4"), [np.nan, np.float32(-0.125)])
     for found in (response.topk_prompt_logprobs, response.sequences[0].topk_sampled_logprobs):
         assert (found.length, found.k) == (2, 2)
         assert np.frombuffer(found.token_ids, "<i4").tolist() == [0, 0, 7, 3]
@@ -163,10 +147,7 @@ def test_experts_have_the_smallest_type_that_holds_them() -> None:
 
     assert found.prompt_routed_experts == RoutedExperts.of(few)
     assert found.prompt_routed_experts is not None
-    assert (found.prompt_routed_experts.dtype, len(found.prompt_routed_experts.data)) == (
-        "int8",
-        12,
-    )
+    assert (found.prompt_routed_experts.dtype, len(found.prompt_routed_experts.data)) == ("int8", 12)
     none, some = (each.routed_experts for each in found.sequences)
     assert none is not None
     assert none.shape == (0, 2, 2)

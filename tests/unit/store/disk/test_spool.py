@@ -66,9 +66,7 @@ def test_waiting_puts_share_one_sync(spool: Spool, monkeypatch: pytest.MonkeyPat
     assert [spool.read(ref) for ref in refs] == [b"first", *(b"%d" % n for n in range(50))]
 
 
-def test_no_reference_is_returned_before_the_record_is_durable(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_reference_is_returned_before_the_record_is_durable(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk(monkeypatch)
     durable = spool.put(b"x")
     assert disk.entered.wait(PATIENCE_S)
@@ -91,9 +89,7 @@ def test_segments_are_readable_by_their_owner_only(spool: Spool) -> None:
 
 
 @given(at=st.integers(0, 200), cut=st.booleans())
-def test_a_record_changed_on_disk_is_never_read(
-    tmp_path_factory: pytest.TempPathFactory, at: int, cut: bool
-) -> None:
+def test_a_record_changed_on_disk_is_never_read(tmp_path_factory: pytest.TempPathFactory, at: int, cut: bool) -> None:
     spool = Spool(tmp_path_factory.mktemp("spool"), "w")
     ref = put(spool, b"z" * 173)
     segment = spool.folder / "w-0"
@@ -126,9 +122,7 @@ def test_a_record_of_a_missing_segment_is_corrupt(spool: Spool) -> None:
 
 
 @pytest.mark.parametrize("cause", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES])
-def test_a_record_unreadable_for_now_is_not_corrupt(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch, cause: int
-) -> None:
+def test_a_record_unreadable_for_now_is_not_corrupt(spool: Spool, monkeypatch: pytest.MonkeyPatch, cause: int) -> None:
     ref = put(spool, b"x")
 
     def refused(*_: object) -> None:
@@ -192,9 +186,7 @@ def test_every_start_of_a_process_has_its_own_writer() -> None:
     assert new_writer("api") != new_writer("api")
 
 
-def test_a_cancelled_caller_does_not_stop_the_writer(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cancelled_caller_does_not_stop_the_writer(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = HeldDisk(monkeypatch)
     first = spool.put(b"first")
     assert disk.entered.wait(PATIENCE_S)
@@ -303,9 +295,7 @@ def test_a_writer_detects_that_its_file_was_replaced(spool: Spool) -> None:
     assert spool.read(put(spool, b"after")) == b"after"
 
 
-def test_a_file_removed_repeatedly_fails_the_put(
-    spool: Spool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_removed_repeatedly_fails_the_put(spool: Spool, monkeypatch: pytest.MonkeyPatch) -> None:
     def remove(file: int) -> None:
         Path(f"/proc/self/fd/{file}").readlink().unlink()
 
@@ -324,9 +314,7 @@ def test_a_reference_of_another_writer_is_settled_by_that_one(tmp_path: Path) ->
     spools[1].close()
 
 
-def test_on_a_disk_without_locks_no_segment_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_disk_without_locks_no_segment_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "old").write_bytes(b"")
 
     def unknown(*_: object) -> None:

@@ -11,9 +11,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from tests.support.draws import examples
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
-refs = st.one_of(
-    st.just("inline"), st.from_regex(r"spool:[a-z0-9.-]+:\d+:\d+:[0-9a-f]{32}", fullmatch=True)
-)
+refs = st.one_of(st.just("inline"), st.from_regex(r"spool:[a-z0-9.-]+:\d+:\d+:[0-9a-f]{32}", fullmatch=True))
 ops = st.builds(
     QueuedOp,
     run=names.map(RunId),

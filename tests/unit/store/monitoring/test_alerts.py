@@ -37,14 +37,8 @@ def grows(name: str) -> Case:
     return one(f'{name}{{pool="m"}}', "3x30 4x30", "3x60", "6m")
 
 
-ACCEPTED, REJECTED = (
-    "cotrain_requests_accepted_total",
-    'cotrain_requests_rejected_total{reason="x"}',
-)
-FAILED, RESOLVED = (
-    'cotrain_requests_failed_total{pool="m"}',
-    'cotrain_requests_resolved_total{pool="m"}',
-)
+ACCEPTED, REJECTED = ("cotrain_requests_accepted_total", 'cotrain_requests_rejected_total{reason="x"}')
+FAILED, RESOLVED = ('cotrain_requests_failed_total{pool="m"}', 'cotrain_requests_resolved_total{pool="m"}')
 AGE, DUE = f"cotrain_snapshot_age_seconds_max{OF}", f"cotrain_snapshot_due_seconds{OF}"
 CASES = {
     "CotrainNotReady": one("cotrain_ready", "1x3 0x30", "1x3 0x11 1x30", "3m"),
@@ -121,14 +115,8 @@ SHOWS_ALL = ("CotrainNotReady", "CotrainNoLeader")
 """Alerts that fire without any data."""
 AT_REST = sorted(CASES.keys() - {*SHOWS_ALL})
 QUESTIONS = {
-    **{
-        f"{alert} in its case": Question([alert], case.fires, case.at)
-        for alert, case in CASES.items()
-    },
-    **{
-        f"{alert} next to it": Question([alert], case.quiet, case.at)
-        for alert, case in CASES.items()
-    },
+    **{f"{alert} in its case": Question([alert], case.fires, case.at) for alert, case in CASES.items()},
+    **{f"{alert} next to it": Question([alert], case.quiet, case.at) for alert, case in CASES.items()},
     **{f"{alert} of nothing": Question([alert], {"up": "1x40"}, "5m") for alert in SHOWS_ALL},
     # Pool without requests, in which a ratio has no divisor.
     "at rest": Question(AT_REST, {ACCEPTED: "5x180"}, "25m"),
@@ -143,15 +131,11 @@ def firing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bool]:
     content = {"rule_files": [str(RULES)], "evaluation_interval": "10s", "tests": tests}
     file.write_text(yaml.safe_dump(content))
     assert PROMTOOL is not None
-    done = subprocess.run(
-        [PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([PROMTOOL, "test", "rules", str(file)], capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     head, *failed = output.split("    name: ")
     assert bool(done.returncode) == bool(failed), output
-    assert head.split() in (
-        ["Unit", "Testing:", str(file), word] for word in ("SUCCESS", "FAILED:")
-    )
+    assert head.split() in (["Unit", "Testing:", str(file), word] for word in ("SUCCESS", "FAILED:"))
     got = {name: each for name, _, each in (each.partition(",") for each in failed)}
     assert got.keys() <= QUESTIONS.keys()
     for name, each in got.items():

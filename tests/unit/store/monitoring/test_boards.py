@@ -56,9 +56,7 @@ def test_every_query_reads_the_provisioned_prometheus(name: str) -> None:
     source = {"type": "prometheus", "uid": "cotrain"}
     for panel in panels(BOARDS[name]):
         assert panel["datasource"] == source, panel["title"]
-        assert [target["datasource"] for target in panel["targets"]] == [source] * len(
-            panel["targets"]
-        )
+        assert [target["datasource"] for target in panel["targets"]] == [source] * len(panel["targets"])
 
 
 @pytest.mark.parametrize("name", BOARDS)

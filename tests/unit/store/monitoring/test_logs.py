@@ -101,11 +101,7 @@ raise SystemError("the end")
 
 def test_all_output_of_a_process_is_json_with_the_time_first() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", TALKATIVE],
-        env=environment_of({}),
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-c", TALKATIVE], env=environment_of({}), capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout) == (1, "")
     lines = [json.loads(line) for line in ran.stderr.splitlines()]

@@ -53,9 +53,7 @@ def test_a_failed_page_is_an_error_and_the_next_one_is_answered(tmp_path: Path) 
         assert get(port, "/metrics") == b"fine"
 
 
-def test_a_port_in_use_ends_the_process_with_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_ends_the_process_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = settings_of(tmp_path, taken.getsockname()[1])
         with pytest.raises(SystemExit, match="2"), metrics_port(settings, {}):

@@ -2,21 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_store.redis_client.address import (
-    MAX_REPLICAS,
-    RedisAddress,
-    parse_address,
-    with_password,
-)
+from cotrain_store.redis_client.address import MAX_REPLICAS, RedisAddress, parse_address, with_password
 
 
 @pytest.mark.parametrize(
     "url",
-    [
-        "unix:///run/redis.sock",
-        "redis://user:p%40ss@host:6379/0",
-        "rediss://host:6380/1?ssl_ca_certs=%2Fetc%2Fca.pem",
-    ],
+    ["unix:///run/redis.sock", "redis://user:p%40ss@host:6379/0", "rediss://host:6380/1?ssl_ca_certs=%2Fetc%2Fca.pem"],
 )
 def test_an_address_of_redis_is_passed_on_unchanged(url: str) -> None:
     assert parse_address(url) == RedisAddress(url)
@@ -36,9 +27,7 @@ def test_sentinels_are_parsed_with_their_ports_and_their_service() -> None:
 
 
 def test_tls_applies_to_redis_and_sentinels_with_separate_passwords() -> None:
-    address = parse_address(
-        "rediss+sentinel://:secret@one/cotrain?ssl_ca_certs=/ca.pem&sentinel_password=other"
-    )
+    address = parse_address("rediss+sentinel://:secret@one/cotrain?ssl_ca_certs=/ca.pem&sentinel_password=other")
     assert address.options == {
         "password": "secret", "db": 0, "ssl": True, "ssl_ca_certs": "/ca.pem",
     }  # fmt: skip

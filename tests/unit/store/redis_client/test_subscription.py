@@ -15,9 +15,7 @@ from cotrain_store.redis_client.subscription import repeat
 
 
 async def test_an_error_of_redis_is_logged_and_the_task_continues() -> None:
-    refusals: Iterator[Exception] = iter(
-        [ResponseError("MISCONF no"), RedisConnectionError("away")]
-    )
+    refusals: Iterator[Exception] = iter([ResponseError("MISCONF no"), RedisConnectionError("away")])
     third = asyncio.Event()
 
     async def turn() -> None:

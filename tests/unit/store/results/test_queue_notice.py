@@ -38,8 +38,7 @@ def test_without_a_throughput_no_time_is_estimated() -> None:
 
 def test_a_notice_has_position_other_tenants_and_seconds() -> None:
     assert training_notice(backlog({A: 250, B: 7, C: 0}), A, 3) == (
-        "position 3 in its run's queue, next to 1 other tenant with work; "
-        "about 3 s for all that you have sent"
+        "position 3 in its run's queue, next to 1 other tenant with work; about 3 s for all that you have sent"
     )
 
 

@@ -56,9 +56,7 @@ def test_the_password_in_a_file_is_inserted_into_the_url(tmp_path: Path) -> None
         ("redis://redis", None, "No such file"),
     ],
 )
-def test_an_invalid_password_file_is_reported(
-    tmp_path: Path, url: str, content: str | None, message: str
-) -> None:
+def test_an_invalid_password_file_is_reported(tmp_path: Path, url: str, content: str | None, message: str) -> None:
     file = tmp_path / "password"
     if content is not None:
         file.write_text(content)

@@ -21,9 +21,7 @@ def settings(**given: object) -> WorkerSettings:
         ("tiny=/models/a=b", "tiny", "/models/a=b"),
     ],
 )
-def test_a_base_model_may_be_served_under_another_name(
-    base_model: str, name: str, source: str
-) -> None:
+def test_a_base_model_may_be_served_under_another_name(base_model: str, name: str, source: str) -> None:
     made = settings(base_model=base_model)
     assert (made.model_name, made.model_source) == (name, source)
 
@@ -83,9 +81,7 @@ def test_a_vllm_sampler_needs_a_url() -> None:
     assert settings(sampler="vllm", vllm_url="http://gpu:8000").vllm_url == "http://gpu:8000"
 
 
-@pytest.mark.parametrize(
-    "other", [{"group_size": 2}, {"sampler": "vllm", "vllm_url": "http://gpu:8000"}]
-)
+@pytest.mark.parametrize("other", [{"group_size": 2}, {"sampler": "vllm", "vllm_url": "http://gpu:8000"}])
 def test_a_quantized_base_is_whole_and_samples_itself(other: dict[str, object]) -> None:
     assert settings(quantization="nf4").quantization == "nf4"
     with pytest.raises(ValidationError, match="quantization needs"):

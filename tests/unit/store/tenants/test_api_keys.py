@@ -16,9 +16,7 @@ def test_a_key_is_shown_by_its_name_or_its_beginning() -> None:
     assert (unnamed.name, unnamed.prefix) == ("key 0123…", "sk-0123")
 
 
-@pytest.mark.parametrize(
-    "key", [GOOD, "sk-" + 16 * "a", "tml-" + 16 * "a", "tml-a.b-c_d." + 8 * "x"]
-)
+@pytest.mark.parametrize("key", [GOOD, "sk-" + 16 * "a", "tml-" + 16 * "a", "tml-a.b-c_d." + 8 * "x"])
 def test_a_key_needs_sixteen_characters(key: str) -> None:
     assert [chosen.api_key for chosen in read_chosen_keys([key])] == [key]
     short = key[: key.index("-") + 16]
@@ -27,16 +25,7 @@ def test_a_key_needs_sixteen_characters(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "entry",
-    [
-        "secret-of-ada-and-ben",
-        "tml-",
-        f"a b={GOOD}",
-        f"a=b={GOOD}",
-        "ada=",
-        "tml-" + 323 * "a",
-        "tml-dev",
-    ],
+    "entry", ["secret-of-ada-and-ben", "tml-", f"a b={GOOD}", f"a=b={GOOD}", "ada=", "tml-" + 323 * "a", "tml-dev"]
 )
 def test_a_refused_key_is_not_shown(entry: str) -> None:
     with pytest.raises(InvalidKey) as refused:

@@ -11,11 +11,7 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.saves import external_folder
-from cotrain_workers.checkpoints.encrypted_export import (
-    base_model_of_files,
-    refuse_recipients,
-    write_external,
-)
+from cotrain_workers.checkpoints.encrypted_export import base_model_of_files, refuse_recipients, write_external
 
 REF = WeightsRef("s:train:0:4")
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice"
@@ -57,9 +53,7 @@ def test_an_interrupted_write_leaves_no_file_under_the_final_name(tmp_path: Path
     assert not list((tmp_path / "external" / external_folder(REF)).glob("[!.]*"))
 
 
-def test_a_full_disk_during_encryption_is_an_error_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_during_encryption_is_an_error_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """age raises its own exception for an error of the writer."""
 
     def encrypt_io(*_: object) -> None:
@@ -72,17 +66,7 @@ def test_a_full_disk_during_encryption_is_an_error_of_the_disk(
 
 
 @pytest.mark.parametrize(
-    "recipient",
-    [
-        "",
-        "age1",
-        "age1" + "q" * 58,
-        "ssh-ed25519 AAAA",
-        "ssh-",
-        "AGE-SECRET-KEY-1",
-        "é",
-        "x" * 9999,
-    ],
+    "recipient", ["", "age1", "age1" + "q" * 58, "ssh-ed25519 AAAA", "ssh-", "AGE-SECRET-KEY-1", "é", "x" * 9999]
 )
 def test_an_invalid_recipient_is_named(recipient: str) -> None:
     key = str(pyrage.x25519.Identity.generate().to_public())

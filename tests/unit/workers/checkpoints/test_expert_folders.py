@@ -13,20 +13,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_workers.checkpoints.peft_folder import (
-    CONFIG,
-    TENSORS,
-    FolderUnreadable,
-    key_of,
-    read_folder,
-    write_folder,
-)
-from cotrain_workers.engine.adapters.peft_experts import (
-    DOWN,
-    GATE_UP,
-    of_parameter,
-    parameter_names,
-)
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, FolderUnreadable, key_of, read_folder, write_folder
+from cotrain_workers.engine.adapters.peft_experts import DOWN, GATE_UP, of_parameter, parameter_names
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant
@@ -89,9 +77,7 @@ def test_plain_peft_has_the_values_and_gradients_of_a_folder(
                     assert relative_error(mine, expected) < 1e-5, (module, name)
 
 
-def test_a_changed_copy_of_a_shared_matrix_is_refused(
-    new_engine: NewEngine, tmp_path: Path
-) -> None:
+def test_a_changed_copy_of_a_shared_matrix_is_refused(new_engine: NewEngine, tmp_path: Path) -> None:
     engine = new_engine("qwen3_moe")
     weights = random_weights(engine, "shared", SPECS["shared"])
     layout = engine.adapters["shared"].layout

@@ -49,14 +49,8 @@ def test_a_state_is_unchanged_by_writing_and_reading(tmp_path: Path) -> None:
 
 def test_equal_states_share_a_file_and_different_ones_do_not(tmp_path: Path) -> None:
     state = a_state()
-    others = [
-        replace(state, step=13),
-        replace(state, m=state.v, v=state.m),
-        replace(state, spec=replace(SPEC, seed=4)),
-    ]
-    digests = [
-        write_optimizer(Folder(tmp_path), each, "m").digest for each in (state, a_state(), *others)
-    ]
+    others = [replace(state, step=13), replace(state, m=state.v, v=state.m), replace(state, spec=replace(SPEC, seed=4))]
+    digests = [write_optimizer(Folder(tmp_path), each, "m").digest for each in (state, a_state(), *others)]
     digests.append(write_optimizer(Folder(tmp_path), state, "another").digest)
     assert digests[0] == digests[1]
     assert len(set(digests)) == 5 == len(list(tmp_path.glob("??/*")))

@@ -111,9 +111,7 @@ def test_peft_reads_every_key_of_the_config_with_its_value(tmp_path: Path) -> No
     config = json.loads((tmp_path / folder.key / CONFIG).read_text())
     read_by_peft = LoraConfig.from_peft_type(**config)  # warns of a key that it does not have
     values = read_by_peft.to_dict()
-    assert {key: values[key] for key in config} == config | {
-        "target_modules": {"q_proj", "down_proj", "lm_head"}
-    }
+    assert {key: values[key] for key in config} == config | {"target_modules": {"q_proj", "down_proj", "lm_head"}}
 
 
 @pytest.mark.parametrize(
@@ -149,9 +147,7 @@ def test_the_digest_is_the_name_of_the_folder_with_the_size_of_its_files(tmp_pat
 
 def test_a_folder_has_the_checksums_of_its_files(tmp_path: Path) -> None:
     folder = tmp_path / written(tmp_path).key
-    sums = {
-        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)
-    }
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in (TENSORS, CONFIG)}
     assert read_sums((folder / SUMS).read_bytes()) == sums
 
 
@@ -180,10 +176,7 @@ def test_equal_content_is_written_once(tmp_path: Path) -> None:
 
 def test_an_adapter_has_the_same_bytes_from_every_writer(tmp_path: Path) -> None:
     files = [written(tmp_path / str(number)) for number in range(8)]
-    contents = {
-        (tmp_path / str(number) / folder.key / TENSORS).read_bytes()
-        for number, folder in enumerate(files)
-    }
+    contents = {(tmp_path / str(number) / folder.key / TENSORS).read_bytes() for number, folder in enumerate(files)}
     assert len(contents) == 1
 
 
@@ -202,16 +195,12 @@ def test_concurrent_writers_of_one_adapter_leave_one_complete_folder(tmp_path: P
         thread.join()
     assert len(folders) == 8
     assert len(set(folders)) == 1
-    assert [path.name for path in (tmp_path / folders[0].key).parent.iterdir()] == [
-        folders[0].digest
-    ]
+    assert [path.name for path in (tmp_path / folders[0].key).parent.iterdir()] == [folders[0].digest]
     assert read(tmp_path, folders[0].digest).spec == weights.spec
 
 
 @pytest.mark.parametrize("file", [TENSORS, CONFIG])
-def test_a_damaged_folder_is_unreadable_until_it_is_written_again(
-    tmp_path: Path, file: str
-) -> None:
+def test_a_damaged_folder_is_unreadable_until_it_is_written_again(tmp_path: Path, file: str) -> None:
     folder = written(tmp_path)
     content = (tmp_path / folder.key / file).read_bytes()
     (tmp_path / folder.key / file).write_bytes(content[: len(content) // 2])
@@ -271,10 +260,7 @@ SUMS_FAULTS: Mapping[str, tuple[Callable[[str], str | None], str]] = {
     "empty": (lambda _: "", f"SHA256SUMS has no line for {CONFIG}"),
     "one line": (lambda text: text.splitlines()[0], f"SHA256SUMS has no line for {CONFIG}"),
     "no sums": (lambda _: f"x  {CONFIG}\ny  {TENSORS}\n", f"SHA256SUMS has no line for {CONFIG}"),
-    "of others": (
-        lambda _: sums_of({CONFIG: b"other", TENSORS: b"other"}),
-        f"{CONFIG} is not the one of SHA256SUMS",
-    ),
+    "of others": (lambda _: sums_of({CONFIG: b"other", TENSORS: b"other"}), f"{CONFIG} is not the one of SHA256SUMS"),
 }
 
 

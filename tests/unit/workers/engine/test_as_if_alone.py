@@ -62,9 +62,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(
 
     for tenant in MIX:
         assert together.adapters.state(tenant.run).step > 0
-        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), tenant.run
 
 
 def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
@@ -76,9 +74,7 @@ def test_widths_that_split_cache_lines_change_no_bit(tmp_path: Path) -> None:
 
     for tenant in MIX:
         alone.run(tenant.ops(0))
-        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), tenant.run
 
 
 def test_two_threads_change_no_bit(new_engine: NewEngine) -> None:
@@ -91,9 +87,7 @@ def test_two_threads_change_no_bit(new_engine: NewEngine) -> None:
             for tenant in MIX:
                 assert_same_answers(tenant.run, mixed, alone.run(tenant.ops(cycle)))
         for tenant in MIX:
-            assert same_bits(
-                together.adapters.state(tenant.run), alone.adapters.state(tenant.run)
-            ), tenant.run
+            assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), tenant.run
     finally:
         torch.set_num_threads(1)
 
@@ -125,10 +119,7 @@ def test_the_same_ops_twice_give_the_same_bits(new_engine: NewEngine) -> None:
 def poisoned(op: Op) -> Op:
     """Return a pass with NaN weights."""
     assert isinstance(op, Pass)
-    datums = [
-        replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), np.nan, np.float32)})
-        for d in op.datums
-    ]
+    datums = [replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), np.nan, np.float32)}) for d in op.datums]
     return replace(op, datums=datums)
 
 
@@ -144,9 +135,7 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
     assert mixed.outputs[neighbour.run, 1] == Failure(
         "Loss is not finite (seq 1); the gradient was discarded.", "user", "not_finite"
     )
-    assert mixed.outputs[neighbour.run, 2] == Failure(
-        "Loss is not finite (seq 2).", "user", "not_finite"
-    )
+    assert mixed.outputs[neighbour.run, 2] == Failure("Loss is not finite (seq 2).", "user", "not_finite")
 
 
 @pytest.mark.parametrize("lora", ["seg", "grouped"])
@@ -155,9 +144,7 @@ def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine, lora
     among, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
     among.run([Create(neighbour.run, 0, neighbour.spec)])
     ruined = among.adapters.state(neighbour.run)
-    among.adapters.restore(
-        neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan))
-    )
+    among.adapters.restore(neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan)))
 
     mixed = among.run([*neighbour.ops(0)[1:], *victim.ops(0)])
     assert_same_answers(victim.run, mixed, alone.run(victim.ops(0)))

@@ -40,9 +40,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("threads", "cores"), [(2, 2), (3, 3), (0, 1)])
-def test_the_first_thread_computes_on_all_its_cores_and_later_ones_on_one(
-    threads: int, cores: int
-) -> None:
+def test_the_first_thread_computes_on_all_its_cores_and_later_ones_on_one(threads: int, cores: int) -> None:
     """A second OpenMP team puts the first one to sleep at every switch. Training then took 1.5 times as long."""
 
     def work() -> tuple[int, int]:
@@ -132,9 +130,7 @@ def test_samples_have_the_same_bits_on_one_core_and_on_all(tmp_path: Path) -> No
             return of_step(*args)
 
         decoder.runner.forward = counted  # type: ignore[assignment,method-assign]
-        asked = request(
-            "mine", prompt, "all-8", num_samples=20, max_tokens=12, prompt_logprobs=True
-        )
+        asked = request("mine", prompt, "all-8", num_samples=20, max_tokens=12, prompt_logprobs=True)
         return output(decoder, asked)
 
     assert_same(sampled(is_alone=False), sampled(is_alone=True))

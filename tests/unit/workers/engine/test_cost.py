@@ -38,12 +38,7 @@ def counts_of(lora: str) -> dict[str, dict[str, Any]]:
     [("fused", 36, 1_036, 139.5, 366, 8_220), variant("grouped", 155, 2_272, 164, 444, 11_760)],
 )
 def test_training_stays_within_its_budget(
-    lora: str,
-    launches: int,
-    kilobytes: int,
-    kept: float,
-    launches_outside: int,
-    kilobytes_outside: int,
+    lora: str, launches: int, kilobytes: int, kept: float, launches_outside: int, kilobytes_outside: int
 ) -> None:
     row = counts_of(lora)[lora]
 
@@ -81,9 +76,7 @@ def test_the_estimated_throughput_is_within_its_bounds() -> None:
 
 @pytest.mark.variants
 def test_the_estimated_throughput_of_grouped_products_is_lower() -> None:
-    grouped, fused = (
-        counts_of(each)[each]["estimated_tokens_per_s"] for each in ("grouped", "fused")
-    )
+    grouped, fused = (counts_of(each)[each]["estimated_tokens_per_s"] for each in ("grouped", "fused"))
     assert 14_000 < grouped < min(20_000, fused)
 
 

@@ -54,9 +54,7 @@ def test_an_error_that_the_computation_does_not_handle_ends_it() -> None:
         drive(computation([]), fail)
 
 
-def test_timed_work_has_the_same_yield_points_and_excludes_their_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_timed_work_has_the_same_yield_points_and_excludes_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("cotrain_workers.engine.cycle.time.perf_counter", lambda: now)
 

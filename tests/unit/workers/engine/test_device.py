@@ -12,13 +12,7 @@ import torch
 
 import cotrain_workers
 from cotrain_workers.engine import device
-from cotrain_workers.engine.device import (
-    DeviceLost,
-    check_device,
-    is_out_of_memory,
-    to_device,
-    unordered_writes,
-)
+from cotrain_workers.engine.device import DeviceLost, check_device, is_out_of_memory, to_device, unordered_writes
 from tests.warm.popen import run
 
 CPU = torch.device("cpu")
@@ -39,9 +33,7 @@ def test_a_device_on_which_every_call_fails_is_lost(monkeypatch: pytest.MonkeyPa
         check_device(CUDA)
 
 
-@pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")]
-)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("CUDA error: out of memory")])
 def test_a_full_device_is_not_lost(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     failing_with(error, monkeypatch)
     check_device(CUDA)
@@ -149,9 +141,7 @@ def test_values_arrive_in_their_own_type_or_the_requested_one(source: np.ndarray
     assert to_device(source, CPU, torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_values_are_copied_through_pinned_memory_without_a_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_values_are_copied_through_pinned_memory_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
 
     def pin(self: torch.Tensor) -> torch.Tensor:

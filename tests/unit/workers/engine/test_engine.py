@@ -6,23 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.ops import (
-    Create,
-    CreateOutput,
-    Failure,
-    Op,
-    OptimStep,
-    Pass,
-    PassOutput,
-    StepOutput,
-)
+from cotrain_workers.engine.ops import Create, CreateOutput, Failure, Op, OptimStep, Pass, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.training import NewEngine, Tenant, random_datum, relative_error, same_bits
 
 LOSS_BY_TENANT = ("cross_entropy", "ppo", "gspo", "cispo", "dro", "importance_sampling")
 EIGHT = tuple(
-    Tenant(f"run-{at}", AdapterSpec(2**at % 15 or 1, seed=at), LOSS_BY_TENANT[at % 6], (3 + at, 11))
-    for at in range(8)
+    Tenant(f"run-{at}", AdapterSpec(2**at % 15 or 1, seed=at), LOSS_BY_TENANT[at % 6], (3 + at, 11)) for at in range(8)
 )
 SPEC = AdapterSpec(4, seed=0)
 STEP = OptimStep("a", 9, 1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0)
@@ -54,10 +44,7 @@ def test_several_micro_batches_equal_one(new_engine: NewEngine) -> None:
     assert several.run(ops).forwards > 5
 
     for tenant in EIGHT:
-        ours, theirs = (
-            several.adapters.state(tenant.run).grads,
-            one.adapters.state(tenant.run).grads,
-        )
+        ours, theirs = (several.adapters.state(tenant.run).grads, one.adapters.state(tenant.run).grads)
         assert relative_error(ours, theirs) < 1e-6  # other slices, another order of summation
 
 
@@ -72,9 +59,7 @@ def test_an_op_of_several_slices_equals_itself_alone(new_engine: NewEngine) -> N
     assert same_bits(together.adapters.state("large"), alone.adapters.state("large"))
 
 
-def test_a_forward_returns_the_logprobs_of_forward_backward_and_changes_no_state(
-    new_engine: NewEngine,
-) -> None:
+def test_a_forward_returns_the_logprobs_of_forward_backward_and_changes_no_state(new_engine: NewEngine) -> None:
     engine = new_engine()
     trained, only_read = pass_of("a", 1, 9, 20), pass_of("a", 2, 9, 20, needs_grad=False)
     out = engine.run([Create("a", 0, SPEC), trained, only_read]).outputs
@@ -96,8 +81,7 @@ def test_a_forward_runs_without_a_graph_and_without_a_cache(new_engine: NewEngin
     engine = new_engine()
     seen = []
     engine._base.backbone.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((torch.is_grad_enabled(), kwargs["use_cache"])),
-        with_kwargs=True,
+        lambda _, args, kwargs: seen.append((torch.is_grad_enabled(), kwargs["use_cache"])), with_kwargs=True
     )
 
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 9, needs_grad=False)])
@@ -106,16 +90,11 @@ def test_a_forward_runs_without_a_graph_and_without_a_cache(new_engine: NewEngin
     assert seen == [(False, False), (True, False)]
 
 
-def test_an_overflowing_gradient_is_discarded_though_the_loss_is_finite(
-    new_engine: NewEngine,
-) -> None:
+def test_an_overflowing_gradient_is_discarded_though_the_loss_is_finite(new_engine: NewEngine) -> None:
     engine, expected = new_engine(), new_engine()
     create = Create("a", 0, AdapterSpec(1, seed=0))  # the gradient is scaled by alpha / rank = 32
     good = pass_of("a", 1, 5, 6)
-    huge = [
-        replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), 2e37, np.float32)})
-        for d in good.datums
-    ]
+    huge = [replace(d, inputs={**d.inputs, "weights": np.full(len(d.tokens), 2e37, np.float32)}) for d in good.datums]
 
     out = engine.run([create, good, replace(good, seq=2, datums=huge)]).outputs
     forward = engine.run([replace(good, seq=3, datums=huge, needs_grad=False)]).outputs["a", 3]
@@ -150,11 +129,7 @@ def test_a_fresh_adapter_returns_the_results_of_the_base_model(new_engine: NewEn
     specs = (SPEC, AdapterSpec(16, seed=5, train_attn=False))
 
     out = engine.run(
-        [
-            op
-            for run, spec in zip("ab", specs, strict=True)
-            for op in (Create(run, 0, spec), pass_of(run, 1, 12))
-        ]
+        [op for run, spec in zip("ab", specs, strict=True) for op in (Create(run, 0, spec), pass_of(run, 1, 12))]
     ).outputs
 
     ours_of, theirs_of = out["a", 1], out["b", 1]
@@ -224,9 +199,7 @@ def test_an_impossible_op_fails_alone(
     assert isinstance(out["c", 1], PassOutput)
 
 
-def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(
-    new_engine: NewEngine,
-) -> None:
+def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC), pass_of("a", 1, 4)])
     state = engine.adapters.state("a")
@@ -234,9 +207,7 @@ def test_a_gradient_that_overflows_in_the_sum_is_discarded_at_the_step(
 
     output = engine.run([STEP]).outputs["a", 9]
 
-    assert output == Failure(
-        "Gradient is not finite (seq 9); it was discarded.", "user", "not_finite"
-    )
+    assert output == Failure("Gradient is not finite (seq 9); it was discarded.", "user", "not_finite")
     after = engine.adapters.state("a")
     assert torch.equal(after.weights, state.weights)
     assert (after.step, after.grads_pending) == (0, False)

@@ -19,9 +19,7 @@ from tests.support.training import ModelFolder
 
 
 @pytest.mark.parametrize("family", first_of_a_kind(EVERY))
-def test_a_family_computes_as_transformers_and_peft(
-    model_folder: ModelFolder, tmp_path: Path, family: str
-) -> None:
+def test_a_family_computes_as_transformers_and_peft(model_folder: ModelFolder, tmp_path: Path, family: str) -> None:
     measured = measure(model_folder(family), tmp_path)
 
     assert measured.largest < TOLERANCE
@@ -62,9 +60,7 @@ def test_the_page_lists_every_family() -> None:
 def test_a_tower_is_left_out(tmp_path: Path) -> None:
     folder = build_tiny("gemma3-wrapped", tmp_path, tied=True)
 
-    base = load_base_model(
-        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
-    )
+    base = load_base_model(str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True)
 
     assert base.path == "model.language_model"
     assert base.architecture == "Gemma3ForConditionalGeneration"
@@ -80,9 +76,7 @@ def test_a_stretched_rope_is_served_up_to_its_first_length(tmp_path: Path, longe
     config["rope_parameters"]["original_max_position_embeddings"] = longest
     (folder / "config.json").write_text(json.dumps(config))
 
-    base = load_base_model(
-        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
-    )
+    base = load_base_model(str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True)
 
     assert base.context_length == longest
     rotary: Any = base.backbone.get_submodule("rotary_emb")

@@ -14,17 +14,7 @@ import torch
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.vision import FeatureCache, ImageFacts, rotary_positions
-from cotrain_workers.engine.ops import (
-    Create,
-    Datum,
-    Failure,
-    HostWeights,
-    Image,
-    Op,
-    OptimStep,
-    Pass,
-    PassOutput,
-)
+from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, Image, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import assert_same, decoder_of, finish, output, request
 from tests.support.draws import variant
@@ -62,9 +52,7 @@ def apart(one: np.ndarray | torch.Tensor, other: np.ndarray | torch.Tensor) -> f
 
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", variant("qwen3-vl-moe")])
-def test_images_compute_as_in_transformers_and_peft(
-    model_folder: Callable[..., Path], family: str
-) -> None:
+def test_images_compute_as_in_transformers_and_peft(model_folder: Callable[..., Path], family: str) -> None:
     folder = model_folder(family)
     # The adapter of experts has a test of its own (`test_families.py`).
     spec = AdapterSpec(5, 1, train_mlp=family != "qwen3-vl-moe")
@@ -150,9 +138,7 @@ def test_the_tower_runs_once_per_image_and_tenant(model_folder: Callable[..., Pa
     assert vision.runs == 3
 
 
-def test_equal_tokens_with_different_images_share_no_rows(
-    model_folder: Callable[..., Path],
-) -> None:
+def test_equal_tokens_with_different_images_share_no_rows(model_folder: Callable[..., Path]) -> None:
     engine = Engine.load(str(model_folder("qwen3-vl")), load_base=shared_base)
     engine.run([Create("mine", 0, SPEC)])
     plain = random_datum(np.random.default_rng(0), "cross_entropy", 80)  # a shared prompt has 64
@@ -164,15 +150,11 @@ def test_equal_tokens_with_different_images_share_no_rows(
     assert not np.array_equal(both[0], both[1])
 
 
-def test_an_image_after_texts_that_share_a_prompt_keeps_its_rows(
-    model_folder: Callable[..., Path],
-) -> None:
+def test_an_image_after_texts_that_share_a_prompt_keeps_its_rows(model_folder: Callable[..., Path]) -> None:
     engine = Engine.load(str(model_folder("qwen3-vl")), load_base=shared_base)
     engine.run([Create("mine", 0, SPEC)])
     text = random_datum(np.random.default_rng(0), "cross_entropy", 80)
-    pictured = with_images(
-        random_datum(np.random.default_rng(1), "cross_entropy", 20), image(5, 2, 3, 1)
-    )
+    pictured = with_images(random_datum(np.random.default_rng(1), "cross_entropy", 20), image(5, 2, 3, 1))
 
     found = logprobs(engine, [text, text, pictured])
     alone = [logprobs(engine, [each])[0] for each in (text, text, pictured)]
@@ -186,9 +168,7 @@ def test_a_broken_image_fails_alone(model_folder: Callable[..., Path]) -> None:
         each.run([Create("broken", 0, SPEC), *TEXT.ops(0)])
     cut = replace(image(3, 2, 3), data=image(3, 2, 3).data[:-30])
     broken = Pass("broken", 1, [with_images(DATUMS[1], cut)], "cross_entropy", {}, True)
-    larger = replace(
-        broken, seq=2, datums=[with_images(DATUMS[2], replace(cut, data=image(0, 3, 3).data))]
-    )
+    larger = replace(broken, seq=2, datums=[with_images(DATUMS[2], replace(cut, data=image(0, 3, 3).data))])
     outputs = engine.run([broken, larger, *TEXT.ops(1)]).outputs
     alone.run(TEXT.ops(1))
 
@@ -237,9 +217,5 @@ def test_the_cache_drops_results_of_the_tenant_that_holds_most() -> None:
 
     assert cache.get("few", b"a") is row
     assert cache.get("other", b"a") is None
-    held = [
-        each
-        for each in (b"1", b"2", b"3", b"4", b"5", b"large")
-        if cache.get("many", each) is not None
-    ]
+    held = [each for each in (b"1", b"2", b"3", b"4", b"5", b"large") if cache.get("many", each) is not None]
     assert held == [b"1", b"3", b"4", b"5"]

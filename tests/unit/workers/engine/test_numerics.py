@@ -41,8 +41,7 @@ for threads, (inputs, outputs) in product((1, 2), shapes):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [("167", "143"), ("107520", "33792"), ("GenuineIntel", "AMD"), ("2 avx5", "2 fma avx5")],
+    ("before", "after"), [("167", "143"), ("107520", "33792"), ("GenuineIntel", "AMD"), ("2 avx5", "2 fma avx5")]
 )
 def test_a_processor_of_another_kind_has_another_name(before: str, after: str) -> None:
     assert processor_of(ONE) != processor_of(ONE.replace(before, after))
@@ -58,9 +57,7 @@ def test_a_processor_with_another_description_has_a_name() -> None:
     assert processor_of(arm) != processor_of(arm.replace("0xd40", "0xd4f"))
 
 
-def test_variables_that_override_the_libraries_are_part_of_the_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variables_that_override_the_libraries_are_part_of_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     before = cpu_hardware()

@@ -23,15 +23,7 @@ from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention
 from cotrain_workers.engine.model.activation_checkpointing import Choice
-from cotrain_workers.engine.ops import (
-    CycleOutput,
-    Failure,
-    HostWeights,
-    Op,
-    ReverseKl,
-    Save,
-    SaveOutput,
-)
+from cotrain_workers.engine.ops import CycleOutput, Failure, HostWeights, Op, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training import memory_probe as probe
@@ -71,9 +63,7 @@ def succeeded(done: CycleOutput) -> CycleOutput:
     ("family", "settings"),
     [
         ("qwen3", {"lora_backend": "grouped"}),
-        pytest.param(
-            "mistral", {"lora_backend": "seg", "recompute": "always"}, marks=pytest.mark.variants
-        ),
+        pytest.param("mistral", {"lora_backend": "seg", "recompute": "always"}, marks=pytest.mark.variants),
         pytest.param("qwen3_5", {"lora_backend": "seg"}, marks=pytest.mark.variants),
     ],
 )
@@ -112,9 +102,7 @@ def test_gemma_2_trains_without_a_flash_kernel_and_logs_a_warning(
     assert cuda.ops["torch_attn._varlen_attn"] == 0
 
 
-def test_index_copy_sorts_only_with_deterministic_algorithms(
-    cuda: Rehearsal, model_folder: ModelFolder
-) -> None:
+def test_index_copy_sorts_only_with_deterministic_algorithms(cuda: Rehearsal, model_folder: ModelFolder) -> None:
     load(model_folder("qwen3", layers=1), lora_backend="seg")
     indices, rows = torch.arange(3).pin_memory(), torch.zeros(8, 2, device=DEVICE)
 
@@ -124,9 +112,7 @@ def test_index_copy_sorts_only_with_deterministic_algorithms(
     assert cuda.waits[-1] == "aten.index_copy_, sorted"
 
 
-def test_a_reverse_kl_does_not_wait_for_the_device(
-    cuda: Rehearsal, model_folder: ModelFolder
-) -> None:
+def test_a_reverse_kl_does_not_wait_for_the_device(cuda: Rehearsal, model_folder: ModelFolder) -> None:
     engine = started(load(model_folder("qwen3", layers=1)))
     reference = random_weights(AdapterSpec(3, seed=21), engine.adapters.layout_of)
     cuda.waits.clear()
@@ -136,9 +122,7 @@ def test_a_reverse_kl_does_not_wait_for_the_device(
     assert cuda.waits == ["copy to cpu"]
 
 
-def test_sizes_are_measured(
-    cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_are_measured(cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "FIRST_LENGTH", 64)
     sizes = {"micro_batch_tokens": "auto", "recompute": "auto", "head_chunk_rows": 64}
 
@@ -210,9 +194,7 @@ def test_a_decoder_step_is_captured_and_samples_as_on_a_cpu(
         request(str(at), np.arange(1 + 40 * at), run, temperature=0.0, max_tokens=4)
         for at, run in enumerate([None, "head-16", "soft-8", "all-5"])
     ]
-    decoders = [
-        each.decoder(weights.__getitem__, kv_tokens=2048, text=None) for each in (engine, plain)
-    ]
+    decoders = [each.decoder(weights.__getitem__, kv_tokens=2048, text=None) for each in (engine, plain)]
 
     ours, theirs = (finish(decoder, asked) for decoder in decoders)
 
@@ -222,10 +204,7 @@ def test_a_decoder_step_is_captured_and_samples_as_on_a_cpu(
         assert isinstance(found, SampleOutput)
         assert isinstance(expected, SampleOutput)
         pair = zip(found.sequences, expected.sequences, strict=True)
-        for (
-            one,
-            other,
-        ) in pair:  # the first token may be a near tie, so log-probabilities are compared
+        for one, other in pair:  # the first token may be a near tie, so log-probabilities are compared
             assert abs(one.logprobs[0] - other.logprobs[0]) < 0.05
 
 
@@ -237,9 +216,7 @@ def test_decoding_continues_without_a_wait(
     monkeypatch.setattr(EngineDecoder, "step", torch.no_grad()(step))
     engine = load(model_folder("qwen3", layers=1))
     succeeded(engine.run(ops(0)))
-    saved = {
-        tenant.run: engine.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME
-    }
+    saved = {tenant.run: engine.run([Save(tenant.run, 5)]).outputs[tenant.run, 5] for tenant in SOME}
     weights = {run: out.weights for run, out in saved.items() if isinstance(out, SaveOutput)}
     decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None)
     asked: list[tuple[str | None, dict[str, Any]]] = [

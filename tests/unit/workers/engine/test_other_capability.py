@@ -13,11 +13,7 @@ from tests.warm.popen import run
 
 FOLDER = Path(__file__).parents[1]  # all tests of workers
 #: Variables of torch's own kernels, of oneDNN and of MKL.
-AVX2_ONLY = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-}
+AVX2_ONLY = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 #: All three are read at the first product of a process. The parent of the fork computes none, as
 #: the assertion on torch confirms.
 PYTEST = """

@@ -28,9 +28,7 @@ def test_a_bar_of_the_library_is_reported_in_percent(reported: list[str]) -> Non
     assert reported == ["Loading weights: 25%", "Loading weights: 50%", "Loading weights: 75%"]
 
 
-def test_no_bar_is_drawn(
-    reported: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_no_bar_is_drawn(reported: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with progress.ReportedProgress(total=3, unit="B", desc="model.safetensors") as bar:
         bar.update(1)
     config = transformers.LlamaConfig(

@@ -79,9 +79,7 @@ def test_a_logged_create_without_an_alpha_has_32() -> None:
     assert made.spec.alpha == 32.0
 
 
-@pytest.mark.parametrize(
-    ("kind", "needs_grad"), [(OpKind.FORWARD, False), (OpKind.FORWARD_BACKWARD, True)]
-)
+@pytest.mark.parametrize(("kind", "needs_grad"), [(OpKind.FORWARD, False), (OpKind.FORWARD_BACKWARD, True)])
 def test_a_pass_has_its_datums_and_its_gradient_flag(kind: OpKind, needs_grad: bool) -> None:
     made = engine_op(op(kind), pass_body("r", 1, [[1, 2, 3], [4, 5]], loss_fn="ppo"))
     assert isinstance(made, Pass)
@@ -151,8 +149,7 @@ def load_body(*sources: LoadSource, optimizer: bool = False, lora: LoraSpec | No
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_optimizer"),
-    [("weights", True), ("sampler_weights", False), ("external_weights", False)],
+    ("kind", "has_optimizer"), [("weights", True), ("sampler_weights", False), ("external_weights", False)]
 )
 def test_a_training_checkpoint_includes_the_optimizer_state(kind: str, has_optimizer: bool) -> None:
     body = json.dumps({"name": "x", "kind": kind}).encode()
@@ -169,11 +166,7 @@ def test_an_upload_is_passed_to_the_engine_unchanged() -> None:
     lora = LoraSpec(rank=8, seed=7)
     upload = PeftAdapter(lora, (PeftModule("m", "m.A", "m.B", 2.0),), b"tensors")
     assert engine_op(op(OpKind.IMPORT, 0), encode_import(upload)) == Import(
-        "r",
-        0,
-        engine_ops.PeftAdapter(
-            AdapterSpec(8, 7), [engine_ops.PeftModule("m", "m.A", "m.B", 2.0)], b"tensors"
-        ),
+        "r", 0, engine_ops.PeftAdapter(AdapterSpec(8, 7), [engine_ops.PeftModule("m", "m.A", "m.B", 2.0)], b"tensors")
     )
 
 

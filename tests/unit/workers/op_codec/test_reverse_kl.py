@@ -9,14 +9,7 @@ import torch
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_workers.engine.ops import (
-    Failure,
-    HostOptimizer,
-    HostWeights,
-    ReverseKl,
-    ReverseKlOutput,
-    WeightsMissing,
-)
+from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, ReverseKl, ReverseKlOutput, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Layout, plan_layout
 from cotrain_workers.op_codec import reverse_kl_op
 from cotrain_workers.results import result_of
@@ -24,9 +17,7 @@ from cotrain_workers.results import result_of
 REF = WeightsRef("other:train:0:3")
 WEIGHTS = HostWeights(AdapterSpec(2, 0), torch.zeros(0))
 OP = QueuedOp(RunId("run"), 5, OpKind.REVERSE_KL, 10, "inline", 100, 0.0)
-DATUM = KlArrays(
-    np.array([1, 2]), np.array([3]), np.array([7, 8]), np.array([1.0, 0.5], np.float32)
-)
+DATUM = KlArrays(np.array([1, 2]), np.array([3]), np.array([7, 8]), np.array([1.0, 0.5], np.float32))
 
 
 class Shelf:
@@ -53,9 +44,7 @@ def read(reference: WeightsRef | None, shelf: Shelf) -> ReverseKl | Failure:
 
 
 @pytest.mark.parametrize(("reference", "weights"), [(REF, WEIGHTS), (None, None)])
-def test_a_request_is_read_with_its_reference(
-    reference: WeightsRef | None, weights: HostWeights | None
-) -> None:
+def test_a_request_is_read_with_its_reference(reference: WeightsRef | None, weights: HostWeights | None) -> None:
     op = read(reference, Shelf({REF: WEIGHTS}))
 
     assert isinstance(op, ReverseKl)
@@ -68,9 +57,7 @@ def test_a_request_is_read_with_its_reference(
 
 
 def test_a_missing_reference_is_a_server_error() -> None:
-    assert read(REF, Shelf({})) == Failure(
-        "The weights of the reference cannot be read on the server.", "server"
-    )
+    assert read(REF, Shelf({})) == Failure("The weights of the reference cannot be read on the server.", "server")
 
 
 def test_an_unreadable_body_fails() -> None:

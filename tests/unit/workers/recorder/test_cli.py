@@ -20,8 +20,7 @@ from tests.support.training import NewEngine
 from tests.warm.popen import run
 
 APP = command_line(
-    EntryPoint(name, f"cotrain_workers.recorder.cli:{name}", COMMANDS)
-    for name in ("recorder", "replay")
+    EntryPoint(name, f"cotrain_workers.recorder.cli:{name}", COMMANDS) for name in ("recorder", "replay")
 )
 
 
@@ -59,9 +58,7 @@ def test_an_equal_replay_reports_it_and_exits_with_0(flight: Flight) -> None:
     assert result.stdout.endswith("Nothing diverged.\n")
 
 
-def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(
-    flight: Flight, tmp_path: Path
-) -> None:
+def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(flight: Flight, tmp_path: Path) -> None:
     cycle = read_cycle(flight.files[1])
     damaged = tmp_path / "damaged.zip"
     write_cycle(damaged, replace(cycle, bodies=[*cycle.bodies[:2], a_pass(B, 9)[3]]))
@@ -72,9 +69,7 @@ def test_a_replay_that_diverges_names_run_and_seq_and_exits_with_1(
     assert result.stdout.endswith("2 of 5 diverged.\n")  # the result, and the gradient that it left
 
 
-def test_a_replay_as_json_has_the_same_verdicts_and_exit_code(
-    flight: Flight, tmp_path: Path
-) -> None:
+def test_a_replay_as_json_has_the_same_verdicts_and_exit_code(flight: Flight, tmp_path: Path) -> None:
     done = cotrain("replay", flight.files[1], "--json")
     shown = json.loads(done.stdout)
     assert (done.exit_code, shown["diverged"], shown["other_numerics"]) == (0, 0, [])
@@ -87,9 +82,7 @@ def test_a_replay_as_json_has_the_same_verdicts_and_exit_code(
     assert (diverged.exit_code, json.loads(diverged.stdout)["diverged"]) == (1, 2)
 
 
-def test_a_recording_of_another_machine_is_compared_with_a_tolerance(
-    flight: Flight, tmp_path: Path
-) -> None:
+def test_a_recording_of_another_machine_is_compared_with_a_tolerance(flight: Flight, tmp_path: Path) -> None:
     cycle = read_cycle(flight.files[1])
     theirs = replace(cycle.facts.numerics, hardware="AVX9", torch="1.0")
     elsewhere = tmp_path / "elsewhere.zip"
@@ -126,9 +119,7 @@ def test_recordings_are_listed_with_the_newest_first(flight: Flight, tmp_path: P
     assert [row.split()[0] for row in rows[1:]] == [str(path) for path in flight.files[1::-1]]
     assert rows[0].split()[1] == "damaged"
     assert rows[1].split()[3:7] == ["w0", "2", "2", "3"]
-    damaged, newest, _ = json.loads(
-        cotrain("recorder", "list", "--data-dir", tmp_path, "--json").stdout
-    )
+    damaged, newest, _ = json.loads(cotrain("recorder", "list", "--data-dir", tmp_path, "--json").stdout)
     assert (damaged["size_bytes"], damaged["cycle"], damaged["runs"]) == (2, None, None)
     assert (newest["file"], newest["base_model"]) == (str(flight.files[1]), "tiny")
     assert datetime.fromisoformat(newest["recorded_at"]).tzinfo is not None

@@ -7,12 +7,7 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import Failure, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.fingerprints import (
-    Fingerprint,
-    differences,
-    fingerprint_of,
-    fingerprint_of_state,
-)
+from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
 
 LOOSE = 1e-2
 VALUES = torch.tensor([3.0, 4.0])
@@ -34,9 +29,7 @@ def test_the_last_bit_of_a_number_counts_without_a_tolerance() -> None:
     before, after = of_pass(-1, -2, -3), of_pass(-1, off, -3)
     assert differences(before, after, 0.0) == ["log-probs: -2 became -1.99999988 at 1, and 0 more"]
     assert differences(before, after, LOOSE) == []
-    assert differences(before, of_pass(-1, -2.5, -4), LOOSE) == [
-        "log-probs: -2 became -2.5 at 1, and 1 more"
-    ]
+    assert differences(before, of_pass(-1, -2.5, -4), LOOSE) == ["log-probs: -2 became -2.5 at 1, and 1 more"]
 
 
 def test_zeros_of_two_signs_differ_and_nan_equals_nan() -> None:
@@ -56,9 +49,7 @@ def test_every_number_of_an_output_is_compared() -> None:
 
 def test_text_is_compared_with_any_tolerance() -> None:
     one = fingerprint_of(Failure("Loss is not finite (seq 1).", "user"))
-    assert differences(one, of_pass(-1), LOOSE) == [
-        "'user error: Loss is not finite (seq 1).' became 'pass'"
-    ]
+    assert differences(one, of_pass(-1), LOOSE) == ["'user error: Loss is not finite (seq 1).' became 'pass'"]
     assert differences(of_state(VALUES), of_state(VALUES, step=2), LOOSE)
 
 
@@ -70,9 +61,7 @@ def test_a_state_with_other_bits_and_the_same_norm_differs() -> None:
     assert differences(before, of_state(VALUES * 1.5), LOOSE) == ["weights: norm 5 became 7.5"]
 
 
-@pytest.mark.parametrize(
-    "other", [of_pass(-1, -3), of_pass(-1, -2, loss=2.0), of_pass(-1), of_state(VALUES)]
-)
+@pytest.mark.parametrize("other", [of_pass(-1, -3), of_pass(-1, -2, loss=2.0), of_pass(-1), of_state(VALUES)])
 def test_a_digest_includes_every_compared_value(other: Fingerprint) -> None:
     assert of_pass(-1, -2).digest == of_pass(-1, -2).digest != other.digest
 

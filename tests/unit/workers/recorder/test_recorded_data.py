@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_workers.recorder.file import read_cycle
-from cotrain_workers.recorder.replay import (
-    compared,
-    engine_for,
-    restore_before,
-    run_again,
-    tolerance_of,
-)
+from cotrain_workers.recorder.replay import compared, engine_for, restore_before, run_again, tolerance_of
 
 FOLDER = Path(__file__).parents[3] / "data" / "recorded"
 FILES = sorted(FOLDER.glob("*.zip"))

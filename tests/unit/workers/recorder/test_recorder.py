@@ -79,18 +79,14 @@ def test_nothing_is_recorded_by_default(new_engine: NewEngine, tmp_path: Path) -
     assert flight.files == []
 
 
-def test_a_repeated_cycle_keeps_the_recording_of_the_crashed_one(
-    flight: Flight, new_engine: NewEngine
-) -> None:
+def test_a_repeated_cycle_keeps_the_recording_of_the_crashed_one(flight: Flight, new_engine: NewEngine) -> None:
     flight.begin(create(A, rank=4))
     successor = Flight(new_engine(), flight.folder, epoch=2)
     successor.cycle(create(A, rank=4))
     assert [read_cycle(path).found is None for path in flight.files] == [True, False]
 
 
-def test_a_full_disk_prevents_only_the_recording(
-    flight: Flight, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_prevents_only_the_recording(flight: Flight, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -132,9 +128,7 @@ def test_a_truncated_file_is_reported_as_unreadable(flight: Flight) -> None:
     [(8, 0x01), (10, 99), (10, 8), (10, 14)],
     ids=["encrypted", "unknown compression", "no deflate", "no lzma"],
 )
-def test_a_malicious_file_is_reported_as_unreadable(
-    tmp_path: Path, offset: int, value: int
-) -> None:
+def test_a_malicious_file_is_reported_as_unreadable(tmp_path: Path, offset: int, value: int) -> None:
     path = tmp_path / "hostile.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("cycle.json", "{}" * 20)

@@ -96,25 +96,19 @@ def test_a_changed_body_is_reported_by_run_and_seq(second_cycle: RecordedCycle) 
     assert details[3].startswith("gradient norm: ")
 
 
-def test_another_base_model_is_reported_for_every_run(
-    second_cycle: RecordedCycle, tmp_path: Path
-) -> None:
+def test_another_base_model_is_reported_for_every_run(second_cycle: RecordedCycle, tmp_path: Path) -> None:
     other = build_tiny("qwen3", tmp_path / "other", seed=1)
     rows = replayed(second_cycle, base_model=str(other))
     assert diverged(rows) == [(row.run, row.seq) for row in rows]
 
 
-def test_a_base_model_of_another_shape_is_refused(
-    second_cycle: RecordedCycle, tmp_path: Path
-) -> None:
+def test_a_base_model_of_another_shape_is_refused(second_cycle: RecordedCycle, tmp_path: Path) -> None:
     other = build_tiny("qwen3", tmp_path / "other", hidden=32)
     with pytest.raises(ValueError, match="values"):
         replayed(second_cycle, base_model=str(other))
 
 
-def test_results_of_other_numerics_may_differ_within_a_tolerance(
-    second_cycle: RecordedCycle,
-) -> None:
+def test_results_of_other_numerics_may_differ_within_a_tolerance(second_cycle: RecordedCycle) -> None:
     ours = second_cycle.facts.numerics
     theirs = replace(ours, hardware="another")
     assert tolerance_of(ours, ours) == 0.0
@@ -128,9 +122,7 @@ def test_results_of_other_numerics_may_differ_within_a_tolerance(
     assert (A, 3) in diverged(replayed(much, tolerance=OTHER_NUMERICS))
 
 
-def test_the_base_model_is_loaded_with_the_settings_of_the_recording(
-    new_engine: NewEngine, tmp_path: Path
-) -> None:
+def test_the_base_model_is_loaded_with_the_settings_of_the_recording(new_engine: NewEngine, tmp_path: Path) -> None:
     flight = Flight(new_engine(micro_batch_tokens=64, head_chunk_rows=16), tmp_path)
     flight.cycle(create(A, rank=4))
     facts = read_cycle(flight.files[0]).facts
@@ -174,9 +166,7 @@ def test_a_replay_shows_the_digests_of_the_cycle_record(second_cycle: RecordedCy
         assert shown[op_id] == fingerprint.digest
 
 
-def test_a_pass_over_several_cycles_is_replayed_in_its_last_one(
-    new_engine: NewEngine, tmp_path: Path
-) -> None:
+def test_a_pass_over_several_cycles_is_replayed_in_its_last_one(new_engine: NewEngine, tmp_path: Path) -> None:
     """Ops that waited for it are replayed too. In earlier cycles it has changed no state."""
     flight = Flight(new_engine(micro_batch_tokens=8), tmp_path)
     flight.cycle(create(A, rank=4), create(B, rank=2))

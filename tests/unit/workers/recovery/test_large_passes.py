@@ -31,13 +31,7 @@ def chosen(ops: list[Op], *kills: Kill, deferred: Collection[str] = ()) -> list[
     return [(op.run, op.seq) for op in careful_part(ops, kills, deferred, LIMIT_BYTES).ops]
 
 
-OPS: list[Op] = [
-    a_pass("a", 1, 9),
-    a_pass("a", 2, 5000),
-    a_step("a", 3),
-    a_pass("b", 1, 8),
-    a_step("b", 2),
-]
+OPS: list[Op] = [a_pass("a", 1, 9), a_pass("a", 2, 5000), a_step("a", 3), a_pass("b", 1, 8), a_step("b", 2)]
 
 
 def test_ops_before_a_dangerous_request_run_first() -> None:
@@ -138,11 +132,7 @@ def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
     assert passes.part_of([a_pass("r", 1, 2048)]).is_alone
     for tokens in (2048, 2048, 30):
         runs(engine, tokens, tokens)
-    assert counts.seen == [
-        {"r:1@2048/w0": 2},
-        {"r:1@2048/w0": 2},
-        {"r:1@2048/w0": 1, "r:1@30/w0": 1},
-    ]
+    assert counts.seen == [{"r:1@2048/w0": 2}, {"r:1@2048/w0": 2}, {"r:1@2048/w0": 1, "r:1@30/w0": 1}]
     assert counts.found == {"r:1@2048/w0": 1}
     passes.forget(["r:1"])
     assert not passes.has_kill_of(["r:1"])

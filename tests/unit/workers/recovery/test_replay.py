@@ -78,9 +78,7 @@ def test_a_step_within_the_log_has_its_seq_and_another_one_a_reason() -> None:
     row = {"step:6": "2", "step:9": "3", "step:12": "4"}
     position = log_position(MADE | NEWEST | OLDER | row)  # done is 9
     assert [rewind_target(position, step) for step in (2, 3)] == [6, 9]
-    assert str(rewind_target(position, 1)).startswith(
-        "step 1 is out of reach: this run can go back to steps 2 to 3,"
-    )
+    assert str(rewind_target(position, 1)).startswith("step 1 is out of reach: this run can go back to steps 2 to 3,")
     whole = log_position(MADE | NEWEST | {"oldsnap": "-1"})
     assert (whole.reaches_start, rewind_target(whole, 0)) == (True, 0)
     assert "holds no optimizer step" in str(rewind_target(log_position(MADE | NEWEST | OLDER), 0))

@@ -44,9 +44,7 @@ def written(folder: Path, state: AdapterState, *, seq: int = 7, writer: str = "w
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("grads_pending", [True, False])
-def test_a_state_is_unchanged_by_writing_and_reading(
-    tmp_path: Path, dtype: torch.dtype, grads_pending: bool
-) -> None:
+def test_a_state_is_unchanged_by_writing_and_reading(tmp_path: Path, dtype: torch.dtype, grads_pending: bool) -> None:
     state = a_state(dtype=dtype, grads_pending=grads_pending)
     snapshot = written(tmp_path, state)
     read = read_snapshot(Folder(tmp_path), snapshot.file, snapshot.sha256, RUN, 7)
@@ -125,15 +123,11 @@ def test_equal_digests_mean_equal_states() -> None:
 
 def test_only_files_from_which_no_log_continues_are_orphans(tmp_path: Path) -> None:
     kept, orphan = (written(tmp_path, a_state(), seq=seq).file for seq in (1, 2))
-    damaged, half = (
-        (tmp_path / orphan).with_name(name) for name in ("3-x-1.x", ".4-x-1.safetensors.0f")
-    )
+    damaged, half = ((tmp_path / orphan).with_name(name) for name in ("3-x-1.x", ".4-x-1.safetensors.0f"))
     for path in (damaged, half):
         path.write_bytes(b"torn")
 
-    found = orphans(
-        Folder(tmp_path), lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False
-    )
+    found = orphans(Folder(tmp_path), lambda run: frozenset({kept} if run == RUN else ()), lambda *_: False)
 
     assert sorted(found) == sorted([orphan, str(half.relative_to(tmp_path))])
 
@@ -171,19 +165,14 @@ def test_committed_ops_are_summed() -> None:
     backlog.add(4, size=100, compute_s=1.5, replay_s=3.0, now=NOW)
     backlog.add(5, size=50, compute_s=0.5, replay_s=1.0, now=NOW + 1)
     backlog.pass_by(6, now=NOW + 2)
-    assert backlog == ReplayBacklog(
-        6, ops=2, bytes=150, compute_s=2.0, replay_s=4.0, used_at=NOW + 2, entries=3
-    )
+    assert backlog == ReplayBacklog(6, ops=2, bytes=150, compute_s=2.0, replay_s=4.0, used_at=NOW + 2, entries=3)
 
 
 @pytest.mark.parametrize(
     ("backlog", "is_due"),
     [
         (ReplayBacklog(5, ops=1, used_at=NOW), False),
-        (
-            ReplayBacklog(5, ops=9, bytes=999, compute_s=99.0, replay_s=29.9, used_at=NOW - 59),
-            False,
-        ),
+        (ReplayBacklog(5, ops=9, bytes=999, compute_s=99.0, replay_s=29.9, used_at=NOW - 59), False),
         (ReplayBacklog(5, ops=10, used_at=NOW), True),
         (ReplayBacklog(5, ops=1, bytes=1_000, used_at=NOW), True),
         (ReplayBacklog(5, ops=1, replay_s=30.0, used_at=NOW), True),
@@ -198,9 +187,7 @@ def test_committed_ops_are_summed() -> None:
         (ReplayBacklog(5, ops=0, entries=LOG_ENTRIES, used_at=NOW), True),
     ],
 )
-def test_a_snapshot_is_due_if_its_replay_is_costly_or_the_run_is_idle(
-    backlog: ReplayBacklog, is_due: bool
-) -> None:
+def test_a_snapshot_is_due_if_its_replay_is_costly_or_the_run_is_idle(backlog: ReplayBacklog, is_due: bool) -> None:
     assert POLICY.needs_snapshot(backlog, NOW) == is_due
 
 
@@ -212,9 +199,7 @@ def test_a_snapshot_is_due_if_its_replay_is_costly_or_the_run_is_idle(
         (ReplayBacklog(5, ops=1, used_at=NOW - 9_999), False),
     ],
 )
-def test_a_run_is_evicted_after_idling_long_without_a_replay_backlog(
-    backlog: ReplayBacklog, may: bool
-) -> None:
+def test_a_run_is_evicted_after_idling_long_without_a_replay_backlog(backlog: ReplayBacklog, may: bool) -> None:
     assert POLICY.may_evict(backlog, NOW) == may
 
 

@@ -45,12 +45,7 @@ def test_every_field_is_passed_to_the_decoder() -> None:
 
 @pytest.mark.parametrize(
     ("stop", "tokens", "strings"),
-    [
-        (None, [7, 9], ()),
-        ((), [], ()),
-        ((3, 4), [3, 4, 7, 9], ()),
-        (("a", "bc"), [7, 9], ("a", "bc")),
-    ],
+    [(None, [7, 9], ()), ((), [], ()), ((3, 4), [3, 4, 7, 9], ()), (("a", "bc"), [7, 9], ("a", "bc"))],
 )
 def test_an_empty_stop_list_is_the_only_one_without_end_of_sequence(
     stop: tuple[str, ...] | tuple[int, ...] | None, tokens: list[int], strings: tuple[str, ...]
@@ -79,9 +74,7 @@ def test_targets_of_a_prompt_without_scored_tokens_are_a_matrix(
 
 
 def test_an_output_is_encoded_in_the_wire_format() -> None:
-    sequence = SampledSequence(
-        np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None
-    )
+    sequence = SampledSequence(np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None)
     claimed = replace(CLAIMED, weights=WeightsRef("r:1"))
     request = sample_request(claimed, replace(BODY, policy_step=5), EOS)
     output = SampleOutput([sequence], None, None, None, cached_prompt_tokens=2)

@@ -18,15 +18,7 @@ from hypothesis import strategies as st
 from typing_extensions import override
 
 from cotrain_workers.sampling.service import SamplingService
-from cotrain_workers.worker.device_time import (
-    GAP_S,
-    DeviceTime,
-    Duty,
-    Phase,
-    Share,
-    Throughput,
-    TimeSharing,
-)
+from cotrain_workers.worker.device_time import GAP_S, DeviceTime, Duty, Phase, Share, Throughput, TimeSharing
 from tests.support.full_table import no_descriptor
 
 
@@ -35,9 +27,7 @@ from tests.support.full_table import no_descriptor
         st.tuples(st.sampled_from(Phase), st.floats(0, 10), st.floats(0, 20)), min_size=1
     )
 )  # fmt: skip
-def test_the_phases_always_add_up_and_never_decrease(
-    laps: list[tuple[Phase, float, float]],
-) -> None:
+def test_the_phases_always_add_up_and_never_decrease(laps: list[tuple[Phase, float, float]]) -> None:
     clock = SimpleNamespace(now=100.0)
     device = DeviceTime(lambda: clock.now)
     before = device.seconds
@@ -196,9 +186,7 @@ def train(sharing: TimeSharing, clock: SimpleNamespace, seconds: float) -> None:
     sharing.training_ends()
 
 
-def sharing_of(
-    clock: SimpleNamespace, kind: type[Sampler] = Sampler
-) -> tuple[TimeSharing, Sampler]:
+def sharing_of(clock: SimpleNamespace, kind: type[Sampler] = Sampler) -> tuple[TimeSharing, Sampler]:
     sampler = kind(clock)
     service = cast("SamplingService", sampler)
     return TimeSharing(service, Share(0.5), threading.Event(), DeviceTime()), sampler

@@ -8,12 +8,9 @@ from cotrain_workers.engine.device import free_host_bytes, memory_limit_bytes
 
 
 @pytest.mark.parametrize(
-    ("limit", "free"),
-    [("max", 2048 * 1024), ("1000000", 999_000), ("99999999", 2048 * 1024), ("10", 0)],
+    ("limit", "free"), [("max", 2048 * 1024), ("1000000", 999_000), ("99999999", 2048 * 1024), ("10", 0)]
 )
-def test_the_limit_of_a_container_applies_if_it_is_lower(
-    tmp_path: Path, limit: str, free: int
-) -> None:
+def test_the_limit_of_a_container_applies_if_it_is_lower(tmp_path: Path, limit: str, free: int) -> None:
     memory = tmp_path / "meminfo"
     memory.write_text("MemTotal:  9999 kB\nMemAvailable:    2048 kB\n")
     (tmp_path / "memory.max").write_text(f"{limit}\n")
@@ -47,17 +44,12 @@ def test_outside_a_container_the_free_memory_is_that_of_the_host(tmp_path: Path)
         ({"memory.max": "max", "box/memory.max": "5000"}, "0::/box"),
         ({"memory/memory.limit_in_bytes": "5000"}, "8:pids:/\n5:memory:/"),
         (
-            {
-                "memory/memory.limit_in_bytes": "9223372036854771712",
-                "memory/box/memory.limit_in_bytes": "5000",
-            },
+            {"memory/memory.limit_in_bytes": "9223372036854771712", "memory/box/memory.limit_in_bytes": "5000"},
             "5:cpu,memory:/box",
         ),
     ],
 )
-def test_the_limit_is_read_from_either_kind_of_control_group(
-    tmp_path: Path, files: dict[str, str], own: str
-) -> None:
+def test_the_limit_is_read_from_either_kind_of_control_group(tmp_path: Path, files: dict[str, str], own: str) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{content}\n")

@@ -9,12 +9,7 @@ import pytest
 
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_workers.worker.heartbeat import (
-    WorkerIdInUse,
-    await_absence,
-    claim_free_worker_id,
-    lock_worker_id,
-)
+from cotrain_workers.worker.heartbeat import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
 from tests.warm.popen import Popen
 
 
@@ -27,9 +22,7 @@ def test_a_worker_id_belongs_to_one_process_until_that_ends(tmp_path: Path) -> N
         "import sys, pathlib; from cotrain_workers.worker.heartbeat import lock_worker_id;"
         "lock_worker_id(pathlib.Path(sys.argv[1]), 'pool', 'w0'); print('taken', flush=True); sys.stdin.read()"
     )
-    with Popen(
-        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as holder:
+    with Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout
         assert holder.stdout.readline() == b"taken\n"
         with pytest.raises(WorkerIdInUse, match=r"Another process is worker w0.*COTRAIN_WORKER_ID"):
@@ -40,18 +33,14 @@ def test_a_worker_id_belongs_to_one_process_until_that_ends(tmp_path: Path) -> N
     os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
-def test_the_lock_of_an_ending_process_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_of_an_ending_process_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = lock_worker_id(tmp_path, "pool", "w0")
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: os.close(lock))
     os.close(lock_worker_id(tmp_path, "pool", "w0"))
 
 
 @pytest.mark.parametrize("heartbeat", [None, heartbeat_of("here"), heartbeat_of("")])
-def test_without_a_heartbeat_from_another_host_there_is_no_wait(
-    heartbeat: WorkerHeartbeat | None,
-) -> None:
+def test_without_a_heartbeat_from_another_host_there_is_no_wait(heartbeat: WorkerHeartbeat | None) -> None:
     """A heartbeat of this host is of an ended process, because the lock is free."""
     await_absence(lambda: heartbeat, "here", patience_s=0)
 
@@ -81,9 +70,7 @@ def test_the_successor_of_a_worker_takes_its_id(tmp_path: Path) -> None:
     assert claim_free_worker_id(tmp_path, "pool", lambda _: None, "here") == "w1"
 
 
-def test_an_id_with_a_live_process_on_another_host_is_not_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_id_with_a_live_process_on_another_host_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_workers.worker.heartbeat.time.sleep", lambda _: None)
     beats = iter(range(100))
 

@@ -74,9 +74,7 @@ def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
     assert found.runs == 6
 
 
-def test_a_sample_with_the_adapter_of_a_neighbour_is_found(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_with_the_adapter_of_a_neighbour_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     sound = row_lora.runs
 
     def off_by_one(slots: Sequence[Any]) -> list[row_lora.Run]:

@@ -22,9 +22,7 @@ def test_a_published_tokenizer_equals_that_of_the_model(tmp_path: Path) -> None:
     made = published(build_tiny_qwen3(tmp_path / "model"), tmp_path / "published")
     assert made is not None
     assert made.folder.startswith("tiny-1-")
-    read = tokenizers.Tokenizer.from_file(
-        str(tmp_path / "published" / made.folder / "tokenizer.json")
-    )
+    read = tokenizers.Tokenizer.from_file(str(tmp_path / "published" / made.folder / "tokenizer.json"))
     tokens = read.encode("def f(x): return 'ü'").ids
     assert made.text(tokens) == "def f(x): return 'ü'"
 

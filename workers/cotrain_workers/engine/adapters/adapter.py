@@ -146,9 +146,7 @@ class Adapter:
     arenas: dict[str, torch.Tensor]  # on the device; empty while offloaded
     on_host: HostArenas | None = None
     arrival: Arrival | None = None  # of copies that the next computation must wait for
-    gradient_in_use: bool = field(
-        init=False, default=False
-    )  # ops that run now have added to it, or do
+    gradient_in_use: bool = field(init=False, default=False)  # ops that run now have added to it, or do
     has_open_gradient: bool = False  # or will have one in the current cycle
     scale: float = field(init=False)  # factor on `B @ A`
     version: int = field(init=False)  # of `weights`; compared by holders of a copy

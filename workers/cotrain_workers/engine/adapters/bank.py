@@ -14,12 +14,7 @@ from typing import Self
 import torch
 
 from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, arena_dtype
-from cotrain_workers.engine.adapters.copy_streams import (
-    CopyStream,
-    HostArenas,
-    carry_in,
-    carry_out,
-)
+from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_in, carry_out
 from cotrain_workers.engine.adapters.residency import (
     AdapterSize,
     Moves,
@@ -30,14 +25,7 @@ from cotrain_workers.engine.adapters.residency import (
 )
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
-from cotrain_workers.engine.spec import (
-    AdapterSpec,
-    Layout,
-    Target,
-    plan_layout,
-    seed_of,
-    shape_of,
-)
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, seed_of, shape_of
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
 ARENAS_AT_REST = ("weights", "m", "v")
@@ -148,9 +136,7 @@ class AdapterBank:
         layout = self.layout_of(spec)
         if weights is None:
             weights = initial_weights(spec, layout)
-        return self._insert(
-            run, Adapter(spec, layout, 0, False, self._compute_dtype, {}), {"weights": weights}
-        )
+        return self._insert(run, Adapter(spec, layout, 0, False, self._compute_dtype, {}), {"weights": weights})
 
     def drop(self, run: str) -> None:
         """Remove a run's adapter, if any."""
@@ -191,9 +177,7 @@ class AdapterBank:
         Raises ValueError if the state was made for other modules than this base model has.
         """
         layout = self.layout_of(state.spec)
-        adapter = Adapter(
-            state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {}
-        )
+        adapter = Adapter(state.spec, layout, state.step, state.grads_pending, self._compute_dtype, {})
         names = (*ARENAS_AT_REST, *(["grads"] if state.grads_pending else []))
         return self._insert(run, adapter, {name: getattr(state, name) for name in names})
 
@@ -267,10 +251,7 @@ class AdapterBank:
         adapters = list(self._adapter_by_run.values())
         on_host = [copied.bytes for each in adapters if (copied := each.on_host) is not None]
         on_device = [self.device_bytes(each) for each in adapters if each.on_host is None]
-        return {
-            "device": (len(on_device), sum(on_device)),
-            "host": (len(on_host), sum(on_host)),
-        }
+        return {"device": (len(on_device), sum(on_device)), "host": (len(on_host), sum(on_host))}
 
     def device_bytes(self, adapter: Adapter) -> int:
         """Return the device bytes of a training adapter: four arenas, five with an open pass, and the compute copy."""
@@ -305,9 +286,7 @@ class AdapterBank:
         for run in moves.bring:
             adapter = self[run]
             assert adapter.on_host is not None
-            adapter.arenas, adapter.arrival = carry_in(
-                self._copy_stream, adapter.on_host, self._device
-            )
+            adapter.arenas, adapter.arrival = carry_in(self._copy_stream, adapter.on_host, self._device)
             adapter.on_host = None
             if not adapter.has_open_gradient:
                 adapter.drop_open_gradient()  # its pass ended while the adapter was on the host

@@ -62,8 +62,7 @@ class HostArenas:
         """Return the arenas in one read-only block each. Blocks until they have arrived."""
         self.arrival.synchronize()
         return {
-            name: blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-            for name, blocks in self.blocks_by_arena.items()
+            name: blocks[0] if len(blocks) == 1 else torch.cat(blocks) for name, blocks in self.blocks_by_arena.items()
         }
 
 
@@ -75,17 +74,13 @@ def carry_out(stream: CopyStream, arenas: Mapping[str, torch.Tensor]) -> HostAre
             stream.lend(arena)
             parts = torch.split(arena, BLOCK_BYTES // arena.element_size())
             blocks_by_arena[name] = tuple(
-                torch.empty(len(part), dtype=part.dtype, pin_memory=stream.pins).copy_(
-                    part, non_blocking=True
-                )
+                torch.empty(len(part), dtype=part.dtype, pin_memory=stream.pins).copy_(part, non_blocking=True)
                 for part in parts
             )
     return HostArenas(blocks_by_arena, arrival)
 
 
-def carry_in(
-    stream: CopyStream, on_host: HostArenas, device: torch.device
-) -> tuple[dict[str, torch.Tensor], Arrival]:
+def carry_in(stream: CopyStream, on_host: HostArenas, device: torch.device) -> tuple[dict[str, torch.Tensor], Arrival]:
     """Start a copy of arenas to the device; they may be used after the arrival."""
     arenas = {
         # Allocate in the computation's stream: memory of another stream could not be reused for

@@ -18,12 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
 from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients, is_all_finite
-from cotrain_workers.engine.adapters.bank import (
-    AdapterBank,
-    AdapterState,
-    draw_weights,
-    initial_weights,
-)
+from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, draw_weights, initial_weights
 from cotrain_workers.engine.adapters.copy_streams import HostArenas
 from cotrain_workers.engine.adapters.peft_experts import NotShared, shared, uploaded
 from cotrain_workers.engine.cycle import Yielding
@@ -132,9 +127,7 @@ def read_import(
         raise ImportRefused("The uploaded adapter cannot be read.") from unreadable
     spec = adapter.spec
     if not 1 <= spec.rank <= max_rank:
-        raise ImportRefused(
-            f"The adapter has rank {spec.rank}; between 1 and {max_rank} is served."
-        )
+        raise ImportRefused(f"The adapter has rank {spec.rank}; between 1 and {max_rank} is served.")
     layout = layout_of(spec)
     flat = initial_weights(spec, layout)
     pair_by_name = layout.views(flat)
@@ -208,25 +201,16 @@ def _take(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     return tensor.float()
 
 
-def _check_shapes(
-    module: PeftModule, a: torch.Tensor, b: torch.Tensor, target: Target, max_rank: int
-) -> None:
+def _check_shapes(module: PeftModule, a: torch.Tensor, b: torch.Tensor, target: Target, max_rank: int) -> None:
     rank = a.shape[0] if a.ndim == 2 else 0
     if not 1 <= rank <= max_rank:
         raise ImportRefused(f"{module.a} has shape {list(a.shape)}: no rank of 1 to {max_rank}.")
-    for name, tensor, shape in (
-        (module.a, a, [rank, target.inputs]),
-        (module.b, b, [target.outputs, rank]),
-    ):
+    for name, tensor, shape in ((module.a, a, [rank, target.inputs]), (module.b, b, [target.outputs, rank])):
         if list(tensor.shape) != shape:
-            raise ImportRefused(
-                f"{name} has shape {list(tensor.shape)}; this base model needs {shape}."
-            )
+            raise ImportRefused(f"{name} has shape {list(tensor.shape)}; this base model needs {shape}.")
 
 
-def _fill(
-    pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float
-) -> None:
+def _fill(pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float) -> None:
     """Write a module's matrices over the first `r` of the run's ranks.
 
     `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`. Of experts, all have one
@@ -253,17 +237,13 @@ def begins_run(op: Op) -> TypeGuard[Beginning]:
     return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
 
 
-def begin(
-    bank: AdapterBank, op: Beginning, max_rank: int
-) -> Yielding[CreateOutput | LoadOutput | Failure]:
+def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> Yielding[CreateOutput | LoadOutput | Failure]:
     """Create a run's adapter: fresh, from a checkpoint, or from an upload."""
     if op.run in bank:
         return Failure("The run exists already.", "server")
     if isinstance(op, Import):
         return _import(bank, op, max_rank)
-    spec = (
-        op.spec if isinstance(op, Create) else replace(op.weights.spec, optimizer=op.optimizer_type)
-    )
+    spec = op.spec if isinstance(op, Create) else replace(op.weights.spec, optimizer=op.optimizer_type)
     reason = refuse_spec(spec, max_rank)
     if reason:
         return Failure(reason, "user")
@@ -333,13 +313,9 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
 def refuse_state(op: Load) -> Failure | None:
     """Return the failure of a load whose weights or moments no step could continue from, or None."""
     if not is_all_finite(op.weights.flat):
-        return Failure(
-            f"Checkpoint {op.path} holds weights that are not finite. Load an earlier one.", "user"
-        )
+        return Failure(f"Checkpoint {op.path} holds weights that are not finite. Load an earlier one.", "user")
     moments = op.optimizer
-    if moments is None or (
-        is_all_finite(moments.v) and float(moments.m.abs().max()) <= LARGEST_MOMENT
-    ):
+    if moments is None or (is_all_finite(moments.v) and float(moments.m.abs().max()) <= LARGEST_MOMENT):
         return None
     return Failure(
         f"Checkpoint {op.path} holds an optimizer state that is not finite, with which weights would never move"
@@ -383,11 +359,7 @@ def _import(bank: AdapterBank, op: Import, max_rank: int) -> CreateOutput | Fail
 
 
 def _begin_with(
-    bank: AdapterBank,
-    run: str,
-    spec: AdapterSpec,
-    weights: HostWeights,
-    optimizer: HostOptimizer | None,
+    bank: AdapterBank, run: str, spec: AdapterSpec, weights: HostWeights, optimizer: HostOptimizer | None
 ) -> None:
     if optimizer is None:
         bank.create(run, spec, weights.flat)
@@ -395,9 +367,7 @@ def _begin_with(
         bank.restore(run, AdapterState.of(spec, weights, optimizer))
 
 
-def mix(
-    sources: Sequence[tuple[float, HostWeights]], layout_of: Callable[[AdapterSpec], Layout]
-) -> HostWeights:
+def mix(sources: Sequence[tuple[float, HostWeights]], layout_of: Callable[[AdapterSpec], Layout]) -> HostWeights:
     """Return the adapter whose change of every module is the sum of `coefficient * change`.
 
     Its rank is the sum of the ranks, and it trains the union of the sources' modules. One source with coefficient 1

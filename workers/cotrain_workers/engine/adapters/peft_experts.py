@@ -35,10 +35,7 @@ def parameter_shapes(parameter: str, rank: int, target: Target) -> list[torch.Si
     """Return the shapes of A and B of a parameter; `target` is that of the gate."""
     inner, width = target.outputs, target.inputs
     if parameter == DOWN:
-        return [
-            torch.Size((target.experts * rank, inner)),
-            torch.Size((width, target.experts * rank)),
-        ]
+        return [torch.Size((target.experts * rank, inner)), torch.Size((width, target.experts * rank))]
     rows = target.experts * 2 * rank
     return [torch.Size((rows, width)), torch.Size((2 * inner, rows))]
 
@@ -50,19 +47,14 @@ def stacked(
     for module, target in layout.gate_by_experts.items():
         gate, up, down = (views[f"{module}.{name}_proj"] for name in ("gate", "up", "down"))
         yield parameter_names(module, GATE_UP), gate_up(gate, up, target)
-        yield (
-            parameter_names(module, DOWN),
-            (stacked_a(down.a, target.experts), stacked_b(down.b, target.experts)),
-        )
+        yield (parameter_names(module, DOWN), (stacked_a(down.a, target.experts), stacked_b(down.b, target.experts)))
 
 
 def gate_up(gate: Pair, up: Pair, target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A and B of gate and up as one adapter of twice the rank."""
     rank, experts = gate.a.shape[1], target.experts
     b = gate.b.new_zeros(experts, 2 * target.outputs, 2 * rank)
-    for own, half, pair in zip(
-        halves(target), (slice(rank), slice(rank, None)), (gate, up), strict=True
-    ):
+    for own, half, pair in zip(halves(target), (slice(rank), slice(rank, None)), (gate, up), strict=True):
         b[:, own, half] = pair.b
     return stacked_a(torch.cat([gate.a, up.a], dim=1), experts), stacked_b(b, experts)
 
@@ -102,10 +94,7 @@ def of_parameter(
     first, second = slice(rank // 2), slice(rank // 2, None)
     if b[:, of_gate, second].any() or b[:, of_up, first].any():
         raise NotShared("gate and up have no ranks of their own")
-    return {
-        "gate_proj": Pair(a[:, first], b[:, of_gate, first]),
-        "up_proj": Pair(a[:, second], b[:, of_up, second]),
-    }
+    return {"gate_proj": Pair(a[:, first], b[:, of_gate, first]), "up_proj": Pair(a[:, second], b[:, of_up, second])}
 
 
 def shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
@@ -162,9 +151,7 @@ def uploaded(
     return {(f"{path}.{each}", None): pair for each, pair in found.items()}
 
 
-def _check(
-    a: torch.Tensor, b: torch.Tensor, target: Target, largest: int, counts: tuple[int, ...]
-) -> None:
+def _check(a: torch.Tensor, b: torch.Tensor, target: Target, largest: int, counts: tuple[int, ...]) -> None:
     """Raise ValueError unless the matrices have the shapes of a product, with one rank of 1 to `largest`."""
     rank = a.shape[-2] if a.ndim >= 2 else 0
     expected = [[*counts[:1], rank, target.inputs], [*counts[1:], target.outputs, rank]]

@@ -46,10 +46,7 @@ def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int
 
 
 def prefetch_moves(
-    sizes: Sequence[AdapterSize],
-    next_runs: Sequence[str],
-    in_use: Collection[str],
-    budget: int | None,
+    sizes: Sequence[AdapterSize], next_runs: Sequence[str], in_use: Collection[str], budget: int | None
 ) -> Moves:
     """Bring in the adapters of the next cycle, in its order, while they fit next to the adapters in use."""
     adapter_by_run = {adapter.run: adapter for adapter in sizes}
@@ -72,9 +69,7 @@ def on_device(sizes: Sequence[AdapterSize]) -> int:
     return sum(adapter.bytes for adapter in sizes if adapter.is_on_device)
 
 
-def device_groups(
-    runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None
-) -> list[list[str]]:
+def device_groups(runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None) -> list[list[str]]:
     """Split the runs of a cycle into the fewest groups, in order, that fit on the device one at a time.
 
     There is almost always one group. The budget only affects which runs compute together. An adapter larger than

@@ -84,11 +84,7 @@ class WeightSlots:
     def rivals(self, key: str) -> frozenset[str]:
         """Return the weights in use in the pool in which `pin` found no slot for `key`."""
         kind = self._waiting[key].kind
-        return frozenset(
-            name
-            for name, slot in self._slots.items()
-            if slot.users and slot.pool.layout.kind == kind
-        )
+        return frozenset(name for name, slot in self._slots.items() if slot.users and slot.pool.layout.kind == kind)
 
     def in_use(self) -> frozenset[str]:
         """Return all weights in use."""
@@ -98,9 +94,7 @@ class WeightSlots:
         """Return True if `pin` with `at_once` would find a slot for waiting weights without `given_up`."""
         kind = self._waiting[key].kind
         taken = Counter(
-            slot.pool.layout.kind
-            for name, slot in self._slots.items()
-            if slot.users and name not in given_up
+            slot.pool.layout.kind for name, slot in self._slots.items() if slot.users and name not in given_up
         )
         has_slot = taken[kind] < len(self._pools[kind].flat) - ZERO_SLOTS
         return has_slot or self._fits(kind, taken)
@@ -214,10 +208,7 @@ class WeightSlots:
         )
         own = taken.get(kind, 0)
         is_alone = not (others or own)  # a single slot may exceed the limit
-        return (
-            is_alone
-            or others + (own + 1 + ZERO_SLOTS) * self._pools[kind].slot_bytes <= self._limit
-        )
+        return is_alone or others + (own + 1 + ZERO_SLOTS) * self._pools[kind].slot_bytes <= self._limit
 
     def _affordable(self, pool: Pool) -> int:
         """Return the number of slots by which a pool may grow."""

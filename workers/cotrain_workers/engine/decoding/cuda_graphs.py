@@ -12,13 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import (
-    Blocks,
-    Grouped,
-    GroupedLora,
-    KernelAttention,
-    KernelTables,
-)
+from cotrain_workers.engine.decoding.cuda_kernels import Blocks, Grouped, GroupedLora, KernelAttention, KernelTables
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.decoding.step import Item, MixedStep, looked_up
@@ -71,9 +65,7 @@ class Inputs:
         self.tables = graph_tables(kv_slots, lengths, pages.view(rows, max_pages), cache)
         self.slot_ends: Sequence[torch.Tensor] = ends  # per pool, int32 [slots]
 
-    def fill(
-        self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None
-    ) -> None:
+    def fill(self, items: Sequence[Item], pools: Sequence[Pool], chosen: torch.Tensor | None) -> None:
         """Write the inputs of a step and send them; unused rows write to the dump page.
 
         Its tokens may be among `chosen`, on the device.
@@ -121,13 +113,7 @@ class Captured:
 class DecodeGraphs:
     """CUDA graphs of one model. A shape whose graph failed or differed runs eagerly from then on."""
 
-    def __init__(
-        self,
-        run_model: RunModel,
-        cache: KvCache,
-        max_pages: int,
-        record: Record,
-    ) -> None:
+    def __init__(self, run_model: RunModel, cache: KvCache, max_pages: int, record: Record) -> None:
         self.refused: list[str] = []  # reasons why graphs are not used, for the operator
         self._run_model = run_model
         self._cache = cache
@@ -169,17 +155,11 @@ class DecodeGraphs:
                 del self._captured[other]
 
     def _capture(
-        self,
-        rows: int,
-        pools: Sequence[Pool],
-        items: Sequence[Item],
-        chosen: torch.Tensor | None,
+        self, rows: int, pools: Sequence[Pool], items: Sequence[Item], chosen: torch.Tensor | None
     ) -> Captured | None:
         inputs = Inputs(rows, self._max_pages, [len(pool.flat) for pool in pools], self._cache)
         inputs.fill(items, pools, chosen)
-        groups = [
-            Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)
-        ]
+        groups = [Grouped(0, rows, pool, ends) for pool, ends in zip(pools, inputs.slot_ends, strict=True)]
         attention = KernelAttention(self._cache, inputs.tables)
         route = MixedStep(attention, GroupedLora(groups))
         # Not a method of this object, which would create a cycle: dropping a decoder frees its memory at once.
@@ -203,9 +183,7 @@ class DecodeGraphs:
         return Captured(replay, inputs, hidden)
 
 
-def graph_tables(
-    kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, cache: KvCache
-) -> KernelTables:
+def graph_tables(kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, cache: KvCache) -> KernelTables:
     """Return the tables of one generated token per row, for any lengths within the columns of `pages`."""
     rows, columns = pages.shape
     numbers = torch.arange(rows, dtype=torch.int32, device=pages.device)

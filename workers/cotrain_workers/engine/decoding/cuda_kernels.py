@@ -69,9 +69,7 @@ class KernelTables:
     launches: Sequence[Blocks]
 
 
-def kernel_tables(
-    spans: Sequence[Span], cache: KvCache, group: int, device: torch.device
-) -> KernelTables:
+def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: torch.device) -> KernelTables:
     """Return the tables of contiguous spans that start at row 0; `group` query heads share a key-value head.
 
     A span of one row is a generated token, whose launch is separate so that its bits do not depend on prompts.
@@ -79,9 +77,7 @@ def kernel_tables(
     size = cache.page_tokens
     columns = max(-(-span.stop // size) for span in spans)
     pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
-    kv_slots = [
-        span.pages[at // size] * size + at % size for span in spans for at in positions(span)
-    ]
+    kv_slots = [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
     step = page_kernel.queries_per_block(group, cache.dtype.itemsize)
     rows: list[tuple[int, int, int, int]] = []
     prompts: list[tuple[int, int, int, int]] = []
@@ -191,12 +187,7 @@ def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedL
 
 
 def kernel_is_right(
-    shape: KvShape,
-    heads: int,
-    page_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    softcap: float | None,
+    shape: KvShape, heads: int, page_tokens: int, device: torch.device, dtype: torch.dtype, softcap: float | None
 ) -> bool:
     """Return True if the kernel matches the plain attention; a failure or a mismatch is logged.
 
@@ -213,12 +204,7 @@ def kernel_is_right(
 
 @torch.no_grad()
 def difference(
-    shape: KvShape,
-    heads: int,
-    page_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    rule: AttentionRule,
+    shape: KvShape, heads: int, page_tokens: int, device: torch.device, dtype: torch.dtype, rule: AttentionRule
 ) -> float:
     """Return the maximum difference from plain fp32 attention, relative to the largest value of a row.
 

@@ -35,10 +35,7 @@ from cotrain_workers.engine.decoding.kv_cache import (
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
-from cotrain_workers.engine.decoding.prompt_logprobs import (
-    SKIPPED,
-    PromptScores,
-)
+from cotrain_workers.engine.decoding.prompt_logprobs import SKIPPED, PromptScores
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
     GrammarOf,
@@ -77,9 +74,7 @@ class EngineDecoder:
         if weights_bytes is None:
             weights_bytes = sampler_bytes(default_bytes(base.targets, dtype), share)
         kv_bytes = None if share is None else max(share // 2, share - weights_bytes)
-        tokens = sizes.kv_tokens or affordable_tokens(
-            base.kv, base.context_length, dtype, kv_bytes, state_bytes, page
-        )
+        tokens = sizes.kv_tokens or affordable_tokens(base.kv, base.context_length, dtype, kv_bytes, state_bytes, page)
         pages = Pages(max(2, tokens // page))
         self.pages = pages
         self._vocab_size = base.vocab_size
@@ -106,9 +101,7 @@ class EngineDecoder:
         self.cores: AbstractContextManager[object] = (
             StepCores(torch.get_num_threads()) if chooses_cores else nullcontext()
         )
-        self._begun: NextTokens | None = (
-            None  # tokens of the step that the device computes between two calls
-        )
+        self._begun: NextTokens | None = None  # tokens of the step that the device computes between two calls
         self._empty: list[tuple[str, SampleOutput]] = []  # requests that need no step at all
         self._arrivals = 0
         self.preemptions = 0  # since the decoder was created
@@ -212,9 +205,7 @@ class EngineDecoder:
                 continue
             image = group.request.images[len(group.features)]
             try:
-                group.features.append(
-                    vision.features(group.request.tenant or group.request.id, image)
-                )
+                group.features.append(vision.features(group.request.tenant or group.request.id, image))
                 log.images += 1
             except ImageUnusable as unusable:
                 self._fail(group, str(unusable), "user", log)
@@ -384,9 +375,7 @@ class EngineDecoder:
     def _fail_not_finite(self, group: Group, log: Progress) -> None:
         self._fail(group, "The model's log-probabilities are not finite.", "user", log)
 
-    def _fail(
-        self, group: Group, message: str, category: Literal["user", "server"], log: Progress
-    ) -> None:
+    def _fail(self, group: Group, message: str, category: Literal["user", "server"], log: Progress) -> None:
         log.finished.append((group.request.id, Failure(message, category)))
         self._forget(group)
 

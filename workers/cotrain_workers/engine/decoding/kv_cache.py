@@ -34,9 +34,7 @@ class KvCache:
         self.dump = pages
         sizes = [((pages + 1) * page_tokens, *shape.of(layer)) for layer in range(shape.layers)]
         # [positions, kv heads, head dim]; a page is `page_tokens` adjacent positions
-        self._keys, self._values = (
-            [torch.empty(size, device=device, dtype=dtype) for size in sizes] for _ in range(2)
-        )
+        self._keys, self._values = ([torch.empty(size, device=device, dtype=dtype) for size in sizes] for _ in range(2))
         for memory in (*self._keys, *self._values):  # other pages are zeroed before their first use
             memory[pages * page_tokens :] = 0
         #: Inputs of the convolution and matrices of each layer with a state, `[pages + 1, ...]`. Those of the
@@ -64,9 +62,7 @@ class KvCache:
         shape = (self.pages + 1, self.page_tokens, *self._keys[layer].shape[1:])
         return self._keys[layer].view(shape), self._values[layer].view(shape)
 
-    def write(
-        self, layer: int, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, kv_slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store `n` rows `[n, kv heads, head dim]` at `kv_slots`, int64 `[n]`: page * page_tokens + offset."""
         with unordered_writes():
             self._keys[layer].index_copy_(0, kv_slots, keys)
@@ -125,12 +121,7 @@ def decoder_share(device: torch.device) -> int | None:
 
 
 def affordable_tokens(
-    shape: KvShape,
-    context_length: int,
-    dtype: torch.dtype,
-    free_bytes: int | None,
-    state_bytes: int,
-    page_tokens: int,
+    shape: KvShape, context_length: int, dtype: torch.dtype, free_bytes: int | None, state_bytes: int, page_tokens: int
 ) -> int:
     """Return the default number of KV-cache tokens: what fits in `free_bytes`, or a few sequences on a CPU.
 

@@ -20,15 +20,7 @@ from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
 from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.decoding.step import (
-    Item,
-    Lora,
-    MixedStep,
-    Plan,
-    arrange,
-    looked_up,
-    padded,
-)
+from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, Plan, arrange, looked_up, padded
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED
@@ -44,9 +36,7 @@ class Forward:
 
     hidden: torch.Tensor  # [T, d]
     items: Sequence[Item]
-    experts: np.ndarray | None = (
-        None  # int16 [T, layers, k], as routers chose; None without experts
-    )
+    experts: np.ndarray | None = None  # int16 [T, layers, k], as routers chose; None without experts
 
 
 class ModelRunner:
@@ -68,9 +58,7 @@ class ModelRunner:
             not base.kv.others
             and not base.has_sinks
             and kernel_takes(weight, base.kv.head_dim, cache.page_tokens)
-            and kernel_is_right(
-                base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap
-            )
+            and kernel_is_right(base.kv, heads, cache.page_tokens, self._device, weight.dtype, base.score_softcap)
         )
         # The rows of each expert are counted on the host, and each step has other states. A graph records neither.
         self._has_experts = has_experts(base.targets)
@@ -79,10 +67,7 @@ class ModelRunner:
             self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
     def forward(
-        self,
-        plan: Plan,
-        slot_of: Mapping[str | None, Slot | None],
-        chosen: torch.Tensor | None = None,
+        self, plan: Plan, slot_of: Mapping[str | None, Slot | None], chosen: torch.Tensor | None = None
     ) -> Forward | None:
         """Compute a plan's rows and chunks; None if it has none.
 
@@ -165,11 +150,7 @@ def images_of(items: Sequence[Item]) -> list[tuple[int, torch.Tensor]]:
 
 
 def run_model(
-    base: BaseModel,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    route: StepRoute,
-    images: ImageRows | None = None,
+    base: BaseModel, ids: torch.Tensor, positions: torch.Tensor, route: StepRoute, images: ImageRows | None = None
 ) -> torch.Tensor:
     """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to hidden states `[T, d]`."""
     with base.router.use_step(route, images):

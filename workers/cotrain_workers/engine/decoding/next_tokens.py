@@ -80,9 +80,7 @@ class NextTokens:
 
 
 def find_ready(
-    forward: Forward | None,
-    first: Sequence[SequenceState],
-    slot_of: Mapping[str | None, Slot | None],
+    forward: Forward | None, first: Sequence[SequenceState], slot_of: Mapping[str | None, Slot | None]
 ) -> Ready | None:
     """Return the sequences that are due a token, or None if there are none.
 
@@ -102,10 +100,7 @@ def find_ready(
     parts = [torch.stack(states)] if states else []
     if forward is not None and last:
         parts.append(take(forward.hidden, [item.span.row for item in last]))
-    order = sorted(
-        range(len(sequences)),
-        key=lambda at: slot_order(slot_of[sequences[at].group.request.weights]),
-    )
+    order = sorted(range(len(sequences)), key=lambda at: slot_order(slot_of[sequences[at].group.request.weights]))
     hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Ready([sequences[at] for at in order], take(hidden, order))
 
@@ -118,11 +113,7 @@ def take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def choose_next(
-    ready: Ready,
-    logits_of: Logits,
-    slot_of: Mapping[str | None, Slot | None],
-    chunk_rows: int,
-    copies: CopyStream,
+    ready: Ready, logits_of: Logits, slot_of: Mapping[str | None, Slot | None], chunk_rows: int, copies: CopyStream
 ) -> NextTokens:
     """Choose the next token of each sequence, `chunk_rows` at a time, and start the copy to the host."""
     tokens, logprobs, asked = [], [], []

@@ -20,15 +20,7 @@ from torch.nn import functional
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.model.attention import adjusted_attention
-from cotrain_workers.engine.model.delta_rule import (
-    Blocks,
-    Run,
-    blocks_of,
-    by_blocks,
-    by_token,
-    move_of,
-    moved,
-)
+from cotrain_workers.engine.model.delta_rule import Blocks, Run, blocks_of, by_blocks, by_token, move_of, moved
 from cotrain_workers.engine.routing import AttentionRule
 
 
@@ -68,31 +60,21 @@ class Alike:
 class PagedAttention:
     """Page tables and attention of one step. Keys and values of the step are written before attending."""
 
-    def __init__(
-        self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], device: torch.device
-    ) -> None:
+    def __init__(self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], device: torch.device) -> None:
         self._cache = cache
         size = cache.page_tokens
         every = (*rows, *chunks)
-        kv_slots = [
-            span.pages[at // size] * size + at % size for span in every for at in positions(span)
-        ]
+        kv_slots = [span.pages[at // size] * size + at % size for span in every for at in positions(span)]
         at_rows = [span.row + at - span.start for span in every for at in positions(span)]
         self._kv_slots = torch.tensor(kv_slots, device=device)
         self._rows = torch.tensor(at_rows, device=device)
-        self._groups = [
-            alike(group, cache, device)
-            for spans in (rows, chunks)
-            for group in by_shape(spans, size)
-        ]
+        self._groups = [alike(group, cache, device) for spans in (rows, chunks) for group in by_shape(spans, size)]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         """Map `q` `[T, heads, d]` to the same shape; rows without a sequence become zero."""
-        self._cache.write(
-            layer, self._kv_slots, k.index_select(0, self._rows), v.index_select(0, self._rows)
-        )
+        self._cache.write(layer, self._kv_slots, k.index_select(0, self._rows), v.index_select(0, self._rows))
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         for group in self._groups:
             found = self._attend(layer, group, q, k, v, rule)
@@ -101,23 +83,12 @@ class PagedAttention:
         return out
 
     def _attend(
-        self,
-        layer: int,
-        group: Alike,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rule: AttentionRule,
+        self, layer: int, group: Alike, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
         queries = batched(q, group)
         if group.is_first and rule.is_plain and rule.window is None:
             return functional.scaled_dot_product_attention(
-                queries,
-                batched(k, group),
-                batched(v, group),
-                is_causal=True,
-                scale=rule.scaling,
-                enable_gqa=True,
+                queries, batched(k, group), batched(v, group), is_causal=True, scale=rule.scaling, enable_gqa=True
             )
         keys, values = self._cache.gather(layer, group.table)
         if not rule.is_plain:
@@ -136,11 +107,7 @@ def grouped_attention(
     m, heads, n, d = q.shape
     shared = heads // k.shape[1]
     out = functional.scaled_dot_product_attention(
-        q.reshape(m, k.shape[1], shared * n, d),
-        k,
-        v,
-        attn_mask=group.mask(rule.window, shared),
-        scale=rule.scaling,
+        q.reshape(m, k.shape[1], shared * n, d), k, v, attn_mask=group.mask(rule.window, shared), scale=rule.scaling
     )
     return out.reshape(m, heads, n, d)
 
@@ -197,9 +164,7 @@ class StepStates:
     leaves a state on the page of its last token. A run of a prompt leaves one on each of its pages.
     """
 
-    def __init__(
-        self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], total: int
-    ) -> None:
+    def __init__(self, cache: KvCache, rows: Sequence[Span], chunks: Sequence[Span], total: int) -> None:
         self._cache = cache
         size, device = cache.page_tokens, cache.device
         prompts, tokens = runs_of(chunks), runs_of(rows)
@@ -243,13 +208,7 @@ class StepStates:
         return [moved(source, tap) for tap in self._taps]
 
     def scan(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the outputs `[T, heads, d_v]`, and keep the states after each page; see `by_blocks`."""
         memory = self._cache.states[layer][1]
@@ -258,9 +217,7 @@ class StepStates:
             first = memory.index_select(0, self._first)
             out, after = by_blocks(q, k, v, g, beta, self._blocks, first)
             with unordered_writes():
-                memory.index_copy_(
-                    0, self._to_prompts, torch.cat(after).index_select(0, self._ends)
-                )
+                memory.index_copy_(0, self._to_prompts, torch.cat(after).index_select(0, self._ends))
         if not self._nth_tokens:
             return out
         state = memory.index_select(0, self._of_tokens)

@@ -26,16 +26,9 @@ class PromptScores:
         k = request.topk_prompt_logprobs
         self.logprobs = np.full(size, np.nan, np.float32) if request.prompt_logprobs else None
         self.topk = (
-            TopK(
-                np.zeros((size, k), np.int32),
-                np.full((size, k), NOT_COMPUTED_LOGPROB, np.float32),
-            )
-            if k
-            else None
+            TopK(np.zeros((size, k), np.int32), np.full((size, k), NOT_COMPUTED_LOGPROB, np.float32)) if k else None
         )
-        self.targets = (
-            None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
-        )
+        self.targets = None if self._targets is None else np.full(self._targets.shape, np.nan, np.float32)
 
     def rows(self, start: int, stop: int) -> range:
         """Return those of the rows `start` to `stop` whose log-probabilities are requested."""

@@ -80,9 +80,7 @@ class RowLora:
         """Rows (start, stop) of each adapter."""
         return [(run.start, run.stop) for run in self._runs]
 
-    def add_to_experts(
-        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
-    ) -> None:
+    def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
         for run in self._runs:
             if module not in run.slot.modules:
@@ -111,9 +109,7 @@ def add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         add_products(slice(run.start, run.stop), x, y, *matrices)
 
 
-def add_products(
-    rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor
-) -> None:
+def add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add `x_i A_i^T B_i` to each row `y_i`; `a` `[n, rank, in]`, `b` `[n, rank, padded out]`.
 
     A single row is computed twice, because a batch of one has other bits.

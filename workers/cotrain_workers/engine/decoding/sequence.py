@@ -12,13 +12,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.prompt_logprobs import PromptScores
-from cotrain_workers.engine.decoding.requests import (
-    Grammar,
-    SampledSequence,
-    SampleOutput,
-    SampleRequest,
-    TopK,
-)
+from cotrain_workers.engine.decoding.requests import Grammar, SampledSequence, SampleOutput, SampleRequest, TopK
 from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin
 from cotrain_workers.engine.decoding.stop_strings import ReadText
 from cotrain_workers.engine.model.vision import image_key, rotary_positions
@@ -102,17 +96,14 @@ class Group:
     def cached_prompt_tokens(self) -> int:
         """Number of prompt tokens that were never computed for this request."""
         return len(self.prompt) - sum(
-            min(self.page_tokens, len(self.prompt) - page * self.page_tokens)
-            for page in self.computed
+            min(self.page_tokens, len(self.prompt) - page * self.page_tokens) for page in self.computed
         )
 
     def output(self) -> SampleOutput:
         """Return a finished request as plain data; sequences without tokens have the stop reason "length"."""
         scores, numbers = self.scores, range(self.request.num_samples)
         return SampleOutput(
-            sequences=[
-                self.finished.get(at) or SequenceState(self, at).result("length") for at in numbers
-            ],
+            sequences=[self.finished.get(at) or SequenceState(self, at).result("length") for at in numbers],
             prompt_logprobs=scores.logprobs if scores else None,
             topk_prompt=scores.topk if scores else None,
             target_prompt_logprobs=scores.targets if scores else None,
@@ -122,9 +113,7 @@ class Group:
 
     def first_scored_chunk(self) -> int:
         """Return the first page of the prompt whose hidden states are needed for scores."""
-        return (
-            len(self.chunks) if self.scores is None else self.scores.first_row // self.page_tokens
-        )
+        return len(self.chunks) if self.scores is None else self.scores.first_row // self.page_tokens
 
 
 @dataclass(eq=False)
@@ -139,9 +128,7 @@ class SequenceState:
     read_text: ReadText = field(default_factory=ReadText)
     grammar: Grammar | None = None  # created with its first token
     # Only while it is running:
-    pages: list[int] = field(
-        default_factory=list
-    )  # keys and values of position p: pages[p // size]
+    pages: list[int] = field(default_factory=list)  # keys and values of position p: pages[p // size]
     stored: int = 0  # positions whose keys and values are stored
     experts: list[np.ndarray] = field(default_factory=list)
     """Experts of the stored positions, int16 `[positions, layers, k]` each; only if they are requested."""
@@ -203,9 +190,7 @@ class SequenceState:
         """Return a finished sequence as plain data."""
         k, topk, experts = self.group.request.topk_sample_logprobs, None, None
         if k:
-            ids, logprobs = (
-                np.array([pair[part] for pair in self.topk]).reshape(-1, k) for part in (0, 1)
-            )
+            ids, logprobs = (np.array([pair[part] for pair in self.topk]).reshape(-1, k) for part in (0, 1))
             topk = TopK(ids.astype(np.int32), logprobs.astype(np.float32))
         if self.experts:
             chosen, prompt = np.concatenate(self.experts), len(self.group.prompt)

@@ -18,14 +18,7 @@ import torch
 
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.grouped import MIN_RANK, padded_rank, shared_input
-from cotrain_workers.engine.spec import (
-    AdapterSpec,
-    Target,
-    aligned,
-    matrices,
-    own_matrices,
-    plan_layout,
-)
+from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, matrices, own_matrices, plan_layout
 
 ZERO_SLOTS = 2  # per pool
 
@@ -93,9 +86,7 @@ class Pool:
         at_a, at_b = layout.offset_by_name[module]
         return (
             matrices(self.flat[slot], at_a, 1, target.experts_a, layout.rank, target.inputs),
-            matrices(
-                self.flat[slot], at_b, 1, target.experts_b, layout.rank, aligned(target.outputs)
-            ),
+            matrices(self.flat[slot], at_b, 1, target.experts_b, layout.rank, aligned(target.outputs)),
         )
 
     def grow(self, slots: int) -> None:
@@ -122,9 +113,7 @@ class Pool:
         size_b = layout.rank * aligned(target.outputs)
         return self.flat[:, at_a : at_a + size_a], self.flat[:, at_b : at_b + size_b]
 
-    def _shaped(
-        self, module: str, a: torch.Tensor, b: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _shaped(self, module: str, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rank, target = self.layout.rank, self.layout.target_by_name[module]
         shape = (-1, rank, target.inputs)
         return a[:, : rank * target.inputs].view(shape), b.view(-1, rank, aligned(target.outputs))
@@ -157,19 +146,14 @@ def slot_layout(targets: Sequence[Target], rank: int, *, per_expert: bool = Fals
             at_b += target.experts_b * padded * aligned(target.outputs)
             siblings[target.name] = tuple(each.name for each in together)
         end = at_b
-    return SlotLayout(
-        padded, offsets, {each.name: each for each in targets}, siblings, end, per_expert
-    )
+    return SlotLayout(padded, offsets, {each.name: each for each in targets}, siblings, end, per_expert)
 
 
 def neighbours(targets: Sequence[Target]) -> Iterator[list[Target]]:
     """Yield modules that read the same x, grouped if their A matrices can be adjacent without a gap."""
     for _, same in groupby(targets, key=shared_input):
         together = list(same)
-        if (
-            not together[0].experts
-            and aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs
-        ):
+        if not together[0].experts and aligned(MIN_RANK * together[0].inputs) == MIN_RANK * together[0].inputs:
             yield together
         else:
             yield from ([target] for target in together)
@@ -210,23 +194,16 @@ def filling_of(spec: AdapterSpec, targets: Sequence[Target], layout: SlotLayout)
     own = plan_layout(spec, targets)
     a_blocks, b_blocks = [], []
     for target in own.targets:
-        (arena_a, arena_b), (slot_a, slot_b) = (
-            each.offset_by_name[target.name] for each in (own, layout)
-        )
+        (arena_a, arena_b), (slot_a, slot_b) = (each.offset_by_name[target.name] for each in (own, layout))
         inputs, outputs = target.inputs, target.outputs
-        size_a, size_b = (
-            (target.experts_a, spec.rank, inputs),
-            (target.experts_b, spec.rank, outputs),
-        )
+        size_a, size_b = ((target.experts_a, spec.rank, inputs), (target.experts_b, spec.rank, outputs))
         a_blocks.append(_block(size_a, arena_a, layout.rank, inputs, slot_a))
         b_blocks.append(_block(size_b, arena_b, layout.rank, aligned(outputs), slot_b))
     names = frozenset(target.name for target in own.targets)
     return Filling(layout, own.size, names, tuple(a_blocks), tuple(b_blocks))
 
 
-def _block(
-    size: tuple[int, int, int], arena_at: int, slot_rank: int, slot_width: int, slot_at: int
-) -> _Block:
+def _block(size: tuple[int, int, int], arena_at: int, slot_rank: int, slot_width: int, slot_at: int) -> _Block:
     """Return the block of `size` (count, rank, width). One without a gap is a single row."""
     count, rank, width = size
     if width == slot_width and (count == 1 or rank == slot_rank):
@@ -237,9 +214,7 @@ def _block(
 
 
 def _in_arena(arena: torch.Tensor, block: _Block) -> torch.Tensor:
-    return arena.as_strided(
-        block.shape, block.arena_strides, arena.storage_offset() + block.arena_at
-    )
+    return arena.as_strided(block.shape, block.arena_strides, arena.storage_offset() + block.arena_at)
 
 
 def _in_slot(slot: torch.Tensor, block: _Block) -> torch.Tensor:

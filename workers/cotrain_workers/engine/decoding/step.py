@@ -75,9 +75,7 @@ class Lora(Protocol):
 class MixedStep:
     """A `StepRoute` composed of attention and LoRA."""
 
-    def __init__(
-        self, attention: Attention, lora: Lora, states: StatefulRows | None = None
-    ) -> None:
+    def __init__(self, attention: Attention, lora: Lora, states: StatefulRows | None = None) -> None:
         self._states = states
         self._attention = attention
         self._lora = lora
@@ -89,16 +87,11 @@ class MixedStep:
         """Record the experts `[T, k]` that the router of the next layer has chosen."""
         self.experts.append(chosen.astype(np.int16))
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter."""
         y = functional.linear(x, weight, bias)
         if self._rows is None or self._x is not x:
-            self._x, self._rows = (
-                x,
-                x[0],
-            )  # siblings get the identical tensor, which `Lora` compares
+            self._x, self._rows = (x, x[0])  # siblings get the identical tensor, which `Lora` compares
         self._lora.add(module, self._rows, y[0])
         return y
 
@@ -114,9 +107,7 @@ class MixedStep:
         assert self._states is not None
         return self._states
 
-    def add_to_experts(
-        self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows
-    ) -> None:
+    def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
         assert isinstance(self._lora, RowLora)
         self._lora.add_to_experts(module, x, y, groups)

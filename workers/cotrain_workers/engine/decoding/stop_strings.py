@@ -66,11 +66,7 @@ class StopStrings:
 
     def _child(self, node: int, character: str) -> int | None:
         following = node + 1
-        if (
-            following < len(self._parents)
-            and self._parents[following] == node
-            and self._labels[following] == character
-        ):
+        if following < len(self._parents) and self._parents[following] == node and self._labels[following] == character:
             return following
         return self._branches.get((node, character))
 

@@ -50,14 +50,10 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     device = logits.device
     rows = to_device(torch.tensor(drawn), device)
     wanted = [choices[at] for at in drawn]
-    temperatures = to_device(
-        torch.tensor([c.temperature for c in wanted], dtype=logits.dtype), device
-    )
+    temperatures = to_device(torch.tensor([c.temperature for c in wanted], dtype=logits.dtype), device)
     temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # a value rounded to 0 would give 0 / 0
     some = logits.index_select(0, rows)
-    scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[
-        :, None
-    ]  # at most 0: no overflow
+    scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[:, None]  # at most 0: no overflow
     weights = (torch.softmax(scaled, dim=-1) * UNIT).long()  # [rows, V]
     keep_most_probable(weights, wanted)
     uniforms = to_device(torch.tensor([c.uniform for c in wanted], dtype=torch.float64), device)

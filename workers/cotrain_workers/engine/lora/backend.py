@@ -79,9 +79,7 @@ class LoraBackend:
         if self.name == "fused":
             return FusedLora(segments, rows, self.groups, self.linears)
         backend = choose(len(segments), rows) if self.name == "auto" else self.name
-        return (
-            SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, self.dtype)
-        )
+        return SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, self.dtype)
 
 
 def choose(segments: int, tokens: int) -> Literal["seg", "grouped"]:
@@ -152,9 +150,7 @@ def ungrouped(targets: Sequence[Target], weight: torch.Tensor) -> str | None:
     return unfit(targets, weight.dtype) or disagreement(weight.device, weight.dtype)
 
 
-def slower(
-    targets: Sequence[Target], weight: torch.Tensor, linears: Mapping[str, LinearWeights]
-) -> str:
+def slower(targets: Sequence[Target], weight: torch.Tensor, linears: Mapping[str, LinearWeights]) -> str:
     """Return why `fused` is slower than `grouped` on this device, or an empty string."""
 
     def fused(segments: Sequence[Segment], rows: int, layer: Sequence[Target]) -> TrainingLora:
@@ -192,9 +188,7 @@ def unfused(weight: torch.Tensor, check_experts: Check | None = None) -> str | N
     # On a CPU, kernels are interpreted, and the wide sizes take minutes.
     sizes = [TARGETS, WIDE_TARGETS] if weight.device.type == "cuda" else [TARGETS]
     try:
-        found = [
-            disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes
-        ]
+        found = [disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes]
         if check_experts is not None:
             found.append(check_experts(weight.device, weight.dtype))
         return next((reason for reason in found if reason), None)

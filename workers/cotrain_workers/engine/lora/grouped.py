@@ -17,13 +17,7 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.quantized import (
-    FrozenWeight,
-    dense,
-    frozen_linear,
-    keep_weight,
-    kept_weight,
-)
+from cotrain_workers.engine.lora.quantized import FrozenWeight, dense, frozen_linear, keep_weight, kept_weight
 from cotrain_workers.engine.lora.segmented import anchor
 from cotrain_workers.engine.routing import Part, Segment, Source
 from cotrain_workers.engine.spec import Layout, Pair, Target, aligned
@@ -39,9 +33,7 @@ class StackLayout:
     """Offsets of the padded matrices of one adapter in its slot."""
 
     rank: int  # padded
-    siblings: Mapping[
-        str, tuple[str, ...]
-    ]  # by module: modules that read the same x, in order, itself included
+    siblings: Mapping[str, tuple[str, ...]]  # by module: modules that read the same x, in order, itself included
     a: Mapping[str, tuple[int, int]]  # by module: offset of A `[rank, in]`, and `in`
     b: Mapping[str, tuple[int, int]]  # by module: offset of B^T `[rank, out]`, and `out`
     size: int
@@ -179,9 +171,7 @@ class Groups:
     segments: Sequence[Segment]
     slots: Sequence[int]  # index of each segment's adapter in the stack
     rounds: Sequence[Round]
-    adapter_ends: (
-        torch.Tensor
-    )  # int32 [adapters + 1]: end of each adapter's rows, then of the filler
+    adapter_ends: torch.Tensor  # int32 [adapters + 1]: end of each adapter's rows, then of the filler
     segment_ends: torch.Tensor  # int32 [segments]: end of each segment's rows
     scales: torch.Tensor  # fp32 [stop - start, 1]
 
@@ -232,9 +222,7 @@ def make_groups(own: Sequence[Segment], start: int, stop: int, dtype: torch.dtyp
     return Groups(
         start=start,
         stop=stop,
-        stacked=StackedWeights(
-            plan_stack(padded_rank(layout.rank), layout.targets), sources, dtype
-        ),
+        stacked=StackedWeights(plan_stack(padded_rank(layout.rank), layout.targets), sources, dtype),
         segments=own,
         slots=slots,
         rounds=find_rounds(own),
@@ -268,9 +256,7 @@ class GroupedLora:
         self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
         self._kept_lows: dict[str, tuple[torch.Tensor, ...]] = {}
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         groups = self._groups_of(module)
         if not groups:
@@ -295,14 +281,10 @@ class GroupedLora:
 
     def _groups_of(self, module: str) -> list[Groups]:
         if module not in self._groups_by_module:
-            self._groups_by_module[module] = [
-                g for g in self._groups if module in g.stacked.layout.b
-            ]
+            self._groups_by_module[module] = [g for g in self._groups if module in g.stacked.layout.b]
         return self._groups_by_module[module]
 
-    def _take_lows(
-        self, module: str, x: torch.Tensor, groups: Sequence[Groups]
-    ) -> tuple[torch.Tensor, ...]:
+    def _take_lows(self, module: str, x: torch.Tensor, groups: Sequence[Groups]) -> tuple[torch.Tensor, ...]:
         """Return `scale * x A^T` of a module for each group; the first sibling computes it for all siblings."""
         if self._kept_x is not x or module not in self._kept_lows:
             siblings = groups[0].stacked.layout.siblings[module]
@@ -310,9 +292,7 @@ class GroupedLora:
             lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]  # torch gives it none
             size = len(groups)
             self._kept_x = x
-            self._kept_lows = {
-                name: lows[at * size : (at + 1) * size] for at, name in enumerate(siblings)
-            }
+            self._kept_lows = {name: lows[at * size : (at + 1) * size] for at, name in enumerate(siblings)}
         found = self._kept_lows.pop(module)
         if not self._kept_lows:
             self._kept_x = None
@@ -324,11 +304,7 @@ class SharedLow(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[explicit-override]
-        ctx: Any,
-        x: torch.Tensor,
-        anchor: torch.Tensor,
-        siblings: tuple[str, ...],
-        groups: Sequence[Groups],
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, siblings: tuple[str, ...], groups: Sequence[Groups]
     ) -> tuple[torch.Tensor, ...]:
         """Return `[n, rank]` per module and class, module by module."""
         ctx.save_for_backward(x)
@@ -415,9 +391,7 @@ def add_b(groups: Groups, module: str, low: torch.Tensor, gy: torch.Tensor) -> N
     products = weight_gradient(groups, low, gy).transpose(1, 2).unbind()
     for each in groups.rounds:
         totals = [grads[module].b for _, grads in each]
-        added = [
-            products[at][:, : total.shape[1]] for (at, _), total in zip(each, totals, strict=True)
-        ]
+        added = [products[at][:, : total.shape[1]] for (at, _), total in zip(each, totals, strict=True)]
         torch._foreach_add_(totals, added)
 
 
@@ -429,9 +403,7 @@ def weight_gradient(groups: Groups, left: torch.Tensor, right: torch.Tensor) -> 
     return functional.grouped_mm(left.t(), right, offs=groups.segment_ends).float()
 
 
-def joined(
-    products: Sequence[torch.Tensor], groups: Sequence[Groups], like: torch.Tensor
-) -> torch.Tensor:
+def joined(products: Sequence[torch.Tensor], groups: Sequence[Groups], like: torch.Tensor) -> torch.Tensor:
     """Return the rows of each group in one tensor of the shape of `like` `[1, T, …]`, zero elsewhere."""
     if len(products[0]) == like.shape[1]:
         return products[0][None]

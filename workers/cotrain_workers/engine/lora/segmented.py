@@ -27,9 +27,7 @@ class MultiLoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear | QuantizedLinear, name: str, router: Router) -> None:
         super().__init__()
-        self.weight: Any = (
-            base.weight
-        )  # a tensor, or a QuantizedWeight, which only some backends take
+        self.weight: Any = base.weight  # a tensor, or a QuantizedWeight, which only some backends take
         self.bias = base.bias
         self.name = name
         self.router = router
@@ -53,9 +51,7 @@ class SegmentLora:
         self._segments = [(segment, segment.source.compute) for segment in segments]
         self._parts_by_module: dict[str, list[Part]] = {}
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         parts = self.parts(module)
         if not parts:
@@ -69,13 +65,7 @@ class SegmentLora:
         """Return the segments whose adapter trains `module`."""
         if module not in self._parts_by_module:
             self._parts_by_module[module] = [
-                Part(
-                    s.start,
-                    s.stop,
-                    matrices[module],
-                    s.scale,
-                    s.grads[module] if s.grads else None,
-                )
+                Part(s.start, s.stop, matrices[module], s.scale, s.grads[module] if s.grads else None)
                 for s, matrices in self._segments
                 if module in matrices
             ]
@@ -173,9 +163,7 @@ class Cuts(NamedTuple):
         return [cut[at] for at in self.wanted]
 
 
-def add_product(
-    total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, share: int = 1
-) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, share: int = 1) -> None:
     """Set `total` to `share * total + scale * left @ right`, in its precision; it is an fp32 or fp64 arena view.
 
     If `share` is 0, the old value is not read: it may be NaN.

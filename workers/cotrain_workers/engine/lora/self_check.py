@@ -33,9 +33,7 @@ TARGETS = (
     Target("0.mlp.down_proj", "mlp", 128, 64),
 )
 #: The same modules, wide enough that kernels use the tile sizes of a real model.
-WIDE_TARGETS = tuple(
-    replace(each, inputs=16 * each.inputs, outputs=16 * each.outputs) for each in TARGETS
-)
+WIDE_TARGETS = tuple(replace(each, inputs=16 * each.inputs, outputs=16 * each.outputs) for each in TARGETS)
 LENGTHS = (1, 9, 40, 8, 30, 70)
 
 
@@ -133,11 +131,7 @@ def segments_of(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> li
 
 
 def plus_mlp(
-    lora: TrainingLora,
-    modules: Sequence[str],
-    linears: Mapping[str, LinearWeights],
-    gate: int,
-    x: torch.Tensor,
+    lora: TrainingLora, modules: Sequence[str], linears: Mapping[str, LinearWeights], gate: int, x: torch.Tensor
 ) -> torch.Tensor:
     """Return `x` plus the output of an MLP; `modules` are its gate, up and down."""
     if isinstance(lora, FusedLora):

@@ -87,17 +87,9 @@ def run_layer(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    inputs = {
-        width: random(1, rows, width).requires_grad_()
-        for width in {target.inputs for target in layer}
-    }
+    inputs = {width: random(1, rows, width).requires_grad_() for width in {target.inputs for target in layer}}
     found = [
-        lora.linear(
-            target.name,
-            inputs[target.inputs],
-            linears[target.name].weight,
-            linears[target.name].bias,
-        )
+        lora.linear(target.name, inputs[target.inputs], linears[target.name].weight, linears[target.name].bias)
         for target in layer
         if target not in mlp
     ]

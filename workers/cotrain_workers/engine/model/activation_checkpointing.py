@@ -76,8 +76,6 @@ class Recompute:
             # Not reentrant: the LoRA matrices are not autograd leaves and the input of the first layer
             # requires no gradient, so a reentrant checkpoint would silently skip that layer. Layers use no
             # random numbers, so there is no RNG state to restore.
-            return checkpoint(
-                forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-            )
+            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run

@@ -20,13 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from cotrain_workers.engine.model.delta_rule import Moved, move_of
 from cotrain_workers.engine.model.kernel_check import agrees, difference
-from cotrain_workers.engine.routing import (
-    AttentionRule,
-    EqualLengths,
-    Prompt,
-    Router,
-    SequenceTable,
-)
+from cotrain_workers.engine.routing import AttentionRule, EqualLengths, Prompt, Router, SequenceTable
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -133,9 +127,7 @@ def _attention(
     if router.step is not None:
         layer: int = module.cotrain_layer  # type: ignore[assignment]
         return router.step.attend(layer, q, k, v, rule)[None]
-    if (
-        attention_mask is not None and attention_mask.numel() > 1
-    ):  # a single value is our placeholder
+    if attention_mask is not None and attention_mask.numel() > 1:  # a single value is our placeholder
         raise NotImplementedError("Packed attention does not implement attention_mask.")
     table = router.route.sequences
     if varlen_takes(q, k, rule):
@@ -154,9 +146,7 @@ def _attention(
             before[group.start] = (own_k, own_v)
             outs.append(attend(group, own_q, own_k, own_v, table, rule))
             continue
-        if (
-            group.prompt not in prompts
-        ):  # one slice, so that its gradient is summed before it is spread over rows
+        if group.prompt not in prompts:  # one slice, so that its gradient is summed before it is spread over rows
             first = before[group.prompt.start]
             prompts[group.prompt] = [x[: group.prompt.length] for x in first]
         outs.append(attend(group, own_q, own_k, own_v, table, rule, prompts[group.prompt]))
@@ -192,8 +182,7 @@ def attend(
     q, k, v = (x.view(shape) for x in (q, k, v))
     if prompt:
         k, v = (
-            torch.cat([first.expand(len(x), -1, -1, -1), x], dim=1)
-            for first, x in zip(prompt, (k, v), strict=True)
+            torch.cat([first.expand(len(x), -1, -1, -1), x], dim=1) for first, x in zip(prompt, (k, v), strict=True)
         )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [n, heads, l, d], no copies
     length, before = group.length, k.shape[2] - group.length
@@ -241,9 +230,7 @@ def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
     if q.is_cuda and rule.sinks is not None:
         warn_slow("there is no kernel for sinks")
         return False
-    return q.is_cuda and varlen_is_right(
-        q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule
-    )
+    return q.is_cuda and varlen_is_right(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2]), rule)
 
 
 def use_flash_3(device: torch.device) -> bool:
@@ -269,9 +256,7 @@ def flash_in_use() -> str:
 
 
 @cache
-def varlen_is_right(
-    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: AttentionRule
-) -> bool:
+def varlen_is_right(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: AttentionRule) -> bool:
     """Return True if the flash kernel matches dense attention; compares once and logs a mismatch.
 
     If FlashAttention 3 does not match, the whole process falls back to 2. `shape` contains query heads, key-value
@@ -309,10 +294,7 @@ def varlen_lacks(dtype: torch.dtype, rule: AttentionRule) -> str:
 @cache
 def warn_slow(reason: str) -> None:
     """Log a reason once, not for each layer."""
-    log.warning(
-        "Attention is slow here, and its memory grows with the square of a sequence's length: %s",
-        reason,
-    )
+    log.warning("Attention is slow here, and its memory grows with the square of a sequence's length: %s", reason)
 
 
 @cache
@@ -344,11 +326,7 @@ def varlen_attention(
 
 @cache
 def needs_copies(
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    rule: AttentionRule,
-    flash: str,
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int], rule: AttentionRule, flash: str
 ) -> bool:
     """Return True if the kernel needs K and V in as many heads as Q; compares once, for each implementation `flash`.
 

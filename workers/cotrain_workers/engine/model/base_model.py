@@ -11,12 +11,7 @@ from torch import nn
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, unordered_writes
 from cotrain_workers.engine.lock_step import Alone, LockStep
-from cotrain_workers.engine.lora.quantized import (
-    Quantization,
-    QuantizedLinear,
-    number_of_parameters,
-    quantize,
-)
+from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model import experts, linear_attention, row_chunks
@@ -41,12 +36,7 @@ from cotrain_workers.engine.model.model_source import (
     refuse_not_finite,
     unfit_config,
 )
-from cotrain_workers.engine.model.rotary import (
-    ROPES,
-    context_length,
-    fix_frequencies,
-    rope_types,
-)
+from cotrain_workers.engine.model.rotary import ROPES, context_length, fix_frequencies, rope_types
 from cotrain_workers.engine.model.vision import Vision, read_processor
 from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
@@ -122,12 +112,7 @@ class BaseModel:
 
 
 def load_base_model(
-    model: str,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    local_files_only: bool,
-    quantization: Quantization = "none",
+    model: str, *, device: torch.device, dtype: torch.dtype, local_files_only: bool, quantization: Quantization = "none"
 ) -> BaseModel:
     """Load a base model by hub id or folder, and quantize the weights of its linear modules if requested.
 
@@ -143,12 +128,7 @@ def load_base_model(
 
 
 def _load(
-    model: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantization: Quantization,
-    *,
-    local_files_only: bool,
+    model: str, device: torch.device, dtype: torch.dtype, quantization: Quantization, *, local_files_only: bool
 ) -> BaseModel:
     report(f"reading the configuration of base model {model}")
     config = read_config(model, refuse_type, local_files_only=local_files_only)
@@ -164,12 +144,8 @@ def _load(
     names = [each.name for each in find_targets(skeleton) if each.name != UNEMBED]
     if quantization != "none" and has_experts(find_targets(skeleton)):
         raise UnsupportedModel("weights of experts are not quantized: set quantization to none.")
-    report(
-        f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}"
-    )
-    network = read_weights(
-        model, auto_class(config), dtype=dtype, local_files_only=local_files_only
-    )
+    report(f"loading its weights, {needed_bytes / 1e9:.2g} GB in {str(dtype).removeprefix('torch.')}")
+    network = read_weights(model, auto_class(config), dtype=dtype, local_files_only=local_files_only)
     if processor is None:
         drop_towers(network)
     if quantization != "none":
@@ -202,14 +178,10 @@ def refuse_failing(network: Any) -> None:
             raise  # it may be a device error
         raise unfit_config(f"{type(error).__name__}: {error}") from error
     if not torch.isfinite(logits).all():
-        raise NoModel(
-            "the results of a first pass are not finite: its weights or its configuration are broken."
-        )
+        raise NoModel("the results of a first pass are not finite: its weights or its configuration are broken.")
 
 
-def make_base_model(
-    network: Any, config: Any, lock_step: LockStep, processor: Any = None
-) -> BaseModel:
+def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: Any = None) -> BaseModel:
     """Return a base model with our modules in place; weights may be loaded later (device `meta`).
 
     With the `processor` of its images it has a vision tower.
@@ -270,10 +242,7 @@ def scale_outputs(backbone: nn.Module, factor: float) -> None:
 
 def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     """Return the weights, by module, that PEFT may save with an adapter; with sharding only unsharded ones."""
-    embedding, name = (
-        base.backbone.get_parameter("embed_tokens.weight"),
-        f"{base.path}.embed_tokens",
-    )
+    embedding, name = (base.backbone.get_parameter("embed_tokens.weight"), f"{base.path}.embed_tokens")
     whole = {} if base.lock_step.sharding else {name: embedding}
     if embedding is base.head_weight:
         whole[name] = embedding
@@ -349,9 +318,7 @@ def refuse_unsupported(config: Any) -> None:
         raise UnsupportedModel("its weights are quantized; give the 16- or 32-bit model.")
     config = config.get_text_config()
     if getattr(config, "clip_qkv", None) is not None:
-        raise UnsupportedModel(
-            "it clips queries, keys and values (clip_qkv), which no kernel does."
-        )
+        raise UnsupportedModel("it clips queries, keys and values (clip_qkv), which no kernel does.")
     if getattr(config, "num_kv_shared_layers", None):
         raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):

@@ -103,10 +103,7 @@ def size_for(run: Run) -> int:
 
 
 def blocks_of(
-    runs: Sequence[Run],
-    rows: int,
-    device: torch.device,
-    size_of: Callable[[Run], int] = lambda _run: BLOCK,
+    runs: Sequence[Run], rows: int, device: torch.device, size_of: Callable[[Run], int] = lambda _run: BLOCK
 ) -> Blocks:
     """Return the blocks of runs within a packed row of `rows`."""
     to, back = [], np.full(rows, -1)
@@ -124,9 +121,7 @@ def blocks_of(
 
 def grid_of(runs: Sequence[Run], size: int) -> tuple[Grid, np.ndarray]:
     """Return the blocks of some runs, and the packed row of each of their rows; -1 is none."""
-    cut = [
-        [min(size, part - at) for part in run.parts for at in range(0, part, size)] for run in runs
-    ]
+    cut = [[min(size, part - at) for part in run.parts for at in range(0, part, size)] for run in runs]
     order = sorted(range(len(runs)), key=lambda run: -len(cut[run]))
     counts = [sum(len(own) > depth for own in cut) for depth in range(max(map(len, cut)))]
     offsets = [0, *accumulate(counts)]
@@ -220,9 +215,7 @@ def in_grid(
         state = q.new_zeros(grid.counts[0], heads, q.shape[-1], v.shape[-1])
     outs, states = [], []
     # Split once, because the backward of each slice would write zeros for all other blocks.
-    for new, query, key, within, decay, *old in zip(
-        *(x.split(grid.counts) for x in parts), strict=True
-    ):
+    for new, query, key, within, decay, *old in zip(*(x.split(grid.counts) for x in parts), strict=True):
         if len(new) < len(state):
             state = state[: len(new)]
         if old:
@@ -234,12 +227,7 @@ def in_grid(
 
 
 def by_token(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor | None,
-    state: torch.Tensor,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs `[n, heads, d_v]` of one token each, and the states after it `[n, heads, d_k, d_v]`, fp32.
 

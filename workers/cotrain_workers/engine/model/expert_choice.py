@@ -77,21 +77,13 @@ class GivenExperts(TorchFunctionMode):
 
     @override
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Call a function of torch, with another choice if it chooses experts or groups of them."""
         settings = dict(kwargs or {})
         own = func(*args, **settings)
         tokens, chosen = self._given.shape
-        if (
-            func in (torch.topk, torch.Tensor.topk)
-            and args[0].dim() == 2
-            and len(args[0]) == tokens
-        ):
+        if func in (torch.topk, torch.Tensor.topk) and args[0].dim() == 2 and len(args[0]) == tokens:
             groups = args[0].shape[1]
             if groups == self._experts and own.indices.shape[1] == chosen:
                 return self._replaced(args[0], own, slice(None))

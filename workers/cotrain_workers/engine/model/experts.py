@@ -26,14 +26,7 @@ from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.segmented import add_product, anchor
 from cotrain_workers.engine.model.expert_choice import ExpertChoices, expert_choices, replay
-from cotrain_workers.engine.routing import (
-    ExpertRows,
-    ExpertWeights,
-    Group,
-    Part,
-    Router,
-    bucket,
-)
+from cotrain_workers.engine.routing import ExpertRows, ExpertWeights, Group, Part, Router, bucket
 from cotrain_workers.engine.spec import Target, kept_share
 
 BY_ADAPTER = "cotrain_by_adapter"
@@ -51,12 +44,7 @@ class Dispatch:
     groups: ExpertRows  # of each adapter, in ascending order of experts
 
 
-def dispatch(
-    chosen: np.ndarray,
-    experts: int,
-    segments: Sequence[tuple[int, int]],
-    device: torch.device,
-) -> Dispatch:
+def dispatch(chosen: np.ndarray, experts: int, segments: Sequence[tuple[int, int]], device: torch.device) -> Dispatch:
     """Return the rows of tokens whose experts are `chosen` `[T, k]`; `segments` are (start, stop) of adapters."""
     width = chosen.shape[1]
     flat = chosen.ravel()
@@ -76,15 +64,11 @@ def dispatch(
         own = np.bincount(flat[start * width : stop * width], minlength=experts)
         first = starts[:-1] + filled
         groups[start] = [
-            Group(each, int(first[each]), int(first[each] + own[each]))
-            for each in np.flatnonzero(own).tolist()
+            Group(each, int(first[each]), int(first[each] + own[each])) for each in np.flatnonzero(own).tolist()
         ]
         filled += own
         end = stop
-    blocks = [
-        Group(each, int(starts[each]), int(starts[each + 1]))
-        for each in np.flatnonzero(counts).tolist()
-    ]
+    blocks = [Group(each, int(starts[each]), int(starts[each + 1])) for each in np.flatnonzero(counts).tolist()]
     return Dispatch(to_device(tokens, device), to_device(rows, device), blocks, groups)
 
 
@@ -156,9 +140,7 @@ class ExpertProduct(torch.autograd.Function):
         return gx, None, None, None, None, None
 
 
-def base_product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Dispatch
-) -> torch.Tensor:
+def base_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: Dispatch) -> torch.Tensor:
     """Map `x` `[P, in]` to `[P, out]`, the rows of each expert by its weight, without LoRA."""
     y = x.new_empty(len(x), weight.shape[1])
     for expert, start, stop in rows.blocks:
@@ -180,9 +162,7 @@ def of_expert(matrices: torch.Tensor, expert: int) -> torch.Tensor:
     return matrices[expert if len(matrices) > 1 else 0]
 
 
-def experts_by_adapter(
-    module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def experts_by_adapter(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each token's experts `[T, d]`, with the adapter of the token.
 
     `hidden` is `[T, d]`, `index` and `weights` `[T, k]` are the chosen experts and their weights.

@@ -27,14 +27,10 @@ FUSED_GATE = _modules(APART, "gate_up_proj down_proj")
 FUSED = _modules("qkv_proj o_proj", "gate_up_proj down_proj")
 # Latent attention. Queries are one product, or two with a narrow one between.
 QUERIES = frozenset({"q_proj", "q_a_proj", "q_b_proj"})
-LATENT = _modules(
-    "q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj"
-)
+LATENT = _modules("q_proj q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj", "gate_proj up_proj down_proj")
 # Linear attention (`linear_attention.py`) besides attention.
 QWEN3_NEXT = _modules(f"{APART} in_proj_qkvz in_proj_ba out_proj", "gate_proj up_proj down_proj")
-QWEN3_5 = _modules(
-    f"{APART} in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj", "gate_proj up_proj down_proj"
-)
+QWEN3_5 = _modules(f"{APART} in_proj_qkv in_proj_z in_proj_b in_proj_a out_proj", "gate_proj up_proj down_proj")
 MAMBA = _modules(f"{APART} in_proj out_proj", "gate_proj up_proj down_proj")
 # PEFT refuses `out_proj` of this type.
 FALCON_H1 = _modules(f"{APART} in_proj", "gate_proj up_proj down_proj")
@@ -168,9 +164,7 @@ def auto_class(config: Any) -> Any:
     # The text class of Qwen3.5 names its modules in another way than the files.
     classes = AutoModelForCausalLM, AutoModelForImageTextToText
     whole = config.model_type in MODEL_TYPES and MODEL_TYPES[config.model_type].is_wrapper
-    return next(
-        each for each in classes[:: -1 if whole else 1] if type(config) in each._model_mapping
-    )
+    return next(each for each in classes[:: -1 if whole else 1] if type(config) in each._model_mapping)
 
 
 def decoder_path(network: Any) -> str:

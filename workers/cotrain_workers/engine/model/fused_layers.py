@@ -91,12 +91,7 @@ class RotatedNorm(torch.autograd.Function):
 
 
 def rotated_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    one: bool,
+    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float, one: bool
 ) -> torch.Tensor:
     """Return each head normalised and rotated."""
     return _run("rotated", [x, weight, cos, sin], eps, one, norm=weight is not None)
@@ -115,9 +110,7 @@ def rotated_norm_back(
     return _run("rotated_backward", [x, weight, cos, sin, gy], eps, one, norm=weight is not None)
 
 
-def _run(
-    name: str, given: list[torch.Tensor | None], eps: float, one: bool, *, norm: bool
-) -> torch.Tensor:
+def _run(name: str, given: list[torch.Tensor | None], eps: float, one: bool, *, norm: bool) -> torch.Tensor:
     from cotrain_workers.engine.model import layer_programs
 
     like = given[0] if given[0] is not None else given[-1]
@@ -133,9 +126,7 @@ def _run(
 for _name, _real in (("rotated_norm", rotated_norm), ("rotated_norm_back", rotated_norm_back)):
     _LIBRARY.define(_name + SCHEMAS[_name])
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"cotrain::{_name}", lambda like, *_: torch.empty_like(like), lib=_LIBRARY
-    )
+    torch.library.register_fake(f"cotrain::{_name}", lambda like, *_: torch.empty_like(like), lib=_LIBRARY)
 
 
 Pure = Callable[..., Any]
@@ -165,9 +156,7 @@ def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate, approximate="tanh") * up
 
 
-def rotate(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `q` and `k` `[1, heads, T, d]` rotated by `cos` and `sin` `[1, T, d]`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
@@ -216,15 +205,10 @@ def fuse_layers(base: BaseModel, *, in_products: bool) -> tuple[str, ...]:
     named = [each for each in backbone.modules() if _is_norm(each)]
     checked: Checked = {}  # of 36 layers with a failing kernel, only one logs it
     norms = {each: _fuse_norm(each, checked) for each in named}
-    gates = [
-        _fuse_gate(getattr(each, "mlp", None), base.router, checked, in_products)
-        for each in backbone.layers
-    ]
+    gates = [_fuse_gate(getattr(each, "mlp", None), base.router, checked, in_products) for each in backbone.layers]
     done: dict[str, list[Any]] = {
         "norms": list(norms.values()),
-        "heads": [
-            base.is_plain and _fuse_heads(each.self_attn, checked) for each in backbone.layers
-        ],
+        "heads": [base.is_plain and _fuse_heads(each.self_attn, checked) for each in backbone.layers],
         "mlp": gates,
     }
     if in_products:
@@ -353,12 +337,7 @@ def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -
     return kernel if _once(checked, key, lambda: is_right(kernel, rotation, 1, examples)) else None
 
 
-def _fuse_residuals(
-    layer: Any,
-    norms: Mapping[Any, Norm | None],
-    router: Router,
-    asking: Callable[[Any], Any],
-) -> bool:
+def _fuse_residuals(layer: Any, norms: Mapping[Any, Norm | None], router: Router, asking: Callable[[Any], Any]) -> bool:
     """Add a layer's residuals inside the products in training, if its MLP computes its gate there."""
     if {name for name, _ in layer.named_children()} != PARTS:
         return False

@@ -44,12 +44,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, one: bool) -> to
 
 
 def rms_norm_back(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    gy: torch.Tensor,
-    kept: torch.Tensor | None,
-    eps: float,
-    one: bool,
+    x: torch.Tensor, weight: torch.Tensor, gy: torch.Tensor, kept: torch.Tensor | None, eps: float, one: bool
 ) -> torch.Tensor:
     """Return the gradient of `x`, given the gradients of its norm and, if it was used, of `x` itself."""
     gx = torch.empty_like(x)
@@ -75,6 +70,4 @@ def _run(name: str, x: torch.Tensor, *rest: torch.Tensor, eps: float, **flags: b
 for _name, _real in (("rms_norm", rms_norm), ("rms_norm_back", rms_norm_back)):
     _LIBRARY.define(_name + SCHEMAS[_name])
     _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"cotrain::{_name}", lambda x, *_: torch.empty_like(x), lib=_LIBRARY
-    )
+    torch.library.register_fake(f"cotrain::{_name}", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)

@@ -60,16 +60,12 @@ def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]
     def measure() -> float:
         found = 0.0
         if inputs:
-            found = difference(
-                lambda *args: kernel(*args, *rest), lambda *args: function(*args, *rest), *inputs
-            )
+            found = difference(lambda *args: kernel(*args, *rest), lambda *args: function(*args, *rest), *inputs)
         with torch.inference_mode():
             return max(found, apart(outs_of(kernel, examples), outs_of(function, examples)))
 
     first = examples[0]
-    return agrees(
-        f"The kernel of {function.__name__}", first.device, TOLERANCE[first.dtype], measure
-    )
+    return agrees(f"The kernel of {function.__name__}", first.device, TOLERANCE[first.dtype], measure)
 
 
 def difference(ours: Pure, theirs: Pure, *inputs: torch.Tensor) -> float:
@@ -122,9 +118,7 @@ class RandomExperts:
     cotrain_router: Any = None
     act_fn = staticmethod(functional.silu)
 
-    def __init__(
-        self, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, experts: int
-    ) -> None:
+    def __init__(self, sizes: tuple[int, int], device: torch.device, dtype: torch.dtype, experts: int) -> None:
         generator = torch.Generator().manual_seed(2)
         width, inner = sizes
 
@@ -133,10 +127,7 @@ class RandomExperts:
             return values.to(device, dtype)
 
         self.num_experts = experts
-        self.gate_up_proj, self.down_proj = (
-            random(experts, 2 * inner, width),
-            random(experts, width, inner),
-        )
+        self.gate_up_proj, self.down_proj = (random(experts, 2 * inner, width), random(experts, width, inner))
 
     @property
     def targets(self) -> list[Target]:
@@ -161,9 +152,7 @@ def wrong_result(device: torch.device, dtype: torch.dtype) -> str | None:
     return next((reason for reason in found if reason), None)
 
 
-def disagreement(
-    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES
-) -> str | None:
+def disagreement(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES) -> str | None:
     """Return the result of fused experts that differs from that of the loop by more than rounding, or None."""
     module = RandomExperts(sizes, device, dtype, EXPERTS)
     tokens = random_tokens(module, sum(LENGTHS) + 3)
@@ -178,9 +167,7 @@ def disagreement(
     return None
 
 
-def segments_of(
-    module: RandomExperts, specs: Sequence[AdapterSpec], lengths: Sequence[int]
-) -> list[Segment]:
+def segments_of(module: RandomExperts, specs: Sequence[AdapterSpec], lengths: Sequence[int]) -> list[Segment]:
     """Return a segment with a zeroed gradient for each adapter. Every second one has all matrices for each expert."""
     generator, segments, start = torch.Generator().manual_seed(0), [], 0
     like = module.down_proj
@@ -208,16 +195,12 @@ def random_tokens(module: RandomExperts, rows: int) -> Tokens:
     return Tokens(random(rows, width), random(rows, CHOSEN).sigmoid(), index, random(rows, width))
 
 
-def run(
-    module: RandomExperts, segments: Sequence[Segment], tokens: Tokens, backend: str
-) -> dict[str, torch.Tensor]:
+def run(module: RandomExperts, segments: Sequence[Segment], tokens: Tokens, backend: str) -> dict[str, torch.Tensor]:
     """Run tokens forward and backward through the experts; return all results by name."""
     lora: TrainingLora = SegmentLora(segments)
     if backend == "fused":
         lora = FusedLora(segments, len(tokens.x), plan_groups(module.targets), {})
-    module.cotrain_router = SimpleNamespace(
-        step=None, route=SimpleNamespace(lora=lora, segments=segments)
-    )
+    module.cotrain_router = SimpleNamespace(step=None, route=SimpleNamespace(lora=lora, segments=segments))
     x, weights = (each.detach().requires_grad_() for each in (tokens.x, tokens.weights))
     y = experts_by_adapter(module, x, tokens.chosen, weights)
     gx, of_weights = torch.autograd.grad(y, (x, weights), tokens.slopes)

@@ -32,9 +32,7 @@ SCHEMAS = {
 class KernelSoftmax(PlainSoftmax):
     """Softmax by kernels. The logits must be final when it is created."""
 
-    def __init__(
-        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool) -> None:
         self._logits = logits
         self._cap = softcap or 0.0
         self._norms = torch.ops.cotrain.softmax_norms(logits, self._cap)
@@ -132,9 +130,7 @@ def _new_norms(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty(len(logits), 2)
 
 
-def _new_logprobs(
-    logits: torch.Tensor, _norms: Any, targets: torch.Tensor, *_: Any
-) -> torch.Tensor:
+def _new_logprobs(logits: torch.Tensor, _norms: Any, targets: torch.Tensor, *_: Any) -> torch.Tensor:
     return logits.new_empty(targets.shape)
 
 

@@ -19,14 +19,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
-from cotrain_workers.engine.model.delta_rule import (
-    Moved,
-    Run,
-    blocks_of,
-    by_blocks,
-    move_of,
-    size_for,
-)
+from cotrain_workers.engine.model.delta_rule import Moved, Run, blocks_of, by_blocks, move_of, size_for
 from cotrain_workers.engine.routing import Router, SequenceTable, StatefulRows
 
 EPS = 1e-6  # of the norm of queries and keys
@@ -51,15 +44,9 @@ class TrainingRows:
 
     def __init__(self, table: SequenceTable, taps: int) -> None:
         starts = [0, *accumulate(table.lengths)]
-        runs = [
-            Run(start, (length,))
-            for start, length in zip(starts, table.lengths, strict=False)
-            if length
-        ]
+        runs = [Run(start, (length,)) for start, length in zip(starts, table.lengths, strict=False) if length]
         self._blocks = blocks_of(runs, starts[-1], table.device, size_for)
-        at, left = (
-            np.concatenate([np.arange(run.rows)[::step] for run in runs]) for step in (1, -1)
-        )
+        at, left = (np.concatenate([np.arange(run.rows)[::step] for run in runs]) for step in (1, -1))
         rows = np.arange(starts[-1])
         self._taps = [
             tuple(
@@ -74,13 +61,7 @@ class TrainingRows:
         return [Moved.apply(x, *each) for each in self._taps]  # type: ignore[no-untyped-call]  # torch gives it no types
 
     def scan(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor | None,
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the outputs of sequences that begin with a state of zero."""
         return by_blocks(q, k, v, g, beta, self._blocks)[0]
@@ -101,9 +82,7 @@ def convolved(
 ) -> torch.Tensor:
     """Return the causal convolution of each channel of `x` `[T, channels]`, after its activation."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight = convolution.weight.squeeze(1).to(
-        wide
-    )  # [channels, taps], the last for the token itself
+    weight = convolution.weight.squeeze(1).to(wide)  # [channels, taps], the last for the token itself
     y = x.to(wide) * weight[:, -1]
     for back, earlier in enumerate(before, start=2):
         y = y + earlier.to(wide) * weight[:, -back]
@@ -119,14 +98,10 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
 
 
-def project(
-    module: Any, hidden: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def project(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return queries, keys and values side by side `[1, T, channels]`, the gate `[1, T, heads, d_v]`, b and a `[1, T, heads]`."""
     if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next
-        *mixed, z, b, a = module.fix_query_key_value_ordering(
-            module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
-        )
+        *mixed, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         return torch.cat([each.flatten(2) for each in mixed], dim=-1), z, b, a
     z = module.in_proj_z(hidden).unflatten(-1, (-1, module.head_v_dim))
     return module.in_proj_qkv(hidden), z, module.in_proj_b(hidden), module.in_proj_a(hidden)
@@ -166,10 +141,7 @@ def mamba(module: Any, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
     g = -module.A_log.float().exp() * dt
     out = rows.scan(layer, q, k, v * dt[..., None], g, None) + module.D[:, None] * v
     out = out.flatten(1)[None]
-    if isinstance(module.norm, nn.Identity):
-        out = out * functional.silu(gate)
-    else:
-        out = module.norm(out, gate)
+    out = out * functional.silu(gate) if isinstance(module.norm, nn.Identity) else module.norm(out, gate)
     return module.out_proj(out.to(hidden_states.dtype))  # type: ignore[no-any-return]
 
 

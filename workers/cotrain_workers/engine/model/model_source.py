@@ -60,9 +60,7 @@ def read_config(model: str, refuse_type: Callable[[str], None], *, local_files_o
     if isinstance(layers, int | float) and layers > MAX_LAYERS:
         raise unfit_config(f"num_hidden_layers must be at most {MAX_LAYERS}, not {layers}")
     try:
-        config = AutoConfig.from_pretrained(
-            model, local_files_only=local_files_only, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(model, local_files_only=local_files_only, trust_remote_code=False)
         adapter = find_adapter_config_file(model, local_files_only=local_files_only)
     except Exception as error:
         raise NoModel(_unreadable(error)) from error
@@ -99,9 +97,7 @@ def read_weights(model: str, reader: Any, *, dtype: torch.dtype, local_files_onl
     network, found = loaded
     refuse_absent({*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])})
     refuse_unused(found["unexpected_keys"])
-    if network.config.tie_word_embeddings and network.lm_head.weight is not (
-        network.get_input_embeddings().weight
-    ):
+    if network.config.tie_word_embeddings and network.lm_head.weight is not (network.get_input_embeddings().weight):
         raise untied()
     return network
 
@@ -111,13 +107,10 @@ def refuse_absent(absent: Iterable[str]) -> None:
     names = sorted(absent)
     if names == [HEAD]:
         raise NoModel(
-            f"its weights lack {HEAD}: if it shares the embedding's, set tie_word_embeddings to true in "
-            f"{CONFIG}."
+            f"its weights lack {HEAD}: if it shares the embedding's, set tie_word_embeddings to true in {CONFIG}."
         )
     if names:
-        raise NoModel(
-            f"its weights lack {_first_of(names)}, at least in the shape that {CONFIG} says: {_AGAIN}."
-        )
+        raise NoModel(f"its weights lack {_first_of(names)}, at least in the shape that {CONFIG} says: {_AGAIN}.")
 
 
 def refuse_unused(unused: Iterable[str]) -> None:
@@ -173,13 +166,10 @@ def _refuse_other_things(path: Path) -> None:
         return
     if (path / "adapter_config.json").exists():
         raise NoModel(
-            "it is a LoRA adapter: give the model that it was trained on, and bring the adapter with "
-            "`cotrain upload`."
+            "it is a LoRA adapter: give the model that it was trained on, and bring the adapter with `cotrain upload`."
         )
     if any(path.glob("*.gguf")):
-        raise NoModel(
-            "it holds a GGUF file, which cannot be trained: give the model it was made from."
-        )
+        raise NoModel("it holds a GGUF file, which cannot be trained: give the model it was made from.")
     inside = next(_models_below(path), None)
     instead = f"did you mean {inside}?" if inside else "give the folder of a model, or a hub id."
     raise NoModel(f"the folder has no {CONFIG}: {instead}")
@@ -190,9 +180,7 @@ def _refuse_closed_files(folder: Path) -> None:
     files = (file for file in sorted(folder.iterdir()) if file.suffix in _READ)
     closed = [file.name for file in files if not os.access(file, os.R_OK)]
     if closed:
-        raise NoModel(
-            f"its {closed[0]} may not be read by user {os.geteuid()}, who runs this: `chmod a+r` it."
-        )
+        raise NoModel(f"its {closed[0]} may not be read by user {os.geteuid()}, who runs this: `chmod a+r` it.")
 
 
 def _models_below(folder: Path) -> Iterator[Path]:
@@ -213,8 +201,7 @@ def _why_not_fetched(error: BaseException, *, local_files_only: bool) -> str:
             "to be asked (COTRAIN_OFFLINE, HF_HUB_OFFLINE): check the name, or fetch it first."
         )
     return (
-        f"there is no such folder, and the hub does not answer ({_brief(causes[-1])}): check the name and "
-        "the network."
+        f"there is no such folder, and the hub does not answer ({_brief(causes[-1])}): check the name and the network."
     )
 
 

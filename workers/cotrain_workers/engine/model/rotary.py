@@ -38,11 +38,7 @@ def context_length(text: Any) -> int:
 
     A stretched rotary embedding is used up to its first length, where its frequencies are the same for all.
     """
-    firsts = (
-        each.get("original_max_position_embeddings")
-        for each in _ropes(text)
-        if _kind(each) == "longrope"
-    )
+    firsts = (each.get("original_max_position_embeddings") for each in _ropes(text) if _kind(each) == "longrope")
     lengths: list[int] = [text.max_position_embeddings, *(first for first in firsts if first)]
     return min(lengths)
 

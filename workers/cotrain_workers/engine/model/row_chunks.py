@@ -49,18 +49,14 @@ def by_rows(router: Router, x: torch.Tensor, function: Callable[[torch.Tensor], 
         return function(x)
     found = [
         _chunk(router, part_of(router.route, start, start + part.shape[1]), part, function)
-        for start, part in zip(
-            range(0, x.shape[1], chunks.rows), x.split(chunks.rows, dim=1), strict=True
-        )
+        for start, part in zip(range(0, x.shape[1], chunks.rows), x.split(chunks.rows, dim=1), strict=True)
     ]
     if isinstance(found[0], torch.Tensor):
         return torch.cat(found, dim=1)
     return torch.cat([each[0] for each in found], dim=1), *[None] * (len(found[0]) - 1)
 
 
-def _chunk(
-    router: Router, route: Route, x: torch.Tensor, function: Callable[[torch.Tensor], Any]
-) -> Any:
+def _chunk(router: Router, route: Route, x: torch.Tensor, function: Callable[[torch.Tensor], Any]) -> Any:
     def run(rows: torch.Tensor) -> Any:
         with router.use(route):
             return function(rows)

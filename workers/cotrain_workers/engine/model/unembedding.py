@@ -32,9 +32,7 @@ def picked_logprobs(
     return picked.sub_(peak).add_(top.log_()), probabilities
 
 
-def logit_slope(
-    probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return d loss / d logits, given d loss / d logprob `[c, K]`; overwrites probabilities `[c, V]`.
 
     `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
@@ -74,9 +72,7 @@ class PlainSoftmax:
     Results of a row depend only on that row. PyTorch operations store all probabilities until they become the gradient.
     """
 
-    def __init__(
-        self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool
-    ) -> None:
+    def __init__(self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool) -> None:
         self._logits = logits
         self._softcap = softcap
         self._dtype = dtype

@@ -54,9 +54,7 @@ def read_processor(model: str, *, local_files_only: bool) -> Any | None:
     Raises NoModel if they describe another kind.
     """
     try:
-        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(
-            model, local_files_only=local_files_only
-        )
+        settings, _ = Qwen2VLImageProcessorPil.get_image_processor_dict(model, local_files_only=local_files_only)
     except OSError:
         return None
     kind = settings.get("image_processor_type")
@@ -103,9 +101,7 @@ class FeatureCache:
 class Vision:
     """Frozen vision tower of one base model, whose results the decoder's modules read from the router."""
 
-    def __init__(
-        self, network: Any, processor: Any, router: Router, cache_bytes: int = CACHE_BYTES
-    ) -> None:
+    def __init__(self, network: Any, processor: Any, router: Router, cache_bytes: int = CACHE_BYTES) -> None:
         self.runs = 0  # of the tower, since the model was loaded
         self._model = network.model
         self._processor = processor
@@ -148,9 +144,7 @@ class Vision:
         where: torch.device = self._model.device
         # Results of inference mode could not be used by a later pass with gradients.
         with torch.inference_mode(mode=False), torch.no_grad():
-            output = self._model.get_image_features(
-                pixels.to(where), grid.to(where), return_dict=True
-            )
+            output = self._model.get_image_features(pixels.to(where), grid.to(where), return_dict=True)
             deep = getattr(output, "deepstack_features", None) or ()
             parts = [output.pooler_output, *deep]
             return torch.stack([part[0] for part in parts]).cpu()
@@ -217,14 +211,10 @@ def rotary_positions(length: int, images: Iterable[Image]) -> tuple[np.ndarray, 
 def image_key(images: Iterable[Image], start: int, stop: int) -> bytes:
     """Return bytes that name the parts of images at positions `start` to `stop` of a sequence; empty without one."""
     inside = [each for each in images if each.start < stop and each.start + each.tokens > start]
-    return b"".join(
-        each.digest + (each.start - start).to_bytes(8, "big", signed=True) for each in inside
-    )
+    return b"".join(each.digest + (each.start - start).to_bytes(8, "big", signed=True) for each in inside)
 
 
-def image_rows(
-    placed: Sequence[tuple[int, torch.Tensor]], device: torch.device
-) -> ImageRows | None:
+def image_rows(placed: Sequence[tuple[int, torch.Tensor]], device: torch.device) -> ImageRows | None:
     """Return features `[1 + L, n, d]`, each with its first row, as rows of a packed row; None if there are none."""
     if not placed:
         return None

@@ -64,10 +64,7 @@ def refuse_type(op: OptimStep, adapter: Adapter) -> str | None:
     own = adapter.spec.optimizer
     if op.type == own:
         return None
-    remedy = {
-        "adamw": "send adam_params",
-        "muon": 'send optimizer_params with type "muon" (MuonParams)',
-    }
+    remedy = {"adamw": "send adam_params", "muon": 'send optimizer_params with type "muon" (MuonParams)'}
     return f"The run was created with optimizer {own}, not {op.type}: {remedy.get(own, '')}."
 
 
@@ -172,9 +169,7 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
 
 
 def take_steps(
-    adapters: Mapping[str, Adapter],
-    ops: Sequence[OptimStep],
-    outputs: dict[tuple[str, int], Output],
+    adapters: Mapping[str, Adapter], ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
 ) -> None:
     """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by
     run.

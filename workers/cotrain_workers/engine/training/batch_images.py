@@ -12,12 +12,7 @@ import torch
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.model.forward import TokenRow
-from cotrain_workers.engine.model.vision import (
-    ImageUnusable,
-    Vision,
-    image_rows,
-    rotary_positions,
-)
+from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
 from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import ImageRows
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost
@@ -32,9 +27,7 @@ class BatchImages:
         self._device = device
         self._features: dict[tuple[str, bytes], torch.Tensor] = {}  # by tenant and digest
 
-    def compute(
-        self, batch: MicroBatch, passes: Sequence[PassState], cost: PassesCost
-    ) -> Yielding[int | None]:
+    def compute(self, batch: MicroBatch, passes: Sequence[PassState], cost: PassesCost) -> Yielding[int | None]:
         """Run the tower for the images of a micro-batch; yield after each one that it computes.
 
         Return the owner of an image that cannot be computed, after failing its pass; None if there is none.
@@ -76,10 +69,7 @@ class BatchImages:
             return row, None
         placed: list[tuple[int, torch.Tensor]] = []
         positions = np.tile(row.positions, (3, 1))
-        start_by_slice = {
-            op_slice: start
-            for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)
-        }
+        start_by_slice = {op_slice: start for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)}
         for op_slice, op, datums in _of_passes(batch, passes):
             start = start_by_slice[op_slice]
             shared = passes[op_slice.owner].shared_in(op_slice)
@@ -87,10 +77,7 @@ class BatchImages:
                 stop = start + len(datum.tokens) - prompt
                 if datum.images:
                     positions[:, start:stop], _ = rotary_positions(stop - start, datum.images)
-                placed += [
-                    (start + image.start, self._features[_scope(op), image.digest])
-                    for image in datum.images
-                ]
+                placed += [(start + image.start, self._features[_scope(op), image.digest]) for image in datum.images]
                 start = stop
         return replace(row, positions=positions), image_rows(placed, self._device)
 
@@ -99,9 +86,7 @@ def _scope(op: Pass) -> str:
     return op.tenant or op.run
 
 
-def _of_passes(
-    batch: MicroBatch, passes: Sequence[PassState]
-) -> Iterator[tuple[OpSlice, Pass, Sequence[Datum]]]:
+def _of_passes(batch: MicroBatch, passes: Sequence[PassState]) -> Iterator[tuple[OpSlice, Pass, Sequence[Datum]]]:
     """Yield the slices that may have images, each with its pass and its datums."""
     for op_slice in batch.op_slices:
         op = passes[op_slice.owner].op

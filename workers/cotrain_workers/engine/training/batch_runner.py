@@ -53,18 +53,14 @@ class BatchRunner:
 
     def run(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         """Run a micro-batch and collect its results. Return it, after the micro-batches of its references."""
-        referred, ran = self._references.ask_for(
-            {each: passes[each.owner].op for each in batch.op_slices}
-        )
+        referred, ran = self._references.ask_for({each: passes[each.owner].op for each in batch.op_slices})
         route, row = self.route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
         with self._base.router.use(route):
             with torch.set_grad_enabled(kind.goes_back):
                 hidden = hidden_states(self._base, row)
-            results, hidden_grad = self._run_head(
-                batch, passes, route, hidden.detach()[0], referred
-            )
+            results, hidden_grad = self._run_head(batch, passes, route, hidden.detach()[0], referred)
             if hidden.requires_grad:
                 hidden.backward(hidden_grad[None])
         collect(batch, passes, results)
@@ -105,17 +101,11 @@ class BatchRunner:
         segments = self._segments(batch, passes)
         table = SequenceTable(row.lengths, self._device, row.prompts)
         lora = self._lora.of(segments, batch.padded_tokens)
-        chunks = (
-            RowChunks(CHUNK_ROWS, self._lora.of)
-            if self._limits.saves_memory(batch.tokens)
-            else None
-        )
+        chunks = RowChunks(CHUNK_ROWS, self._lora.of) if self._limits.saves_memory(batch.tokens) else None
         row, images = self.images.insert(batch, passes, row)
         starts = zip(batch.op_slices, batch.spans, strict=True)
         given = (passes[each.owner].given_experts(each, start) for each, (start, _) in starts)
-        experts = experts_of_rows(
-            self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given)
-        )
+        experts = experts_of_rows(self._base.expert_choices, batch.padded_tokens, chain.from_iterable(given))
         on_device = None if experts is None else to_device(experts, self._device)
         return Route(segments, table, lora, on_device, images, chunks), row
 

@@ -74,12 +74,7 @@ METHODS = frozenset(
     f"""{_BINARY} div {_VALUES} clamp_min clamp_max view permute t expand expand_as detach clone contiguous float
     double long bool to type_as size dim new_zeros new_ones narrow select""".split()
 )
-_DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "int64": torch.int64,
-    "bool": torch.bool,
-}
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64, "bool": torch.bool}
 
 
 #: Operations whose sizes are numbers, sums or those of an index; most others broadcast.
@@ -115,9 +110,7 @@ def run_graph(
         ) as error:  # fmt: skip
             if is_out_of_memory(error):
                 raise
-            raise GraphFailed(
-                f"node {node.name!r} ({node.target}): {_first_line(error)}"
-            ) from error
+            raise GraphFailed(f"node {node.name!r} ({node.target}): {_first_line(error)}") from error
         values[node.name] = value
     loss, _ = values[graph.nodes[-1].name]
     metrics = {name: values[node] for name, node in graph.metrics.items()}
@@ -128,9 +121,7 @@ def run_graph(
     return loss, metrics
 
 
-def loss_of_datums(
-    graph: LossGraph, datums: Sequence[Datum]
-) -> Callable[[torch.Tensor, Any, Any], torch.Tensor]:
+def loss_of_datums(graph: LossGraph, datums: Sequence[Datum]) -> Callable[[torch.Tensor, Any, Any], torch.Tensor]:
     """Return a loss function of log-probabilities `[n, K]` of these datums; it returns one loss per datum.
 
     A datum that fails has a loss of NaN, so that its request fails alone.
@@ -150,9 +141,7 @@ def loss_of_datums(
     return compute
 
 
-def loss_and_slope(
-    graph: LossGraph, datum: Datum, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def loss_and_slope(graph: LossGraph, datum: Datum, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the loss of a datum and its derivative by `rows`, None if they need none. Raises GraphFailed."""
     if not rows.requires_grad:
         return run_graph(graph, *_arguments(graph, datum, rows))[0], None
@@ -174,9 +163,7 @@ def _with_slope(rows: torch.Tensor, loss: torch.Tensor, slope: torch.Tensor | No
     return loss if slope is None else loss + ((rows - rows.detach()) * slope).sum()
 
 
-def custom_metrics(
-    graph: LossGraph, datums: Sequence[Datum], found: Sequence[np.ndarray]
-) -> dict[str, float]:
+def custom_metrics(graph: LossGraph, datums: Sequence[Datum], found: Sequence[np.ndarray]) -> dict[str, float]:
     """Return the metrics of a pass: the sum or the mean over its datums, by their suffix."""
     if not graph.metrics or not datums:
         return {}
@@ -189,9 +176,7 @@ def custom_metrics(
     return {name: s / len(datums) if name.endswith(":mean") else s for name, s in sums.items()}
 
 
-def broken_datum(
-    graph: LossGraph, datums: Sequence[Datum], found: Sequence[np.ndarray], *, needs_grad: bool
-) -> str:
+def broken_datum(graph: LossGraph, datums: Sequence[Datum], found: Sequence[np.ndarray], *, needs_grad: bool) -> str:
     """Return a sentence on the first datum whose loss fails or is not finite; "" if there is none."""
     with torch.enable_grad():
         for number, (datum, now) in enumerate(zip(datums, found, strict=True)):
@@ -205,9 +190,7 @@ def broken_datum(
     return ""
 
 
-def _arguments(
-    graph: LossGraph, datum: Datum, rows: torch.Tensor
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _arguments(graph: LossGraph, datum: Datum, rows: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return log-probabilities `[T]` or `[T, K]` and the inputs of a datum, in the shapes that the graph declares."""
     inputs = []
     for name, rank in graph.inputs[1:]:
@@ -311,9 +294,7 @@ def _elements(value: Any) -> int:
     if isinstance(value, torch.Tensor):
         return value.numel()
     if isinstance(value, tuple | list | dict):
-        return sum(
-            _elements(each) for each in (value.values() if isinstance(value, dict) else value)
-        )
+        return sum(_elements(each) for each in (value.values() if isinstance(value, dict) else value))
     if isinstance(value, int) and abs(value) > _LARGEST_INT:
         raise TypeError("the number is too large")
     if not isinstance(value, int | float | torch.dtype):

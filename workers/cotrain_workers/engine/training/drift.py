@@ -48,9 +48,7 @@ def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
         "rollout_gap:mean": float(gap.mean()),
         "rollout_gap:max": float(gap.max()),
         "rollout_gap_p99:max": float(np.quantile(gap, 0.99)),
-        "effective_sample_size:mean": float(
-            ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum())
-        ),
+        "effective_sample_size:mean": float(ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum())),
     }
     if has_rollout:
         mismatch = (q - rollout)[is_sampled]
@@ -99,9 +97,7 @@ def lag(op: Pass) -> dict[str, float]:
     return {"policy_lag:mean": sums["lag"] / sums["lagged"], "policy_lag:max": sums["lag_max"]}
 
 
-def _is_clipped(
-    loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]
-) -> np.ndarray:
+def _is_clipped(loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]) -> np.ndarray:
     with np.errstate(divide="ignore"):
         low, high = np.log([config["clip_low_threshold"], config["clip_high_threshold"]])
     below, above = apart < low, apart > high

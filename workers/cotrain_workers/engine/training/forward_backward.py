@@ -9,10 +9,7 @@ from itertools import chain, zip_longest
 from weakref import WeakSet
 
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.device import (
-    is_out_of_memory,
-    release_memory,
-)
+from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -29,21 +26,8 @@ from cotrain_workers.engine.training.memory_model import (
     Split,
     after_oom,
 )
-from cotrain_workers.engine.training.micro_batches import (
-    MicroBatch,
-    OpSlice,
-    PassesCost,
-    fill,
-    of_one_kind,
-)
-from cotrain_workers.engine.training.pass_state import (
-    PassState,
-    collect,
-    finish,
-    give_up,
-    needs_memory,
-    upcoming_batch,
-)
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost, fill, of_one_kind
+from cotrain_workers.engine.training.pass_state import PassState, collect, finish, give_up, needs_memory, upcoming_batch
 
 
 class ForwardBackward:
@@ -85,16 +69,11 @@ class ForwardBackward:
             head_chunk_rows=head_chunk_rows,
             new_softmax=new_softmax,
         )
-        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = lambda _: (
-            nullcontext()
-        )
+        self.watch: Callable[[UpcomingBatch], AbstractContextManager[None]] = lambda _: nullcontext()
         """The context of each micro-batch: the kernel may kill this process during one."""
 
     def run(
-        self,
-        passes: Sequence[PassState],
-        cost: PassesCost,
-        is_over: Callable[[], bool] = lambda: False,
+        self, passes: Sequence[PassState], cost: PassesCost, is_over: Callable[[], bool] = lambda: False
     ) -> Yielding[None]:
         """Run passes and set the output of each complete one; yield after each micro-batch.
 
@@ -122,11 +101,7 @@ class ForwardBackward:
         return self.limits.tokens
 
     def _run_divided(
-        self,
-        divided: list[PassState],
-        passes: Sequence[PassState],
-        cost: PassesCost,
-        is_over: Callable[[], bool],
+        self, divided: list[PassState], passes: Sequence[PassState], cost: PassesCost, is_over: Callable[[], bool]
     ) -> Yielding[None]:
         divided.sort(key=lambda state: state.waits_since)
         at_first = iter([False])
@@ -286,14 +261,10 @@ class ForwardBackward:
 
         If memory runs out, undo it and return None.
         """
-        owners = [
-            passes[at] for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices)
-        ]
+        owners = [passes[at] for at in dict.fromkeys(op_slice.owner for op_slice in batch.op_slices)]
         of_earlier_slices = None
         try:
-            of_earlier_slices = [
-                (p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient
-            ]
+            of_earlier_slices = [(p.gradient, p.gradient.flat.clone()) for p in owners if p.gradient]
             with self.watch(upcoming_batch(batch, passes)):
                 return self._runner.run(batch, passes)
         except (RuntimeError, MemoryError) as error:
@@ -311,11 +282,7 @@ class ForwardBackward:
         return None
 
     def _requeue(
-        self,
-        batch: MicroBatch,
-        passes: Sequence[PassState],
-        waiting: deque[MicroBatch],
-        cost: PassesCost,
+        self, batch: MicroBatch, passes: Sequence[PassState], waiting: deque[MicroBatch], cost: PassesCost
     ) -> None:
         """Put the parts of a batch that ran out of memory at the front of the queue."""
         op_slice = batch.op_slices[0]
@@ -324,13 +291,7 @@ class ForwardBackward:
         can_recompute = self._may_recompute and not self.limits.recomputes(batch.padded_tokens)
         can_save = self._is_long(batch, passes) and not self.limits.saves_memory(batch.tokens)
         can_save &= self._may_recompute or not op_slice.needs_grad
-        match after_oom(
-            batch,
-            lengths,
-            owner.shared_in(op_slice),
-            can_recompute=can_recompute,
-            can_save=can_save,
-        ):
+        match after_oom(batch, lengths, owner.shared_in(op_slice), can_recompute=can_recompute, can_save=can_save):
             case SaveMemory():
                 self.limits.save_tokens = batch.tokens - 1
                 owner.is_exact = False

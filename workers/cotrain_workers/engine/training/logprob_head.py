@@ -16,12 +16,7 @@ import torch
 
 from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.unembedding import (
-    NewSoftmax,
-    PlainSoftmax,
-    Projection,
-    raw_logits,
-)
+from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.training.losses import (
@@ -99,11 +94,7 @@ class Head:
     """Frozen unembedding `weight` `[vocabulary, d]`, which may be tied to the input embedding."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        softcap: float | None,
-        chunk_rows: int,
-        new_softmax: NewSoftmax = PlainSoftmax,
+        self, weight: torch.Tensor, softcap: float | None, chunk_rows: int, new_softmax: NewSoftmax = PlainSoftmax
     ) -> None:
         self._weight = weight
         self._softcap = softcap
@@ -119,9 +110,7 @@ class Head:
             start=start,
             needs_grad=op_slice.needs_grad,
             targets=self._column(datums, TARGETS, torch.int64),
-            inputs={
-                name: self._column(datums, name, self._loss_dtype) for name in inputs_of(op, loss)
-            },
+            inputs={name: self._column(datums, name, self._loss_dtype) for name in inputs_of(op, loss)},
             datum_lengths=[len(datum.tokens) for datum in datums],
             loss=loss,
             config={**loss.defaults, **op.loss_config},
@@ -133,9 +122,7 @@ class Head:
         arrays = [datum.inputs[name].reshape(len(datum.tokens), -1) for datum in datums]
         return to_device(np.concatenate(arrays), self._weight.device, dtype)
 
-    def run(
-        self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor
-    ) -> list[HeadResult]:
+    def run(self, given: Sequence[HeadInput], hidden: torch.Tensor, hidden_grad: torch.Tensor) -> list[HeadResult]:
         """Run `visits` to its end."""
         return run_to_end(self.visits(given, hidden, hidden_grad))
 
@@ -183,9 +170,7 @@ class Head:
         if together:
             yield together
 
-    def _visit(
-        self, chunks: Sequence[HeadChunk], hidden: torch.Tensor, hidden_grad: torch.Tensor
-    ) -> None:
+    def _visit(self, chunks: Sequence[HeadChunk], hidden: torch.Tensor, hidden_grad: torch.Tensor) -> None:
         rows = enough_rows(chunks[0].row_span.start, chunks[-1].row_span.stop, len(hidden))
         logits = raw_logits(hidden[rows], self._weight)
         goes_back, placed = chunks[0].goes_back, []

@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import (
-    Arrival,
-    CopyStream,
-    HostArenas,
-    carry_in,
-    carry_out,
-)
+from cotrain_workers.engine.adapters.copy_streams import Arrival, CopyStream, HostArenas, carry_in, carry_out
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import BaseModel

@@ -181,9 +181,7 @@ def lengths_of(logprobs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
     return torch.full((1,), len(logprobs), device=logprobs.device) if lengths is None else lengths
 
 
-def of_each_row(
-    values: torch.Tensor, lengths: torch.Tensor, logprobs: torch.Tensor
-) -> torch.Tensor:
+def of_each_row(values: torch.Tensor, lengths: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Return the value of each row's datum, in the type of `logprobs`, `[n, 1]` for 2-D ones."""
     # The output size spares the host a wait for the lengths.
     rows = values.repeat_interleave(lengths, output_size=len(logprobs)).to(logprobs.dtype)
@@ -211,9 +209,7 @@ def clipped(ratios: torch.Tensor, config: Config) -> torch.Tensor:
     return ratios.clamp(config["clip_low_threshold"], config["clip_high_threshold"])
 
 
-def clipped_surrogate(
-    apart: torch.Tensor, advantages: torch.Tensor, config: Config
-) -> torch.Tensor:
+def clipped_surrogate(apart: torch.Tensor, advantages: torch.Tensor, config: Config) -> torch.Tensor:
     """Return `-min(r * A, clip(r) * A)` of the ratios `r = exp(apart)`.
 
     Well above the upper bound a rewarded token's loss no longer depends on its ratio. The exponent stops
@@ -250,16 +246,10 @@ LOSSES: Mapping[str, LossSpec] = {
     "gspo": policy(corrected(gspo), RATIO_BOUNDS, "sequence_ratio_mask", per_token=False),
     "reinforce": policy(corrected(reinforce)),
     "grpo": policy(
-        grpo,
-        {**RATIO_BOUNDS, "beta": 0.0},
-        optional=(ROLLOUT, REFERENCE),
-        per_token=False,
-        unbounded_for=(-1,),
+        grpo, {**RATIO_BOUNDS, "beta": 0.0}, optional=(ROLLOUT, REFERENCE), per_token=False, unbounded_for=(-1,)
     ),
     # Token sums and a wider upper bound (Yu et al., 2025, arXiv:2503.14476); no KL.
-    "dapo": policy(
-        corrected(ppo), {**RATIO_BOUNDS, "clip_high_threshold": 1.28}, unbounded_for=(-1,)
-    ),
+    "dapo": policy(corrected(ppo), {**RATIO_BOUNDS, "clip_high_threshold": 1.28}, unbounded_for=(-1,)),
     "sapo": policy(corrected(sapo), {"tau_positive": 1.0, "tau_negative": 1.05}, per_token=False),
 }
 
@@ -291,9 +281,7 @@ def value_and_slope(
     return total.detach(), slope
 
 
-def steepest_target(
-    loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config
-) -> tuple[float, int]:
+def steepest_target(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[float, int]:
     """Return the largest absolute slope of the loss by a log-probability of one datum, and its
     flat index.
 
@@ -339,11 +327,7 @@ def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
 
 
 def refuse_reverse_kl(
-    op: ReverseKl,
-    vocab_size: int,
-    context_length: int,
-    *,
-    layout_of: Callable[[AdapterSpec], Layout],
+    op: ReverseKl, vocab_size: int, context_length: int, *, layout_of: Callable[[AdapterSpec], Layout]
 ) -> str | None:
     """Return why this reverse KL cannot run, as a sentence for the tenant, or None."""
     if not 0 < op.temperature < math.inf:
@@ -367,15 +351,11 @@ def refuse_kl_shapes(datum: KlDatum, context_length: int) -> str | None:
             return f"A datum has 1 to {context_length} tokens, not {len(tokens)}"
     most = min(len(datum.tokens), len(datum.reference))
     if datum.weights.ndim != 1 or not 0 < len(datum.weights) <= most:
-        return (
-            f"weights has shape {list(datum.weights.shape)}; there is room for 1 to {most} targets"
-        )
+        return f"weights has shape {list(datum.weights.shape)}; there is room for 1 to {most} targets"
     return None
 
 
-def refuse_shapes(
-    name: str, inputs: Sequence[str], datum: Datum, context_length: int
-) -> str | None:
+def refuse_shapes(name: str, inputs: Sequence[str], datum: Datum, context_length: int) -> str | None:
     """Return the error in the lengths and shapes of a datum, or None."""
     length = len(datum.tokens)
     if not 0 < length <= context_length:
@@ -405,7 +385,4 @@ def refuse_outside(name: str, tokens: np.ndarray, vocab_size: int) -> str | None
     if not outside.any():
         return None
     where = np.argwhere(outside)[0]
-    return (
-        f"{name} id {tokens[tuple(where)]} at position {where[0]} "
-        f"is outside the vocabulary (0..{vocab_size - 1})"
-    )
+    return f"{name} id {tokens[tuple(where)]} at position {where[0]} is outside the vocabulary (0..{vocab_size - 1})"

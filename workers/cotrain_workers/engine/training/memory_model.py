@@ -169,9 +169,7 @@ def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
     return ActivationModel(max(0.0, few - slope * tokens), slope)
 
 
-def micro_batch_bytes(
-    device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0
-) -> int:
+def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0) -> int:
     """Return the bytes for micro-batches on a device of which the base model takes `taken_bytes`.
 
     The vision tower takes `tower_bytes` for the largest image, while passes of long data are in progress. It is based on all memory instead of the free memory: sizes move bits, so a restart must find
@@ -196,9 +194,7 @@ def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
     return Budget(enough(recomputed, model, free_bytes), kept)
 
 
-def longest_datum(
-    activations: Activations, free_bytes: int, choice: Choice, host_tokens: int = 0
-) -> tuple[int, int]:
+def longest_datum(activations: Activations, free_bytes: int, choice: Choice, host_tokens: int = 0) -> tuple[int, int]:
     """Return the tokens of the longest datum in `free_bytes`, and the length above which a datum must save memory.
 
     The host has memory for the layer inputs of `host_tokens`. A datum is recomputed if possible. (0, sys.maxsize): not
@@ -256,9 +252,7 @@ def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
     if tokens >= LEAST_TOKENS:
         return tokens
     if model is None:
-        raise TooLittleMemory(
-            "Not even the micro-batch that measures memory fits next to the base model."
-        )
+        raise TooLittleMemory("Not even the micro-batch that measures memory fits next to the base model.")
     needed = model.fixed_bytes + LEAST_TOKENS * model.bytes_per_token
     raise TooLittleMemory(
         f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; "

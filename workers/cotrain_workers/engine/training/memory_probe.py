@@ -106,9 +106,7 @@ def host_tokens(base: BaseModel) -> int:
     return free_host_bytes() // 2 // token_bytes
 
 
-def measure(
-    base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak
-) -> Activations:
+def measure(base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak) -> Activations:
     """Measure both ways to run a layer. From one head chunk on, the head's share is constant.
 
     The tokens are one sequence, if the model reads as many. A single one takes most memory: in
@@ -123,8 +121,7 @@ def measure(
 
     def line(choice: Choice) -> ActivationModel | None:
         runs = [
-            partial(ask, choice, length=length, tokens=tokens)
-            for tokens, length in zip(points, lengths, strict=True)
+            partial(ask, choice, length=length, tokens=tokens) for tokens, length in zip(points, lengths, strict=True)
         ]
         runs[0]()  # libraries allocate their workspaces in the first call
         measured = [(tokens, peak(run)) for tokens, run in zip(points, runs, strict=True)]

@@ -63,10 +63,7 @@ class MicroBatch:
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
         """Return the two halves, in order; there are at least two slices."""
         middle = len(self.op_slices) // 2
-        return (
-            replace(self, op_slices=self.op_slices[:middle]),
-            replace(self, op_slices=self.op_slices[middle:]),
-        )
+        return (replace(self, op_slices=self.op_slices[:middle]), replace(self, op_slices=self.op_slices[middle:]))
 
     def without(self, owner: int) -> MicroBatch:
         """Return the same without the slices of one op."""
@@ -118,10 +115,7 @@ def of_one_kind(op_slices: Sequence[OpSlice]) -> list[list[OpSlice]]:
 
 
 def fill(
-    op_slices: Sequence[OpSlice],
-    limit: int,
-    align: int = 1,
-    order_by_owner: Sequence[Any] | None = None,
+    op_slices: Sequence[OpSlice], limit: int, align: int = 1, order_by_owner: Sequence[Any] | None = None
 ) -> list[MicroBatch]:
     """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go
     last.

@@ -116,9 +116,7 @@ class PassState:
         """Return the rows of each datum of a slice from row `start` on; [] if no datums share a prompt."""
         shared = self.shared_in(op_slice)
         datums = self.op.datums[op_slice.first : op_slice.last]
-        return (
-            spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
-        )
+        return spans_of(start, [len(datum.tokens) for datum in datums], shared) if any(shared) else []
 
     def cut(self, at: int, limit: int, *, shares: bool) -> None:
         """Cut the pass, with index `at` among the running ones, into slices of at most `limit` rows.
@@ -153,9 +151,7 @@ class PassState:
                 self.gradient.flat.copy_(before)
 
 
-def collect(
-    batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]
-) -> None:
+def collect(batch: MicroBatch, passes: Sequence[PassState], result_by_slice: Mapping[OpSlice, HeadResult]) -> None:
     """Store the result of each slice, and close the complete passes."""
     for op_slice in batch.op_slices:
         state = passes[op_slice.owner]
@@ -196,9 +192,7 @@ def finish(passes: Sequence[PassState]) -> None:
             if isinstance(done.op, Pass) and abs(loss_sum) > STEEP_LOSS:
                 record_steepest(done.adapter, done.op, found)
         done.output = (
-            output_of(done.op, found, loss_sum, done.rows)
-            if is_finite
-            else not_finite(done.op, found, done.adapter)
+            output_of(done.op, found, loss_sum, done.rows) if is_finite else not_finite(done.op, found, done.adapter)
         )
 
 

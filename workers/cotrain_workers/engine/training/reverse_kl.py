@@ -79,9 +79,7 @@ class KlHead:
             hidden_grad.index_copy_(0, rows, gradient)
         return HeadResult(divergences, (weights * divergences).sum(dtype=torch.float64))
 
-    def _visit(
-        self, ours: Projection, theirs: Projection, temperature: float, factors: torch.Tensor
-    ) -> torch.Tensor:
+    def _visit(self, ours: Projection, theirs: Projection, temperature: float, factors: torch.Tensor) -> torch.Tensor:
         """Return the divergence of each target; `factors` `[c]` are their weights / `temperature`."""
         p = torch.log_softmax(ours.logits().div_(temperature), dim=-1)
         q = torch.log_softmax(theirs.logits().div_(temperature), dim=-1)
@@ -91,9 +89,7 @@ class KlHead:
         ours.backward(apart.sub_(divergence[:, None]).mul_(p).mul_(factors[:, None]))
         return divergence
 
-    def _projection(
-        self, hidden: torch.Tensor, part: Part | None, grad: torch.Tensor | None = None
-    ) -> Projection:
+    def _projection(self, hidden: torch.Tensor, part: Part | None, grad: torch.Tensor | None = None) -> Projection:
         return Projection(self._weight, self._softcap, part, hidden, grad)
 
 
@@ -107,9 +103,7 @@ class References:
         self._micro_batch_tokens = micro_batch_tokens
 
     @torch.no_grad()
-    def ask_for(
-        self, ops: Mapping[OpSlice, Pass | ReverseKl]
-    ) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
+    def ask_for(self, ops: Mapping[OpSlice, Pass | ReverseKl]) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
         """Run the references of a micro-batch's reverse KLs.
 
         Return their results by slice, and the micro-batches that were run for them.
@@ -121,17 +115,13 @@ class References:
         op_slices = [
             op_slice
             for at, own in enumerate(datums)
-            for op_slice in cut(
-                at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False
-            )
+            for op_slice in cut(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
         ]
         order = [self._lora.order(adapter) for adapter in adapters]
         batches = fill(op_slices, limit, self._lora.align, order)
         hidden: list[list[torch.Tensor]] = [[] for _ in asked]
         for batch in batches:
-            for op_slice, found in zip(
-                batch.op_slices, self._run(batch, datums, adapters), strict=True
-            ):
+            for op_slice, found in zip(batch.op_slices, self._run(batch, datums, adapters), strict=True):
                 hidden[op_slice.owner].append(found)
         referred = {}
         for each, parts, adapter in zip(asked, hidden, adapters, strict=True):
@@ -140,20 +130,11 @@ class References:
         return referred, batches
 
     def _run(
-        self,
-        batch: MicroBatch,
-        asked: Sequence[Sequence[KlDatum]],
-        adapters: Sequence[FrozenAdapter],
+        self, batch: MicroBatch, asked: Sequence[Sequence[KlDatum]], adapters: Sequence[FrozenAdapter]
     ) -> list[torch.Tensor]:
         """Return the hidden states of the weighted targets of each slice, `[m, d]`."""
-        datums = [
-            asked[op_slice.owner][op_slice.first : op_slice.last] for op_slice in batch.op_slices
-        ]
-        row = token_row(
-            ([datum.reference for datum in each] for each in datums),
-            batch.padded_tokens,
-            batch.align,
-        )
+        datums = [asked[op_slice.owner][op_slice.first : op_slice.last] for op_slice in batch.op_slices]
+        row = token_row(([datum.reference for datum in each] for each in datums), batch.padded_tokens, batch.align)
         segments = [
             Segment(start, stop, adapter, adapter.scale, None)
             for (start, stop), adapter in zip(

@@ -79,9 +79,7 @@ def spans_of(start: int, lengths: Sequence[int], shared: Sequence[int]) -> list[
     return spans
 
 
-def repeat(
-    hidden: torch.Tensor, spans: Mapping[int, Sequence[Span]]
-) -> tuple[torch.Tensor, dict[int, int]]:
+def repeat(hidden: torch.Tensor, spans: Mapping[int, Sequence[Span]]) -> tuple[torch.Tensor, dict[int, int]]:
     """Append all rows of all datums of some slices to the hidden states `[T, d]` of a packed row.
 
     `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row. All
@@ -96,9 +94,7 @@ def repeat(
     return (torch.cat(parts) if starts else hidden), starts
 
 
-def fold(
-    grad: torch.Tensor, spans: Mapping[int, Sequence[Span]], starts: Mapping[int, int]
-) -> None:
+def fold(grad: torch.Tensor, spans: Mapping[int, Sequence[Span]], starts: Mapping[int, int]) -> None:
     """Write the gradient of the rows that `repeat` appended to their rows of `grad` `[T + n, d]`; add where rows are shared."""
     for first, of_slice in spans.items():
         at = starts[first]

@@ -21,12 +21,7 @@ import structlog
 
 from cotrain_store.blobs.folder import Folder, make_folder
 from cotrain_store.blobs.protocol import Blobs
-from cotrain_workers.checkpoints.peft_folder import (
-    LayoutOf,
-    read_folder,
-    remove_folder,
-    write_folder,
-)
+from cotrain_workers.checkpoints.peft_folder import LayoutOf, read_folder, remove_folder, write_folder
 from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
 
 log = structlog.get_logger()
@@ -35,9 +30,7 @@ log = structlog.get_logger()
 class AdapterCopies:
     """Copies of adapters in `folder`, at most `limit_bytes`. The least recently used are removed. Thread-safe."""
 
-    def __init__(
-        self, adapters: Blobs, folder: Path, limit_bytes: int, base_model: str, layout_of: LayoutOf
-    ) -> None:
+    def __init__(self, adapters: Blobs, folder: Path, limit_bytes: int, base_model: str, layout_of: LayoutOf) -> None:
         """Empty the folder, which belongs to this process. Earlier copies are made again on demand."""
         self._adapters = adapters
         self._folder = folder

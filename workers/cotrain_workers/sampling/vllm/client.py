@@ -70,9 +70,7 @@ class VllmServer:
             base_url=url,
             headers=headers,
             timeout=TIMEOUT,
-            transport=httpx.AsyncHTTPTransport(
-                verify=trusted(), limits=limits, socket_options=KEEP_ALIVE
-            ),
+            transport=httpx.AsyncHTTPTransport(verify=trusted(), limits=limits, socket_options=KEEP_ALIVE),
         )
 
     async def close(self) -> None:
@@ -129,10 +127,7 @@ class VllmServer:
         """Return True if the route to load adapters exists. An empty request is then rejected, not 404 or 405."""
         body = {"lora_name": "", "lora_path": ""}
         response = await self._send("POST", "/v1/load_lora_adapter", body)
-        return response.status_code not in (
-            httpx.codes.NOT_FOUND,
-            httpx.codes.METHOD_NOT_ALLOWED,
-        )
+        return response.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
 
     async def _json(self, method: str, path: str) -> dict[str, Any]:
         response = await self._send(method, path)
@@ -140,9 +135,7 @@ class VllmServer:
         answer: dict[str, Any] = response.json()
         return answer
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None = None
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:
             return await self._http.request(method, path, json=body)
         except (httpx.ConnectError, httpx.ConnectTimeout) as refused:

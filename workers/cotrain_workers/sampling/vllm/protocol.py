@@ -55,10 +55,7 @@ def refusal(request: SampleRequest, facts: ServerFacts | None) -> str | None:
         return "return_routed_experts needs the sampler of the engine, not vLLM."
     length = len(request.prompt)
     if facts and length >= facts.context_tokens:
-        return (
-            f"The prompt has {length} tokens; the context holds {facts.context_tokens}, "
-            "one of them generated."
-        )
+        return f"The prompt has {length} tokens; the context holds {facts.context_tokens}, one of them generated."
     targets = request.target_prompt_logprobs
     if targets is not None and ((targets >= 0) & (targets != request.prompt[1:, None])).any():
         return (
@@ -68,9 +65,7 @@ def refusal(request: SampleRequest, facts: ServerFacts | None) -> str | None:
     return None
 
 
-def completion_body(
-    request: SampleRequest, sequence: int, model: str, context_tokens: int
-) -> dict[str, Any]:
+def completion_body(request: SampleRequest, sequence: int, model: str, context_tokens: int) -> dict[str, Any]:
     """Return the body of the request for one sequence. The first sequence also scores the prompt.
 
     Every parameter is set. A missing one would be filled from the model's `generation_config.json`,
@@ -154,10 +149,7 @@ def _prompt_rows(request: SampleRequest, answered: Sequence[Mapping[str, Any] | 
     length = len(request.prompt)
     if len(answered) != length:
         raise ValueError(f"vLLM scored {len(answered)} tokens of a prompt of {length}")
-    scored = [
-        {int(token): entry["logprob"] for token, entry in (row or {}).items()}
-        for row in answered[1:]
-    ]
+    scored = [{int(token): entry["logprob"] for token, entry in (row or {}).items()} for row in answered[1:]]
     return [{}, *scored]
 
 

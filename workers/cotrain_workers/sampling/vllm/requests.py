@@ -24,13 +24,7 @@ from cotrain_workers.sampling.vllm.client import (
     VllmServer,
     VllmUnavailable,
 )
-from cotrain_workers.sampling.vllm.protocol import (
-    Completion,
-    ServerFacts,
-    completion_body,
-    refusal,
-    sample_output,
-)
+from cotrain_workers.sampling.vllm.protocol import Completion, ServerFacts, completion_body, refusal, sample_output
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
 
 #: Maximum number of adapters on the server at once. It must not exceed `--max-cpu-loras` of vLLM.
@@ -105,9 +99,7 @@ UNEMBEDDING = Failure(
     "user",
 )
 EXPERTS = Failure(
-    "The sampler of this base model cannot apply LoRA on experts. "
-    "Train with train_mlp=False to sample from it.",
-    "user",
+    "The sampler of this base model cannot apply LoRA on experts. Train with train_mlp=False to sample from it.", "user"
 )
 
 
@@ -141,9 +133,7 @@ class VllmSampler:
         self._entry = TenantEntry(self.max_sequences)
         self._checking = asyncio.Lock()
 
-    async def answer(
-        self, request: SampleRequest, folder: Path | None, begun: Event
-    ) -> SampleOutput | Failure:
+    async def answer(self, request: SampleRequest, folder: Path | None, begun: Event) -> SampleOutput | Failure:
         """Return the outcome of a request with the adapter in `folder`. Set `begun` before its first sequence is sent."""
         try:
             await self._refuse(request, folder)
@@ -165,9 +155,7 @@ class VllmSampler:
             pause_s, last = PAUSE_S[0], ""
             while self.facts is None:
                 try:
-                    self.facts = await check_server(
-                        self.server, self.base_model, self.targets, self.shared
-                    )
+                    self.facts = await check_server(self.server, self.base_model, self.targets, self.shared)
                 except (VllmUnavailable, VllmUnusable) as problem:
                     if str(problem) != last:
                         last = str(problem)
@@ -203,9 +191,7 @@ class VllmSampler:
             else:
                 return config
 
-    async def _sequence(
-        self, request: SampleRequest, number: int, folder: Path | None, begun: Event
-    ) -> Completion:
+    async def _sequence(self, request: SampleRequest, number: int, folder: Path | None, begun: Event) -> Completion:
         """Generate one sequence. Retry without limit while the server is unreachable, but at most TRIES times
         after the server received the sequence.
         """
@@ -246,10 +232,7 @@ class VllmSampler:
         except FolderUnreadable as unreadable:
             raise _Failed(_unreadable(unreadable)) from unreadable
         except VllmRefused as refused:
-            if refused.status in (
-                401,
-                403,
-            ):  # the API key has become wrong, which no request caused
+            if refused.status in (401, 403):  # the API key has become wrong, which no request caused
                 raise VllmUnavailable(str(refused), is_reached=False) from refused
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
 

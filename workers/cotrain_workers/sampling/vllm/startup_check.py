@@ -43,9 +43,7 @@ class VllmUnusable(VllmError):
     """A vLLM server answers, but is not suitable for sampling. The message is for the operator."""
 
 
-async def check_server(
-    server: VllmServer, base_model: str, targets: Sequence[Target], shared: Path
-) -> ServerFacts:
+async def check_server(server: VllmServer, base_model: str, targets: Sequence[Target], shared: Path) -> ServerFacts:
     """Return the facts of a server that can sample for this base model.
 
     `shared` is a folder with the same path on both sides. Two probe adapters are written there.
@@ -72,9 +70,7 @@ async def check_server(
     except AdapterUnknown as unknown:  # the check of another worker has unloaded the same probe
         raise VllmUnavailable(f"lost a probe: {unknown}", is_reached=False) from unknown
     except (KeyError, TypeError, ValueError) as error:
-        raise VllmUnusable(
-            f"The server does not answer as a supported vLLM does: {error!r}."
-        ) from error
+        raise VllmUnusable(f"The server does not answer as a supported vLLM does: {error!r}.") from error
     except OSError as error:
         raise VllmUnusable(f"No adapter can be written to {shared}: {error}.") from error
 
@@ -117,9 +113,7 @@ class _Probes:
             found.append(np.array(sorted(rows[0].values(), reverse=True)[:5]))
         cold, hot = found
         if np.abs(cold - hot).max() > NOISE or np.exp(cold).sum() > 1 + NOISE:
-            raise VllmUnusable(
-                "vLLM's log-probs are not the raw model's. Start it with --logprobs-mode raw_logprobs."
-            )
+            raise VllmUnusable("vLLM's log-probs are not the raw model's. Start it with --logprobs-mode raw_logprobs.")
 
     async def check_adapters(self, targets: Sequence[Target]) -> None:
         """Raise VllmUnusable unless the server can load an adapter from the shared folder and applies it."""

@@ -91,9 +91,7 @@ def test_a_version_is_never_used_for_other_weights() -> None:
 
 
 def test_the_compute_copy_is_made_on_demand_and_again_after_a_change() -> None:
-    adapter = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16).create(
-        "a", AdapterSpec(4, seed=0)
-    )
+    adapter = AdapterBank(TARGETS, torch.device("cpu"), torch.bfloat16).create("a", AdapterSpec(4, seed=0))
     assert adapter._compute is None
     before = adapter.compute["lm_head"].b
     assert adapter.compute["lm_head"].b is before

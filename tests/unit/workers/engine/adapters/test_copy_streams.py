@@ -70,11 +70,7 @@ def banked(cuda: Any, runs: str, budget_in_adapters: int) -> AdapterBank:
     other = AdapterBank(TARGETS, CPU, torch.float32)
     size = other.device_bytes(other.create("a", AdapterSpec(4, 0)))
     bank = AdapterBank(
-        TARGETS,
-        CPU,
-        torch.float32,
-        adapter_bytes=budget_in_adapters * size,
-        copy_stream=CopyStream(CPU, cuda),
+        TARGETS, CPU, torch.float32, adapter_bytes=budget_in_adapters * size, copy_stream=CopyStream(CPU, cuda)
     )
     for seed, run in enumerate(runs):
         bank.create(run, AdapterSpec(4, seed))
@@ -125,9 +121,7 @@ def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
-def test_arenas_are_copied_back_unchanged_in_blocks(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arenas_are_copied_back_unchanged_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_streams, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 

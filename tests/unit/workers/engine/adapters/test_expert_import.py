@@ -48,11 +48,7 @@ def imported(engine: Engine, config: bytes, tensors: bytes) -> HostWeights:
     ],
 )
 def test_an_adapter_of_peft_gives_its_values(
-    new_engine: NewEngine,
-    model_folder: ModelFolder,
-    tmp_path: Path,
-    family: str,
-    parameters: tuple[str, ...],
+    new_engine: NewEngine, model_folder: ModelFolder, tmp_path: Path, family: str, parameters: tuple[str, ...]
 ) -> None:
     network: Any = load_plain(model_folder(family), torch.float32)
     network.set_experts_implementation("eager")
@@ -96,15 +92,11 @@ def exported(engine: Engine, spec: AdapterSpec, root: Path) -> tuple[HostWeights
 
 def same(found: HostWeights, weights: HostWeights) -> bool:
     """Return True if two adapters have equal matrices, whatever their seeds and alphas."""
-    return found.spec.per_expert == weights.spec.per_expert and torch.equal(
-        found.flat, weights.flat
-    )
+    return found.spec.per_expert == weights.spec.per_expert and torch.equal(found.flat, weights.flat)
 
 
 @pytest.mark.parametrize("per_expert", [False, True])
-def test_an_export_comes_back_to_the_bit(
-    new_engine: NewEngine, tmp_path: Path, per_expert: bool
-) -> None:
+def test_an_export_comes_back_to_the_bit(new_engine: NewEngine, tmp_path: Path, per_expert: bool) -> None:
     engine = new_engine("qwen2_moe")
     spec = AdapterSpec(5, seed=1, per_expert=per_expert)
     weights, config, folder = exported(engine, spec, tmp_path)
@@ -142,12 +134,8 @@ def renamed(
     return plain
 
 
-@pytest.mark.parametrize(
-    ("form", "per_expert"), [("tinker", False), ("tinker", True), ("index", True)]
-)
-def test_other_names_of_experts_are_read(
-    new_engine: NewEngine, tmp_path: Path, form: str, per_expert: bool
-) -> None:
+@pytest.mark.parametrize(("form", "per_expert"), [("tinker", False), ("tinker", True), ("index", True)])
+def test_other_names_of_experts_are_read(new_engine: NewEngine, tmp_path: Path, form: str, per_expert: bool) -> None:
     engine = new_engine("qwen3_moe")
     spec = AdapterSpec(4, seed=1, per_expert=per_expert)
     weights, config, folder = exported(engine, spec, tmp_path)
@@ -159,9 +147,7 @@ def test_other_names_of_experts_are_read(
     assert same(imported(engine, json.dumps(fields).encode(), save(tensors)), weights)
 
 
-def test_experts_of_another_model_are_refused_by_name(
-    new_engine: NewEngine, tmp_path: Path
-) -> None:
+def test_experts_of_another_model_are_refused_by_name(new_engine: NewEngine, tmp_path: Path) -> None:
     engine = new_engine("qwen3_moe")
     _, config, folder = exported(engine, AdapterSpec(4, seed=1, train_attn=False), tmp_path)
     content = (folder / TENSORS).read_bytes()

@@ -41,14 +41,7 @@ def saved(engine: Engine, run: str = TENANT.run) -> SaveOutput:
     return output
 
 
-def load_of(
-    save: SaveOutput,
-    *,
-    run: str = TENANT.run,
-    seq: int = 98,
-    optimizer: bool,
-    creates: bool = False,
-) -> Load:
+def load_of(save: SaveOutput, *, run: str = TENANT.run, seq: int = 98, optimizer: bool, creates: bool = False) -> Load:
     state = save.optimizer if optimizer else None
     return Load(run, seq, "tinker://r/weights/x", save.weights, state, creates)
 
@@ -66,9 +59,7 @@ def for_run(ops: list[Op], run: str) -> list[Op]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_load_restores_weights_optimizer_and_later_steps_exactly(
-    new_engine: NewEngine, dtype: torch.dtype
-) -> None:
+def test_a_load_restores_weights_optimizer_and_later_steps_exactly(new_engine: NewEngine, dtype: torch.dtype) -> None:
     engine, stayed = new_engine(dtype=dtype), new_engine(dtype=dtype)
     for each in (engine, stayed):
         each.run(TENANT.ops(0))
@@ -198,20 +189,14 @@ def test_runs_that_load_among_others_change_no_bit_of_any_run(new_engine: NewEng
         alone = new_engine()
         for cycle in (0, 1, 2):
             alone.run(ops_of(tenant, checkpoint_by_run[tenant.run], cycle))
-        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), tenant.run
     assert same_bits(together.adapters.state("born"), together.adapters.state(MIX[2].run))
 
 
 @pytest.mark.parametrize(
-    "spec",
-    [AdapterSpec(4, 1), AdapterSpec(8, 1, train_unembed=False), AdapterSpec(8, 1, train_mlp=False)],
-    ids=str,
+    "spec", [AdapterSpec(4, 1), AdapterSpec(8, 1, train_unembed=False), AdapterSpec(8, 1, train_mlp=False)], ids=str
 )
-def test_a_checkpoint_of_another_shape_is_refused_without_a_change(
-    new_engine: NewEngine, spec: AdapterSpec
-) -> None:
+def test_a_checkpoint_of_another_shape_is_refused_without_a_change(new_engine: NewEngine, spec: AdapterSpec) -> None:
     engine = new_engine()
     engine.run([*TENANT.ops(0), Create("other", 0, spec)])
     before = engine.adapters.state(TENANT.run)
@@ -219,8 +204,7 @@ def test_a_checkpoint_of_another_shape_is_refused_without_a_change(
     assert isinstance(refused, Failure)
     assert refused.category == "user"
     for words in (
-        f"rank {spec.rank}, train_attn=True, train_mlp={spec.train_mlp}, "
-        f"train_unembed={spec.train_unembed}; this run",
+        f"rank {spec.rank}, train_attn=True, train_mlp={spec.train_mlp}, train_unembed={spec.train_unembed}; this run",
         "rank 8, train_attn=True, train_mlp=True, train_unembed=True",
     ):
         assert words in refused.message
@@ -268,20 +252,15 @@ def test_loaded_weights_of_another_alpha_keep_their_effect(new_engine: NewEngine
         expected = saved(other).weights.flat.clone()
         for pair in each.adapters[TENANT.run].layout.views(expected).values():
             pair.b.mul_(factor)
-        torch.testing.assert_close(
-            each.adapters.state(TENANT.run).weights, expected, rtol=1e-6, atol=0
-        )
+        torch.testing.assert_close(each.adapters.state(TENANT.run).weights, expected, rtol=1e-6, atol=0)
     ours, scaled = (np.frombuffer(b"".join(logprobs_of(e)), np.float32) for e in (other, engine))
     np.testing.assert_allclose(ours, scaled, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("alpha", "optimizer", "said"),
-    [(7.5, True, "another alpha"), (1e300, False, "too large an alpha")],
+    ("alpha", "optimizer", "said"), [(7.5, True, "another alpha"), (1e300, False, "too large an alpha")]
 )
-def test_an_alpha_that_does_not_fit_is_refused(
-    new_engine: NewEngine, alpha: float, optimizer: bool, said: str
-) -> None:
+def test_an_alpha_that_does_not_fit_is_refused(new_engine: NewEngine, alpha: float, optimizer: bool, said: str) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     before, save = engine.adapters.state(TENANT.run), saved(engine)
@@ -298,9 +277,7 @@ def test_an_alpha_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("ruined", "creates"), [("weights", True), ("m", False), ("v", True), variant("weights", False)]
 )
-def test_a_checkpoint_with_non_finite_values_is_refused(
-    new_engine: NewEngine, ruined: str, creates: bool
-) -> None:
+def test_a_checkpoint_with_non_finite_values_is_refused(new_engine: NewEngine, ruined: str, creates: bool) -> None:
     engine = new_engine()
     engine.run(TENANT.ops(0))
     save = saved(engine)
@@ -309,9 +286,7 @@ def test_a_checkpoint_with_non_finite_values_is_refused(
     optimizer = replace(save.optimizer, m=save.optimizer.m.clone(), v=save.optimizer.v.clone())
     arena = weights.flat if ruined == "weights" else getattr(optimizer, ruined)
     arena[5] = float("inf")
-    load = replace(
-        load_of(save, optimizer=True, creates=creates), weights=weights, optimizer=optimizer
-    )
+    load = replace(load_of(save, optimizer=True, creates=creates), weights=weights, optimizer=optimizer)
     load = replace(load, run="new" if creates else TENANT.run)
     before = engine.adapters.state(TENANT.run)
 
@@ -334,9 +309,7 @@ def layout_of(spec: AdapterSpec) -> Layout:
     return plan_layout(spec, TARGETS)
 
 
-def adapter(
-    spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout] = layout_of
-) -> HostWeights:
+def adapter(spec: AdapterSpec, layout_of: Callable[[AdapterSpec], Layout] = layout_of) -> HostWeights:
     layout = layout_of(spec)
     weights = HostWeights(spec, torch.zeros(layout.size))
     generator = torch.Generator().manual_seed(spec.seed)
@@ -409,9 +382,7 @@ def test_the_logits_of_a_mix_equal_those_of_peft_with_summed_weights(
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
-def logits(
-    folder: Path, sources: list[tuple[float, HostWeights]], engine: Engine, tokens: np.ndarray
-) -> torch.Tensor:
+def logits(folder: Path, sources: list[tuple[float, HostWeights]], engine: Engine, tokens: np.ndarray) -> torch.Tensor:
     """Return the logits of plain PEFT with `sum c_i * change_i` in fp64 in place of one adapter."""
     widest = mixed_spec([weights.spec for _, weights in sources])
     oracle = PeftOracle(folder, widest, torch.float64)
@@ -424,11 +395,7 @@ def logits(
     hooks = []
     for name, delta in deltas.items():
         module = modules[f"base_model.model.{name}"]
-        hooks.append(
-            module.register_forward_hook(
-                lambda _, args, out, delta=delta: out + args[0] @ delta.t()
-            )
-        )
+        hooks.append(module.register_forward_hook(lambda _, args, out, delta=delta: out + args[0] @ delta.t()))
     with torch.no_grad():
         found: torch.Tensor = oracle.model(input_ids=torch.from_numpy(tokens)[None]).logits[0]
     return found

@@ -25,16 +25,7 @@ from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import families
 from cotrain_workers.engine.model.families import LLAMA
-from cotrain_workers.engine.ops import (
-    CreateOutput,
-    Datum,
-    Failure,
-    HostWeights,
-    Import,
-    Pass,
-    PassOutput,
-    PeftAdapter,
-)
+from cotrain_workers.engine.ops import CreateOutput, Datum, Failure, HostWeights, Import, Pass, PassOutput, PeftAdapter
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.draws import variant
@@ -43,9 +34,7 @@ from tests.support.uploads import config, q_proj, safetensors
 
 TOKENS = np.random.default_rng(0).integers(0, 128, 24)
 MAX_RANK = 16
-ATTENTION, MLP = (
-    [name for name, each in LLAMA.items() if each == family] for family in ("attn", "mlp")
-)
+ATTENTION, MLP = ([name for name, each in LLAMA.items() if each == family] for family in ("attn", "mlp"))
 EVERYTHING = (*ATTENTION, *MLP, "lm_head")
 
 FOREIGN: dict[str, dict[str, Any]] = {
@@ -147,11 +136,7 @@ def every_logprob_of(engine: Engine, run: str) -> np.ndarray:
     ],
 )
 def test_an_imported_adapter_computes_the_results_of_peft(
-    new_engine: NewEngine,
-    model_folder: ModelFolder,
-    foreign: Callable[..., Path],
-    settings: dict[str, Any],
-    tied: bool,
+    new_engine: NewEngine, model_folder: ModelFolder, foreign: Callable[..., Path], settings: dict[str, Any], tied: bool
 ) -> None:
     folder, engine = foreign(settings, tied=tied), new_engine(tied=tied)
     network: Any = AutoModelForCausalLM.from_pretrained(model_folder("qwen3", tied=tied))
@@ -169,8 +154,7 @@ def test_an_imported_adapter_computes_the_results_of_peft(
 
 
 @pytest.mark.parametrize(
-    ("tied", "along"),
-    [(False, "auto"), (True, True), variant(False, True), variant(True, "auto")],
+    ("tied", "along"), [(False, "auto"), (True, True), variant(False, True), variant(True, "auto")]
 )
 def test_saved_base_weights_equal_to_ours_are_dropped(
     new_engine: NewEngine, foreign: Callable[..., Path], tied: bool, along: bool | str
@@ -194,9 +178,7 @@ def test_saved_base_weights_equal_to_ours_are_dropped(
         assert engine.run([Import(run, 0, imported(halved))]).outputs[run, 0] == plain
 
 
-def test_double_precision_is_rounded_as_by_peft(
-    new_engine: NewEngine, foreign: Callable[..., Path]
-) -> None:
+def test_double_precision_is_rounded_as_by_peft(new_engine: NewEngine, foreign: Callable[..., Path]) -> None:
     folder = foreign(FOREIGN["our scale"], tied=False, dtype=torch.float64)
     stored = load_file(folder / TENSORS)
     assert {tensor.dtype for tensor in stored.values()} == {torch.float64}
@@ -224,11 +206,7 @@ def test_half_precision_is_widened_without_loss(
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        AdapterSpec(4, seed=3),
-        AdapterSpec(3, 3, train_mlp=False),
-        AdapterSpec(6, 3, train_attn=False),
-    ],
+    [AdapterSpec(4, seed=3), AdapterSpec(3, 3, train_mlp=False), AdapterSpec(6, 3, train_attn=False)],
     ids=["everything", "no-mlp", "no-attn"],
 )
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -281,34 +259,17 @@ REFUSED: dict[str, tuple[PeftAdapter, str]] = {
     "other width": (imported(adapter_of_q_proj((4, 63), (128, 4))), r"needs \[4, 64\]"),
     "other height": (imported(adapter_of_q_proj((4, 64), (127, 4))), r"needs \[128, 4\]"),
     "no such layer": (imported(replace(GOOD, modules=(FAR,))), "model.layers.9"),
-    "rank over the limit": (
-        imported(replace(GOOD, lora=replace(GOOD.lora, rank=17))),
-        "rank 17; between 1 and 16",
-    ),
-    "rank over the run's": (
-        imported(replace(GOOD, lora=replace(GOOD.lora, rank=2))),
-        "no rank of 1 to 2",
-    ),
+    "rank over the limit": (imported(replace(GOOD, lora=replace(GOOD.lora, rank=17))), "rank 17; between 1 and 16"),
+    "rank over the run's": (imported(replace(GOOD, lora=replace(GOOD.lora, rank=2))), "no rank of 1 to 2"),
     "left-over tensors": (imported(replace(GOOD, modules=())), "lora_A.weight: not a LoRA"),
-    "missing tensor": (
-        imported(replace(GOOD, modules=(replace(GOOD.modules[0], a="x"),))),
-        "x is missing",
-    ),
+    "missing tensor": (imported(replace(GOOD, modules=(replace(GOOD.modules[0], a="x"),))), "x is missing"),
     "not a number": (imported(with_content(GOOD, torch.full((4, 64), torch.nan))), "finite"),
     "endless": (imported(with_content(GOOD, torch.full((4, 64), -torch.inf))), "finite"),
     "too large once scaled": (
-        imported(
-            replace(
-                with_content(GOOD, torch.ones(4, 64)),
-                modules=(replace(GOOD.modules[0], scale=1e40),),
-            )
-        ),
+        imported(replace(with_content(GOOD, torch.ones(4, 64)), modules=(replace(GOOD.modules[0], scale=1e40),))),
         "lora_B.weight holds numbers",
     ),
-    "integers": (
-        imported(with_content(GOOD, torch.ones(4, 64, dtype=torch.int32))),
-        "F32, F16 and BF16",
-    ),
+    "integers": (imported(with_content(GOOD, torch.ones(4, 64, dtype=torch.int32))), "F32, F16 and BF16"),
     "no safetensors": (imported(replace(GOOD, tensors=b"PK")), "cannot be read"),
 }
 

@@ -40,14 +40,10 @@ def test_a_budget_exceeded_by_new_runs_is_restored() -> None:
 def test_adapters_of_the_next_cycles_are_prefetched_as_far_as_they_fit() -> None:
     adapters = sizes("abcd", "efg")
 
-    assert prefetch_moves(adapters, ["e", "f", "g"], in_use="cd", budget=4) == Moves(
-        ["a", "b"], ["e", "f"]
-    )
+    assert prefetch_moves(adapters, ["e", "f", "g"], in_use="cd", budget=4) == Moves(["a", "b"], ["e", "f"])
     assert prefetch_moves(adapters, ["e"], in_use="abcd", budget=4) == Moves([], [])
     assert prefetch_moves(adapters, ["e"], in_use="", budget=0) == Moves([], [])
-    assert prefetch_moves(adapters, ["c", "unknown", "e"], in_use="", budget=4) == Moves(
-        ["a"], ["e"]
-    )
+    assert prefetch_moves(adapters, ["c", "unknown", "e"], in_use="", budget=4) == Moves(["a"], ["e"])
 
 
 def test_a_cycle_is_divided_only_if_its_adapters_do_not_fit() -> None:

@@ -79,9 +79,7 @@ def test_hundreds_of_idle_runs_use_the_device_memory_of_eight(new_engine: NewEng
     assert engine.adapters.state("run-1").digest() == fresh_state(engine, 1).digest()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, variant(torch.bfloat16)]
-)  # fp64 is not guaranteed
+@pytest.mark.parametrize("dtype", [torch.float32, variant(torch.bfloat16)])  # fp64 is not guaranteed
 def test_a_cycle_too_large_for_the_device_runs_in_groups_with_equal_bits(
     new_engine: NewEngine, dtype: torch.dtype
 ) -> None:
@@ -144,9 +142,7 @@ def test_a_dropped_run_frees_its_memory_in_any_tier(new_engine: NewEngine) -> No
 
 def test_the_least_recently_used_runs_exceed_the_host_budget(new_engine: NewEngine) -> None:
     size = adapter_bytes(new_engine(), SPEC)
-    engine = new_engine(
-        host_bytes=3 * size
-    )  # on a CPU, the memory of the device is that of the host
+    engine = new_engine(host_bytes=3 * size)  # on a CPU, the memory of the device is that of the host
     for run in "abcde":
         engine.adapters.restore(run, fresh_state(engine, 0))
     assert engine.adapters.runs_to_evict() == ["a", "b"]

@@ -9,21 +9,13 @@ import torch
 
 from cotrain_workers.engine.adapters.adapter import is_all_finite
 from cotrain_workers.engine.decoding import adapter_slots, row_lora
-from cotrain_workers.engine.decoding.adapter_slots import (
-    WeightSlots,
-    WeightsNotFinite,
-    WeightsUnfit,
-)
+from cotrain_workers.engine.decoding.adapter_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
 from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Slot, slot_layout
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
-TARGETS = (
-    Target("q_proj", "attn", 24, 40),
-    Target("up_proj", "mlp", 24, 33),
-    Target("lm_head", "unembed", 24, 131),
-)
+TARGETS = (Target("q_proj", "attn", 24, 40), Target("up_proj", "mlp", 24, 33), Target("lm_head", "unembed", 24, 131))
 
 
 def host(rank: int, seed: int = 0, **families: Any) -> HostWeights:
@@ -91,9 +83,7 @@ def test_rows_have_the_same_bits_in_any_mix() -> None:
 
 
 @pytest.mark.parametrize(("gather", "keep"), [(0, 0), (1 << 20, 0), (1 << 20, 1 << 20)])
-def test_gathering_and_keeping_matrices_changes_no_bit(
-    monkeypatch: pytest.MonkeyPatch, gather: int, keep: int
-) -> None:
+def test_gathering_and_keeping_matrices_changes_no_bit(monkeypatch: pytest.MonkeyPatch, gather: int, keep: int) -> None:
     slots = slots_of({str(at): host(8, at) for at in range(5)})
     pinned = [slots.pin(str(at)) for at in range(5)]
     x, expected = torch.randn(5, 24), torch.zeros(5, 131)
@@ -161,9 +151,7 @@ def test_unused_pools_are_freed_for_another_rank() -> None:
     assert slots.pin("a", at_once=True) is not None
 
 
-def test_recently_used_slots_are_not_freed_for_another_rank(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_recently_used_slots_are_not_freed_for_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = slots_of({"a": host(8), "large": host(16)}, capacity=2)
     slots.pin("a")
     slots.unpin("a")
@@ -209,9 +197,7 @@ def test_no_slot_is_freed_for_another_rank_if_that_is_not_enough() -> None:
     assert slots.in_use() == {"a"}
 
 
-def test_the_number_of_remembered_waiting_weights_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_remembered_waiting_weights_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_slots, "MAX_WAITING", 3)
     slots = slots_of({str(at): host(8, at) for at in range(10)}, capacity=1)
     slots.pin("0")

@@ -39,12 +39,7 @@ def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
         assert torch.equal(of_used, of_fresh)
     assert used.ids.tolist() == [[10, 11, 0, 0]]
     assert used.positions.tolist() == [[20, 33, 0, 0]]
-    assert used.tables.kv_slots.tolist() == [
-        8 * PAGE + 4,
-        9 * PAGE + 1,
-        DUMP * PAGE,
-        DUMP * PAGE + 1,
-    ]
+    assert used.tables.kv_slots.tolist() == [8 * PAGE + 4, 9 * PAGE + 1, DUMP * PAGE, DUMP * PAGE + 1]
     (blocks,) = used.tables.launches
     assert blocks.lengths.tolist() == [21, 34, 1, 1]
     none = [DUMP] * PAGES

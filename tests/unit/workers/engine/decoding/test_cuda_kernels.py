@@ -172,9 +172,7 @@ def test_in_a_graph_rows_of_other_pools_use_a_zero_slot() -> None:
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_graph_with_different_results_is_not_used(
-    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_with_different_results_is_not_used(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     expected = finish(decoder_of(engine, weights), requests())
@@ -192,9 +190,7 @@ def test_a_graph_with_different_results_is_not_used(
 
 
 @pytest.mark.usefixtures("as_on_cuda")
-def test_a_graph_that_cannot_be_captured_is_not_used(
-    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_that_cannot_be_captured_is_not_used(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
@@ -238,9 +234,7 @@ def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     device = torch.device("cpu")
-    slots = WeightSlots(
-        engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None
-    )
+    slots = WeightSlots(engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None)
     pinned = sorted((slots.pin(run) for run in RUNS), key=slot_order)
     rows = [None, None, *(slot for slot in pinned for _ in range(3))]
     for target in engine._base.targets[-8:]:
@@ -255,10 +249,7 @@ def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
 
 
 def test_a_kernel_over_pages_with_wrong_results_is_not_used(
-    new_engine: NewEngine,
-    as_on_cuda: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    new_engine: NewEngine, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     lengths, queries, window = 6, 8, 10
 
@@ -304,11 +295,7 @@ def test_a_kernel_over_pages_with_wrong_results_is_not_used(
     ],
 )
 def test_the_reason_against_the_kernel_over_pages_is_logged(
-    caplog: pytest.LogCaptureFixture,
-    dtype: torch.dtype,
-    head_dim: int,
-    page_tokens: int,
-    reason: str,
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype, head_dim: int, page_tokens: int, reason: str
 ) -> None:
     weight: Any = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda"))
 

@@ -72,9 +72,7 @@ def test_logprobs_equal_those_of_the_trainer(new_engine: NewEngine, family: str)
 
 @pytest.mark.parametrize("family", [variant("qwen3"), "gemma2", variant("gemma3")])
 @pytest.mark.numerics
-def test_a_seeded_request_gives_the_same_bits_in_any_batch(
-    new_engine: NewEngine, family: str
-) -> None:
+def test_a_seeded_request_gives_the_same_bits_in_any_batch(new_engine: NewEngine, family: str) -> None:
     engine = new_engine(family)
     weights = trained_weights(engine)
     mine = [
@@ -136,9 +134,7 @@ def test_a_small_head_chunk_changes_no_bit(new_engine: NewEngine) -> None:
 
 
 @pytest.mark.parametrize("run", ["all-8", variant("head-16")])
-def test_greedy_output_equals_that_of_transformers(
-    new_engine: NewEngine, model_folder: ModelFolder, run: str
-) -> None:
+def test_greedy_output_equals_that_of_transformers(new_engine: NewEngine, model_folder: ModelFolder, run: str) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     tenant = next(tenant for tenant in MIX if tenant.run == run)
@@ -160,9 +156,7 @@ def test_greedy_output_equals_that_of_transformers(
 
 
 @pytest.mark.parametrize("family", ["qwen3", variant("gemma2")])
-def test_decoding_at_yield_points_changes_no_bit_of_training(
-    new_engine: NewEngine, family: str
-) -> None:
+def test_decoding_at_yield_points_changes_no_bit_of_training(new_engine: NewEngine, family: str) -> None:
     alone = new_engine(family, micro_batch_tokens=64)
     shared = new_engine(family, micro_batch_tokens=64)
     weights = trained_weights(alone)

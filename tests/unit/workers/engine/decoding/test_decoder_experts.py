@@ -7,15 +7,7 @@ import pytest
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.spec import AdapterSpec
-from tests.support.decoding import (
-    VOCAB,
-    assert_same,
-    decoder_of,
-    finish,
-    output,
-    request,
-    trainer_logprobs,
-)
+from tests.support.decoding import VOCAB, assert_same, decoder_of, finish, output, request, trainer_logprobs
 from tests.support.draws import variant
 from tests.support.mixtures import SOME, random_weights
 from tests.support.training import NewEngine

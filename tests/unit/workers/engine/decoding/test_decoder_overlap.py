@@ -31,9 +31,7 @@ from tests.support.draws import variant
 from tests.support.training import NewEngine
 
 
-def overlapping(
-    engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096
-) -> EngineDecoder:
+def overlapping(engine: Engine, weights: Mapping[str, HostWeights], kv_tokens: int = 4096) -> EngineDecoder:
     decoder = decoder_of(engine, weights, kv_tokens)
     assert not decoder.overlaps  # off on a CPU, where it has no benefit
     decoder.overlaps = True
@@ -155,10 +153,7 @@ def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> Non
 def test_a_cancelled_request_changes_no_bit_of_its_neighbours(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
-    asked = [
-        request(f"r{at}", np.arange(at, at + 20), RUNS[at % 3], max_tokens=30, seed=at)
-        for at in range(8)
-    ]
+    asked = [request(f"r{at}", np.arange(at, at + 20), RUNS[at % 3], max_tokens=30, seed=at) for at in range(8)]
     expected = finish(decoder_of(engine, weights), asked)
     decoder = overlapping(engine, weights)
     steps = iter(range(1000))

@@ -15,13 +15,7 @@ from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
-from tests.support.decoding import (
-    output,
-    request,
-    target_logprobs,
-    trained_weights,
-    trainer_logprobs,
-)
+from tests.support.decoding import output, request, target_logprobs, trained_weights, trainer_logprobs
 from tests.support.training import MIX, NewEngine
 
 VOCAB, CONTEXT = 128, 512
@@ -76,14 +70,8 @@ def test_a_stop_token_stays_in_the_output(decoder: EngineDecoder) -> None:
 
 
 def test_a_stop_string_across_tokens_ends_with_its_last_token(engine: Engine) -> None:
-    decoder = engine.decoder(
-        no_weights, kv_tokens=2048, text=lambda tokens: "".join(f"<{t}>" for t in tokens)
-    )
-    unstopped = (
-        output(decoder, request("m", PROMPT, temperature=0.0, max_tokens=30))
-        .sequences[0]
-        .tokens.tolist()
-    )
+    decoder = engine.decoder(no_weights, kv_tokens=2048, text=lambda tokens: "".join(f"<{t}>" for t in tokens))
+    unstopped = output(decoder, request("m", PROMPT, temperature=0.0, max_tokens=30)).sequences[0].tokens.tolist()
     stop = f"{unstopped[10]}><{unstopped[11]}"
     ends = [at for at in range(1, 30) if f"{unstopped[at - 1]}><{unstopped[at]}".endswith(stop)]
 
@@ -109,9 +97,7 @@ def test_a_stop_string_may_begin_with_the_space_after_the_prompt(engine: Engine)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 30])
-def test_a_sample_without_a_stop_has_the_requested_number_of_tokens(
-    decoder: EngineDecoder, max_tokens: int
-) -> None:
+def test_a_sample_without_a_stop_has_the_requested_number_of_tokens(decoder: EngineDecoder, max_tokens: int) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=max_tokens, num_samples=2, topk_sample_logprobs=3)
     found = output(decoder, mine)
 
@@ -123,9 +109,7 @@ def test_a_sample_without_a_stop_has_the_requested_number_of_tokens(
         assert sequence.topk.token_ids.shape == (max_tokens, 3)
 
 
-def test_prompt_logprobs_may_be_requested_without_generated_tokens(
-    engine: Engine, decoder: EngineDecoder
-) -> None:
+def test_prompt_logprobs_may_be_requested_without_generated_tokens(engine: Engine, decoder: EngineDecoder) -> None:
     mine = request("m", PROMPT, RUN, max_tokens=0, prompt_logprobs=True, num_samples=2)
     found = output(decoder, mine)
 
@@ -167,19 +151,13 @@ def test_a_cache_smaller_than_the_context_limits_sequences(engine: Engine) -> No
 
     assert len(found.sequences[0].tokens) == 28
     reason = decoder.refuse(request("m", np.arange(49)))
-    assert reason == (
-        "The prompt has 49 tokens; prompt and generated tokens together are at most 48 here."
-    )
+    assert reason == ("The prompt has 49 tokens; prompt and generated tokens together are at most 48 here.")
 
 
-def test_prompt_logprobs_may_be_limited_to_the_last_positions(
-    engine: Engine, decoder: EngineDecoder
-) -> None:
+def test_prompt_logprobs_may_be_limited_to_the_last_positions(engine: Engine, decoder: EngineDecoder) -> None:
     targets = np.random.default_rng(2).integers(-1, VOCAB, (len(PROMPT) - 1, 2))
     output(decoder, request("before", PROMPT, RUN))
-    mine = request(
-        "m", PROMPT, RUN, prompt_logprobs=True, prompt_logprobs_last_n=4, topk_prompt_logprobs=3
-    )
+    mine = request("m", PROMPT, RUN, prompt_logprobs=True, prompt_logprobs_last_n=4, topk_prompt_logprobs=3)
     found = output(decoder, mine)
 
     assert found.cached_prompt_tokens == 32  # the last page holds all four rows
@@ -202,9 +180,7 @@ def test_prompt_logprobs_may_be_limited_to_the_last_positions(
     np.testing.assert_array_equal(with_targets.topk_prompt.logprobs, found.topk_prompt.logprobs)
 
 
-def test_topk_and_target_logprobs_equal_those_of_the_model(
-    engine: Engine, decoder: EngineDecoder
-) -> None:
+def test_topk_and_target_logprobs_equal_those_of_the_model(engine: Engine, decoder: EngineDecoder) -> None:
     targets = np.random.default_rng(2).integers(-1, VOCAB, (4, 3))
     mine = request(
         "m",
@@ -229,9 +205,7 @@ def test_topk_and_target_logprobs_equal_those_of_the_model(
     np.testing.assert_allclose(logprobs, np.take_along_axis(expected, best, 1), rtol=0, atol=1e-5)
     assert found.target_prompt_logprobs is not None
     wanted = np.take_along_axis(expected[:4], targets.clip(min=0), 1)
-    np.testing.assert_allclose(
-        found.target_prompt_logprobs, np.where(targets == -1, np.nan, wanted), rtol=0, atol=1e-5
-    )
+    np.testing.assert_allclose(found.target_prompt_logprobs, np.where(targets == -1, np.nan, wanted), rtol=0, atol=1e-5)
 
 
 def test_logprobs_do_not_depend_on_temperature(engine: Engine, decoder: EngineDecoder) -> None:
@@ -263,10 +237,7 @@ def test_different_seeds_differ_and_equal_seeds_repeat(decoder: EngineDecoder) -
     ("changes", "reason"),
     [
         ({"prompt": np.zeros(513, np.int64)}, "The prompt has 513 tokens"),
-        (
-            {"prompt": np.array([3, 128])},
-            "The prompt holds a token outside the vocabulary (0..127).",
-        ),
+        ({"prompt": np.array([3, 128])}, "The prompt holds a token outside the vocabulary (0..127)."),
         ({"prompt": np.array([-1])}, "The prompt holds a token outside the vocabulary"),
         ({"target_prompt_logprobs": np.full((36, 1), 128)}, "outside the vocabulary"),
     ],
@@ -297,9 +268,7 @@ def test_equally_probable_tokens_are_ordered_by_id(k: int, dtype: torch.dtype) -
 
     ids, logprobs = likeliest(logits, k)
 
-    expected = [
-        sorted(range(300), key=row.__getitem__, reverse=True)[:k] for row in logits.tolist()
-    ]
+    expected = [sorted(range(300), key=row.__getitem__, reverse=True)[:k] for row in logits.tolist()]
     assert ids.tolist() == expected
     found = torch.log_softmax(logits.double(), -1).gather(1, ids.long())
     torch.testing.assert_close(logprobs.double(), found, rtol=0, atol=0.05)

@@ -24,11 +24,7 @@ from tests.support.decoding import (
 )
 from tests.support.training import NewEngine
 
-UNSCORED: dict[str, Any] = {
-    "prompt_logprobs": False,
-    "topk_prompt_logprobs": 0,
-    "target_prompt_logprobs": None,
-}
+UNSCORED: dict[str, Any] = {"prompt_logprobs": False, "topk_prompt_logprobs": 0, "target_prompt_logprobs": None}
 
 
 @pytest.mark.numerics
@@ -36,10 +32,7 @@ def test_states_follow_pages(new_engine: NewEngine) -> None:
     engine = new_engine("qwen3_5")
     weights = trained_weights(engine)
     # A prompt ends with a page, or within one that three samples share until each copies it.
-    mine = [
-        replace(whole(f"mine-{run}", run, size), max_tokens=18)
-        for run, size in (("all-8", 16), ("attn-1", 37))
-    ]
+    mine = [replace(whole(f"mine-{run}", run, size), max_tokens=18) for run, size in (("all-8", 16), ("attn-1", 37))]
     tight, roomy = (decoder_of(engine, weights, kv_tokens=tokens) for tokens in (144, 4096))
 
     together = finish(tight, [*neighbours(seed=3, count=4), *mine])

@@ -28,9 +28,7 @@ def test_preemption_changes_no_bit(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [
-        request(
-            f"r{at}", np.arange(at, at + 30), RUNS[at % 3], max_tokens=40, seed=at, num_samples=2
-        )
+        request(f"r{at}", np.arange(at, at + 30), RUNS[at % 3], max_tokens=40, seed=at, num_samples=2)
         for at in range(6)
     ]
     roomy = finish(decoder_of(engine, weights), requests)
@@ -72,10 +70,7 @@ def test_earlier_contents_of_memory_change_no_result(new_engine: NewEngine) -> N
     engine = new_engine()
     weights = trained_weights(engine)
     requests = [
-        request(
-            f"r{at}", np.arange(at, at + 7 * at + 1), RUNS[at % 3], max_tokens=20, num_samples=3
-        )
-        for at in range(4)
+        request(f"r{at}", np.arange(at, at + 7 * at + 1), RUNS[at % 3], max_tokens=20, num_samples=3) for at in range(4)
     ]
     expected = finish(decoder_of(engine, weights), requests)
     decoder = decoder_of(engine, weights)
@@ -106,9 +101,7 @@ def test_a_newcomer_next_to_long_sequences_needs_two_more_steps(new_engine: NewE
     assert steps <= 8 + 2
 
 
-def test_a_tenant_with_every_slot_of_weights_in_use_yields_one_to_another(
-    new_engine: NewEngine,
-) -> None:
+def test_a_tenant_with_every_slot_of_weights_in_use_yields_one_to_another(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
     slot_bytes = 4 * slot_layout(engine.targets, 8).size
@@ -136,10 +129,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine)
     engine = new_engine()
     mine = trained_weights(engine)["all-8"]
     spec = AdapterSpec(16, seed=9)
-    many = {
-        f"m{at}": HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50)
-        for at in range(12)
-    }
+    many = {f"m{at}": HostWeights(spec, torch.randn(plan_layout(spec, engine.targets).size) / 50) for at in range(12)}
     room = 6 * 4 * slot_layout(engine.targets, 16).size  # four slots, and two without an adapter
 
     def decoder() -> EngineDecoder:
@@ -149,10 +139,7 @@ def test_a_tenant_waits_for_no_slot_of_another_rank_class(new_engine: NewEngine)
         )  # fmt: skip
 
     light = [request(f"l{at}", [1, 2, at], "mine", max_tokens=8, tenant="light") for at in range(5)]
-    heavy = [
-        request(f"h{at}", [at], f"m{at % 12}", max_tokens=5 + at % 7, tenant="heavy")
-        for at in range(36)
-    ]
+    heavy = [request(f"h{at}", [at], f"m{at % 12}", max_tokens=5 + at % 7, tenant="heavy") for at in range(36)]
     alone = {each.id: output(decoder(), each) for each in (*light, heavy[0], heavy[13])}
     shared = decoder()
     for each in heavy:

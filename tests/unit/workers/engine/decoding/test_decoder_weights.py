@@ -47,10 +47,7 @@ def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) 
     mine = whole("mine", "all-5")
     alone = output(decoder_of(engine, weights), mine)
     decoder = decoder_of(engine, {**weights, "huge": huge}, kv_tokens=16 * 12)
-    loud = [
-        request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2, prompt_logprobs=at > 1)
-        for at in range(4)
-    ]
+    loud = [request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2, prompt_logprobs=at > 1) for at in range(4)]
 
     found = finish(decoder, [*loud, mine])
     after = output(decoder, replace(mine, id="after"))
@@ -106,9 +103,7 @@ def test_more_adapters_than_fit_are_served_in_turn(new_engine: NewEngine) -> Non
     requests = [request(f"r-{run}", np.arange(30), run) for run in RUNS for _ in (0,)]
     roomy = finish(decoder_of(engine, weights), requests)
 
-    tight = engine.decoder(
-        weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=1
-    )
+    tight = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None, page_tokens=16, weights_bytes=1)
     found = finish(tight, requests)
 
     assert len(tight.slots.filled()) == 1

@@ -68,9 +68,7 @@ def outputs(decoder: EngineDecoder, *requests: SampleRequest) -> dict[str, Sampl
 
 def held(name: str, count: int, grammar: str = GRAMMAR) -> SampleRequest:
     stop = frozenset({EOS})
-    return request(
-        name, PROMPT, grammar=grammar, num_samples=count, max_tokens=80, stop_tokens=stop
-    )
+    return request(name, PROMPT, grammar=grammar, num_samples=count, max_tokens=80, stop_tokens=stop)
 
 
 def test_two_hundred_random_samples_keep_a_schema(decoder: EngineDecoder) -> None:
@@ -114,17 +112,13 @@ def test_a_request_without_a_grammar_keeps_its_bits_among_others(decoder: Engine
 
 
 def test_a_greedy_sample_keeps_the_schema(decoder: EngineDecoder) -> None:
-    greedy = request(
-        "g", PROMPT, grammar=GRAMMAR, temperature=0.0, max_tokens=80, stop_tokens=frozenset({EOS})
-    )
+    greedy = request("g", PROMPT, grammar=GRAMMAR, temperature=0.0, max_tokens=80, stop_tokens=frozenset({EOS}))
     found = outputs(decoder, greedy)["g"]
     assert isinstance(found, SampleOutput)
     assert json.loads(TOKENIZER.decode(found.sequences[0].tokens[:-1].tolist()))["kind"]
 
 
-def test_a_text_that_exceeds_a_limit_of_the_grammar_fails_with_the_reason(
-    decoder: EngineDecoder,
-) -> None:
+def test_a_text_that_exceeds_a_limit_of_the_grammar_fails_with_the_reason(decoder: EngineDecoder) -> None:
     fields = {f"field{at}": {"type": "string"} for at in range(600)}
     wide = f"start: %json {json.dumps({'type': 'object', 'properties': fields})}"
     found = outputs(decoder, held("wide", 1, wide), held("held", 1))

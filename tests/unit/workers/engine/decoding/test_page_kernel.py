@@ -25,9 +25,7 @@ def test_tokens_of_any_length_attend_to_all_their_keys() -> None:
     assert_dense([sequence(length) for length in LENGTHS], Rule())
 
 
-@pytest.mark.parametrize(
-    ("heads", "width"), [((3, 3), 64), ((8, 2), 80), ((8, 1), 96), ((7, 1), 16)]
-)
+@pytest.mark.parametrize(("heads", "width"), [((3, 3), 64), ((8, 2), 80), ((8, 1), 96), ((7, 1), 16)])
 def test_query_heads_share_keys(heads: tuple[int, int], width: int) -> None:
     assert_dense([sequence(length, 1, heads, width) for length in (17, 1090)], Rule())
 
@@ -96,7 +94,5 @@ def test_an_overflow_is_visible() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("dtype", "page"), [(torch.float32, 64), (torch.bfloat16, 16)])
-def test_the_self_check_accepts_the_kernel(
-    softcap: float | None, dtype: torch.dtype, page: int
-) -> None:
+def test_the_self_check_accepts_the_kernel(softcap: float | None, dtype: torch.dtype, page: int) -> None:
     assert kernel_is_right(KvShape(1, 2, 16), 4, page, CPU, dtype, softcap)

@@ -92,9 +92,7 @@ def byte_fallback(tokens: Sequence[int]) -> str:
 
 
 @given(st.lists(st.sampled_from([*"가나다🙂éa".encode(), 0xFF]), max_size=3), st.data())
-def test_invalid_bytes_do_not_hide_the_next_character(
-    noise: list[int], data: st.DataObject
-) -> None:
+def test_invalid_bytes_do_not_hide_the_next_character(noise: list[int], data: st.DataObject) -> None:
     before = data.draw(st.text("가é🙂a", max_size=4)).encode()
     tokens = [*before, *noise, *b"\xff", *"라마바".encode()]
 
@@ -102,12 +100,9 @@ def test_invalid_bytes_do_not_hide_the_next_character(
 
 
 @pytest.mark.parametrize(
-    ("prompt", "end"),
-    [(b"a b", b"b"), ("a가".encode(), "가".encode()), (b"\xff\xff", b""), (b"", b"")],
+    ("prompt", "end"), [(b"a b", b"b"), ("a가".encode(), "가".encode()), (b"\xff\xff", b""), (b"", b"")]
 )
-def test_a_text_continues_after_complete_characters_of_its_prompt(
-    prompt: bytes, end: bytes
-) -> None:
+def test_a_text_continues_after_complete_characters_of_its_prompt(prompt: bytes, end: bytes) -> None:
     assert prompt_end(list(prompt), byte_fallback) == list(end)
 
 
@@ -115,17 +110,12 @@ def test_a_first_space_after_a_prompt_counts() -> None:
     automaton = StopStrings([" on"])
     read = ReadText(context=prompt_end([*b"Go"], text_without_first_space))
 
-    stopped = [
-        has_stop_string(token, automaton, read, text_without_first_space) for token in b" on"
-    ]
+    stopped = [has_stop_string(token, automaton, read, text_without_first_space) for token in b" on"]
 
     assert stopped == [False, False, True]
 
 
-@given(
-    st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=8),
-    st.text("abc", max_size=60),
-)
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=8), st.text("abc", max_size=60))
 def test_the_automaton_finds_the_first_end_of_any_string(stops: list[str], text: str) -> None:
     ends = [at for at in range(1, len(text) + 1) if any(text[:at].endswith(stop) for stop in stops)]
 

@@ -13,9 +13,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def drawn(
-    row: torch.Tensor, *, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0
-) -> np.ndarray:
+def drawn(row: torch.Tensor, *, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> np.ndarray:
     """Return the frequencies of the tokens drawn with 20,000 evenly spread numbers."""
     count = 20_000
     choices = [Choice(temperature, top_k, top_p, (at + 0.5) / count) for at in range(count)]
@@ -108,9 +106,7 @@ def test_a_row_is_sampled_as_if_it_were_alone() -> None:
 
 
 def test_uniform_numbers_depend_on_each_of_their_keys() -> None:
-    numbers = [
-        uniform(seed, seq, token) for seed in range(9) for seq in range(9) for token in range(9)
-    ]
+    numbers = [uniform(seed, seq, token) for seed in range(9) for seq in range(9) for token in range(9)]
 
     assert len(set(numbers)) == 729
     assert all(0 <= number < 1 for number in numbers)

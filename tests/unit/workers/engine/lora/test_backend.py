@@ -10,13 +10,7 @@ import torch
 
 from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora import grouped as lora_grouped
-from cotrain_workers.engine.lora.backend import (
-    BackendUnfit,
-    KernelsBroken,
-    LoraBackend,
-    choose,
-    find_backend,
-)
+from cotrain_workers.engine.lora.backend import BackendUnfit, KernelsBroken, LoraBackend, choose, find_backend
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
@@ -65,9 +59,7 @@ def test_on_cuda_many_short_segments_are_grouped() -> None:
     assert choose(segments=16, tokens=16384) == "grouped"
 
 
-def test_an_unsupported_input_of_grouped_is_refused_with_the_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_unsupported_input_of_grouped_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BackendUnfit, match=r"does not take torch\.float64"):
         find_backend("grouped", TARGETS, torch.zeros(1, dtype=torch.float64))
     odd = Target("0.mlp.up_proj", "mlp", 64, 36)
@@ -127,8 +119,7 @@ class OutOfResources(Exception):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [OutOfResources("shared memory"), RuntimeError("no C compiler"), FileNotFoundError("gcc")],
+    "error", [OutOfResources("shared memory"), RuntimeError("no C compiler"), FileNotFoundError("gcc")]
 )
 def test_kernels_that_cannot_run_are_replaced_and_the_reason_is_kept(
     monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -140,15 +131,11 @@ def test_kernels_that_cannot_run_are_replaced_and_the_reason_is_kept(
 
     assert found.name == "seg"
     name = type(error).__name__
-    assert found.fallback_reason == (
-        f"not fused: its kernels do not run: {name}; not grouped: no kernel"
-    )
+    assert found.fallback_reason == (f"not fused: its kernels do not run: {name}; not grouped: no kernel")
 
 
 @pytest.mark.parametrize("error", [TypeError("shrink() got 3"), KeyError("BM"), AssertionError()])
-def test_a_defect_of_the_kernels_is_an_error_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_a_defect_of_the_kernels_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     fail_fused(monkeypatch, error)
 
     with pytest.raises(KernelsBroken, match=type(error).__name__):

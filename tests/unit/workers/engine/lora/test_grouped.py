@@ -30,12 +30,7 @@ from cotrain_workers.engine.ops import Create, Pass
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
 from tests.support.draws import variant
-from tests.support.engine_checks import (
-    gradient_passes,
-    mixed_against_alone,
-    parity_with_peft,
-    warmed_up,
-)
+from tests.support.engine_checks import gradient_passes, mixed_against_alone, parity_with_peft, warmed_up
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, relative_error
 
@@ -49,9 +44,7 @@ def adapters(dtype: torch.dtype = torch.float32) -> list[RandomAdapter]:
     return [random_adapter(spec, CPU, dtype, generator) for spec in SPECS]
 
 
-def came_out(
-    backend: str, segments: Sequence[Segment], rows: int, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def came_out(backend: str, segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     lora = SegmentLora(segments) if backend == "seg" else GroupedLora(segments, rows, dtype)
     names, values = lora_self_test.run(lora, segments, rows, CPU, dtype)
     return dict(zip((f"{at} {name}" for at, name in enumerate(names)), values, strict=True))
@@ -70,9 +63,7 @@ def test_grouped_equals_seg_for_any_ranks_and_targets(rows: int) -> None:
 
 
 def test_gradients_in_bf16_have_the_direction_of_seg_in_fp32() -> None:
-    narrow = came_out(
-        "grouped", segments_of(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16
-    )
+    narrow = came_out("grouped", segments_of(adapters(torch.bfloat16), LENGTHS), ROWS, torch.bfloat16)
     wide = came_out("seg", segments_of(adapters(), LENGTHS), ROWS, torch.float32)
 
     for name, values in wide.items():
@@ -95,9 +86,7 @@ def count_products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def same_class(count: int) -> tuple[list[RandomAdapter], list[Segment]]:
     generator = torch.Generator().manual_seed(5)
-    sources = [
-        random_adapter(AdapterSpec(4, 0), CPU, torch.float32, generator) for _ in range(count)
-    ]
+    sources = [random_adapter(AdapterSpec(4, 0), CPU, torch.float32, generator) for _ in range(count)]
     segments = []
     for at, each in enumerate(sources):
         grads = each.layout.views(torch.zeros_like(each.weights))
@@ -105,9 +94,7 @@ def same_class(count: int) -> tuple[list[RandomAdapter], list[Segment]]:
     return sources, segments
 
 
-def test_the_number_of_products_does_not_depend_on_that_of_adapters(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_number_of_products_does_not_depend_on_that_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = count_products(monkeypatch)
     numbers = []
     for adapters_at_once in (1, 50):
@@ -160,10 +147,7 @@ def test_two_slices_of_one_op_are_added_one_after_the_other() -> None:
     _, segments = same_class(3)
     again = replace(segments[0], start=24, stop=30)
 
-    assert [[at for at, _ in each_round] for each_round in find_rounds([*segments, again])] == [
-        [0, 1, 2],
-        [3],
-    ]
+    assert [[at for at, _ in each_round] for each_round in find_rounds([*segments, again])] == [[0, 1, 2], [3]]
 
     no_grads = [replace(segment, grads=None) for segment in segments]
     assert find_rounds(no_grads) == []
@@ -197,9 +181,7 @@ def test_a_run_among_others_equals_the_run_alone_exactly(tmp_path: Path, hidden:
     assert mixed_against_alone(folder, "cpu", torch.float32, "grouped").is_bit_equal
 
 
-def test_the_whole_engine_has_the_gradients_of_seg(
-    model_folder: ModelFolder, new_engine: NewEngine
-) -> None:
+def test_the_whole_engine_has_the_gradients_of_seg(model_folder: ModelFolder, new_engine: NewEngine) -> None:
     seg = warmed_up(model_folder("qwen3"), "cpu", torch.float32, "seg")
     grouped = new_engine(lora_backend="grouped")
     for tenant in MIX:
@@ -295,9 +277,7 @@ def test_modules_that_read_the_same_input_are_adjacent() -> None:
 
 
 def test_adapters_of_one_stack_have_one_padded_rank_and_equal_modules() -> None:
-    assert [padded_rank(rank) for rank in (1, 8, 9, 16, 40, 64, 100)] == [
-        *(8, 8, 16, 16, 64, 64, 128)
-    ]
+    assert [padded_rank(rank) for rank in (1, 8, 9, 16, 40, 64, 100)] == [*(8, 8, 16, 16, 64, 64, 128)]
 
     def kind(spec: AdapterSpec) -> tuple[int, tuple[str, ...]]:
         return stack_class(plan_layout(spec, TARGETS))

@@ -48,9 +48,7 @@ def dequantized(model_folder: ModelFolder, tmp_path_factory: pytest.TempPathFact
     return written
 
 
-@pytest.mark.parametrize(
-    ("kind", "lora"), [("int8", "seg"), ("fp8", "seg"), variant("nf4", "seg"), ("nf4", "grouped")]
-)
+@pytest.mark.parametrize(("kind", "lora"), [("int8", "seg"), ("fp8", "seg"), variant("nf4", "seg"), ("nf4", "grouped")])
 def test_training_equals_that_on_the_dequantized_weights(
     model_folder: ModelFolder, dequantized: Dequantized, kind: Quantization, lora: Any
 ) -> None:
@@ -70,8 +68,7 @@ def test_training_equals_that_on_the_dequantized_weights(
 @pytest.mark.parametrize("recompute", [variant("never"), "always"])
 def test_a_run_among_others_equals_the_run_alone(model_folder: ModelFolder, recompute: Any) -> None:
     together, alone = (
-        Engine.load(str(model_folder(FAMILY)), quantization="int8", recompute=choice)
-        for choice in ("never", recompute)
+        Engine.load(str(model_folder(FAMILY)), quantization="int8", recompute=choice) for choice in ("never", recompute)
     )
     for cycle in range(2):
         together.run([op for tenant in MIX for op in tenant.ops(cycle)])
@@ -82,9 +79,7 @@ def test_a_run_among_others_equals_the_run_alone(model_folder: ModelFolder, reco
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_have_the_logprobs_of_the_trainer(
-    model_folder: ModelFolder, kind: Quantization
-) -> None:
+def test_samples_have_the_logprobs_of_the_trainer(model_folder: ModelFolder, kind: Quantization) -> None:
     engine = Engine.load(str(model_folder(FAMILY)), quantization=kind)
     weights = trained_weights(engine)
     prompt = np.random.default_rng(3).integers(0, 128, 20)
@@ -102,9 +97,7 @@ def test_samples_have_the_logprobs_of_the_trainer(
     # int8: half a step of 127. fp8: half of 1/8 of a value. nf4: half of the largest distance of two levels.
     [("int8", 0.5 / 127, 8), ("fp8", 1 / 16, 8), ("nf4", 0.152, 4)],
 )
-def test_a_weight_keeps_its_values_within_a_step(
-    kind: Quantization, worst: float, bits: int
-) -> None:
+def test_a_weight_keeps_its_values_within_a_step(kind: Quantization, worst: float, bits: int) -> None:
     weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
 
@@ -131,9 +124,7 @@ def test_no_dequantized_weight_is_kept_for_the_backward(model_folder: ModelFolde
 
 
 def test_the_numerics_and_the_parameters_count_it(model_folder: ModelFolder) -> None:
-    plain, quantized = (
-        Engine.load(str(model_folder(FAMILY)), quantization=kind).facts for kind in ("none", "nf4")
-    )
+    plain, quantized = (Engine.load(str(model_folder(FAMILY)), quantization=kind).facts for kind in ("none", "nf4"))
     assert plain.numerics_id != quantized.numerics_id
     assert plain.numerics.differences(quantized.numerics) == ["quantization none, now nf4"]
     assert plain.num_parameters == quantized.num_parameters

@@ -15,9 +15,7 @@ from cotrain_workers.engine.routing import Segment, TrainingLora
 from cotrain_workers.engine.spec import Target
 from tests.support.lora_problem import CPU
 
-TWO_LAYERS = [
-    Target(f"{layer}.{name}", "attn", 64, 64) for layer in (0, 1) for name in ("q_proj", "o_proj")
-]
+TWO_LAYERS = [Target(f"{layer}.{name}", "attn", 64, 64) for layer in (0, 1) for name in ("q_proj", "o_proj")]
 
 
 class Weight:
@@ -60,11 +58,7 @@ def test_a_faster_grouped_needs_a_margin(fused: float, is_taken: bool) -> None:
     ("seconds", "name", "reason"),
     [
         ({"fused": 1.0, "grouped": 2.0}, "fused", ""),
-        (
-            {"fused": 2.0, "grouped": 1.0},
-            "auto",
-            "not fused: one layer takes 2000.00 ms, grouped 1000.00 ms",
-        ),
+        ({"fused": 2.0, "grouped": 1.0}, "auto", "not fused: one layer takes 2000.00 ms, grouped 1000.00 ms"),
         (None, "fused", ""),
     ],
 )

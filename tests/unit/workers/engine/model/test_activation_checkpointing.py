@@ -16,13 +16,10 @@ from tests.support.engine_checks import gradient_passes
 from tests.support.training import MIX, NewEngine, random_datum, same_bits
 
 
-@pytest.mark.parametrize(
-    ("family", "lora"), [variant("qwen3", "seg"), ("gemma2", "seg"), variant("qwen3", "grouped")]
-)
+@pytest.mark.parametrize(("family", "lora"), [variant("qwen3", "seg"), ("gemma2", "seg"), variant("qwen3", "grouped")])
 def test_recomputing_changes_no_bit(new_engine: NewEngine, family: str, lora: str) -> None:
     kept, recomputed = (
-        new_engine(family, micro_batch_tokens=64, recompute=choice, lora_backend=lora)
-        for choice in ("never", "always")
+        new_engine(family, micro_batch_tokens=64, recompute=choice, lora_backend=lora) for choice in ("never", "always")
     )
     for cycle in range(2):
         ops = [op for tenant in MIX for op in tenant.ops(cycle)]
@@ -33,9 +30,7 @@ def test_recomputing_changes_no_bit(new_engine: NewEngine, family: str, lora: st
                 assert isinstance(other, PassOutput)
                 assert [a.tobytes() for a in mine.logprobs] == [b.tobytes() for b in other.logprobs]
     for tenant in MIX:
-        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(kept.adapters.state(tenant.run), recomputed.adapters.state(tenant.run)), tenant.run
 
 
 def test_neighbours_change_no_bit_while_recomputing(new_engine: NewEngine) -> None:
@@ -43,9 +38,7 @@ def test_neighbours_change_no_bit_while_recomputing(new_engine: NewEngine) -> No
     together.run([op for tenant in MIX for op in tenant.ops(0)])
     for tenant in MIX:
         alone.run(tenant.ops(0))
-        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(together.adapters.state(tenant.run), alone.adapters.state(tenant.run)), tenant.run
 
 
 def kept_bytes(engine: Engine) -> int:
@@ -70,9 +63,7 @@ def kept_bytes(engine: Engine) -> int:
 
 @pytest.mark.parametrize("family", ["qwen3", variant("gemma2")])
 def test_recomputing_keeps_a_fraction_of_the_memory(new_engine: NewEngine, family: str) -> None:
-    kept, recomputed = (
-        kept_bytes(new_engine(family, recompute=choice)) for choice in ("never", "always")
-    )
+    kept, recomputed = (kept_bytes(new_engine(family, recompute=choice)) for choice in ("never", "always"))
 
     # Two layers keep only their inputs and outputs, the positions and the last norm.
     assert 0 < recomputed < kept / 4

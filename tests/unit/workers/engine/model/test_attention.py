@@ -66,9 +66,7 @@ def unpacked_logprobs(folder: Path, datums: Sequence[Datum]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_sequences_in_one_row_equal_each_alone(
-    new_engine: NewEngine, model_folder: ModelFolder, family: str
-) -> None:
+def test_sequences_in_one_row_equal_each_alone(new_engine: NewEngine, model_folder: ModelFolder, family: str) -> None:
     together = together_logprobs(new_engine(family), datums())
 
     alone = unpacked_logprobs(model_folder(family), datums())
@@ -106,12 +104,7 @@ def test_the_model_does_not_run_without_a_segment_table(new_engine: NewEngine) -
 
 
 def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    offsets: torch.Tensor,
-    back: int,
-    scale: float,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: torch.Tensor, back: int, scale: float
 ) -> torch.Tensor:
     """Return the attention of each sequence, with explicit scores; `[T, heads, d]`."""
     assert query.shape[1] == key.shape[1]
@@ -178,9 +171,7 @@ def kernel_of_torch_2_13(
 
 
 @pytest.mark.parametrize("window", [None, 16])
-@pytest.mark.parametrize(
-    "kernel", [kernel_of_torch_2_10, kernel_of_torch_2_11, kernel_of_torch_2_13]
-)
+@pytest.mark.parametrize("kernel", [kernel_of_torch_2_10, kernel_of_torch_2_11, kernel_of_torch_2_13])
 def test_every_signature_of_the_ragged_kernel_gives_the_same_results(
     kernel: Callable[..., torch.Tensor], window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,9 +244,7 @@ def with_wrong_heads(*args: Any, **kwargs: Any) -> torch.Tensor:
     return kernel_of_torch_2_11(q, k, v, *rest, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "heads"), [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)]
-)
+@pytest.mark.parametrize(("kernel", "heads"), [(with_fewer_heads, 2), (with_wrong_heads, 4), (kernel_of_torch_2_11, 4)])
 def test_keys_and_values_are_copied_only_for_a_kernel_that_needs_it(
     kernel: Callable[..., torch.Tensor], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,10 +259,7 @@ def test_keys_and_values_are_copied_only_for_a_kernel_that_needs_it(
     monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
     rule = AttentionRule(0.2, 16, None)
     g = torch.Generator().manual_seed(0)
-    q, k, v = (
-        torch.randn(sum(LENGTHS), heads, 8, generator=g, dtype=torch.bfloat16)
-        for heads in (4, 2, 2)
-    )
+    q, k, v = (torch.randn(sum(LENGTHS), heads, 8, generator=g, dtype=torch.bfloat16) for heads in (4, 2, 2))
 
     assert attn.varlen_is_right(CPU, torch.bfloat16, (4, 2, 8), rule)
     given.clear()
@@ -346,10 +332,7 @@ def test_attention_without_a_flash_kernel_is_reported_as_slow_once(
     ],
 )
 def test_flash_attention_3_is_used_on_a_hopper_if_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    failure: Exception | None,
-    expected: bool,
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], failure: Exception | None, expected: bool
 ) -> None:
     activated: list[str] = []
 
@@ -378,9 +361,7 @@ def test_an_incorrect_flash_attention_3_is_replaced_by_2(
     monkeypatch.setattr(attn, "varlen_kernel", lambda: kernel)
     monkeypatch.setattr(attn, "varlen_parameters", lambda: known)
     monkeypatch.setattr(attn, "flash_in_use", lambda: in_use[0])
-    monkeypatch.setattr(
-        torch.nn.attention, "restore_flash_attention_impl", lambda: in_use.__setitem__(0, "FA2")
-    )
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", lambda: in_use.__setitem__(0, "FA2"))
     attn.varlen_is_right.cache_clear()
 
     rule = AttentionRule(0.2, 16, None)
@@ -390,9 +371,7 @@ def test_an_incorrect_flash_attention_3_is_replaced_by_2(
     attn.varlen_is_right.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "asked", [{"sinks": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}]
-)
+@pytest.mark.parametrize("asked", [{"sinks": torch.zeros(1)}, {"is_causal": False}, {"dropout": 0.1}])
 def test_attention_that_is_not_implemented_is_refused(asked: dict[str, object]) -> None:
     module, x = torch.nn.Identity(), torch.zeros(1, 2, 4, 8)
 

@@ -36,12 +36,8 @@ def test_a_family_has_its_targets(model_folder: ModelFolder, family: str) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
-@pytest.mark.parametrize(
-    ("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen3", True)]
-)
-def test_the_targets_are_those_that_peft_chooses(
-    model_folder: ModelFolder, family: str, tied: bool
-) -> None:
+@pytest.mark.parametrize(("family", "tied"), [*((family, False) for family in FAMILIES), ("qwen3", True)])
+def test_the_targets_are_those_that_peft_chooses(model_folder: ModelFolder, family: str, tied: bool) -> None:
     skeleton = make_skeleton(AutoConfig.from_pretrained(model_folder(family, tied=tied)))
     targets = find_targets(skeleton)
     names = sorted({target.name.rpartition(".")[-1] for target in targets})
@@ -90,19 +86,14 @@ def test_quantized_and_bidirectional_models_are_refused(model_folder: ModelFolde
 def test_a_missing_model_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nowhere cannot be served: there is no such folder"):
         load_base_model(
-            str(tmp_path / "nowhere"),
-            device=torch.device("cpu"),
-            dtype=torch.float32,
-            local_files_only=True,
+            str(tmp_path / "nowhere"), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
         )
 
 
 def test_no_parameter_of_the_base_model_is_trainable(tmp_path: Path) -> None:
     folder = build_tiny("gemma2", tmp_path, tied=True)
 
-    base = load_base_model(
-        str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
-    )
+    base = load_base_model(str(folder), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True)
 
     assert not any(p.requires_grad for p in base.backbone.parameters())
     assert base.final_softcap == 3.0

@@ -142,9 +142,7 @@ def test_samples_return_experts_that_training_replays(
     spec = AdapterSpec(3, 1)
     weights = {"r": random_weights(sampler, "r", spec)}
     random_weights(trainer, "r", spec)
-    asked = request(
-        "q", np.arange(3, 40), "r", num_samples=2, prompt_logprobs=True, return_routed_experts=True
-    )
+    asked = request("q", np.arange(3, 40), "r", num_samples=2, prompt_logprobs=True, return_routed_experts=True)
     decoder = decoder_of(sampler, weights)
 
     found = output(decoder, asked)

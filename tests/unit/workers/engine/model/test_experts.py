@@ -16,12 +16,7 @@ from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
-from cotrain_workers.engine.model.experts import (
-    expert_targets,
-    experts_by_adapter,
-    gate_of,
-    unfused,
-)
+from cotrain_workers.engine.model.experts import expert_targets, experts_by_adapter, gate_of, unfused
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths, plan_layout
 
@@ -39,13 +34,9 @@ def layer(kind: str = "qwen3_moe") -> Any:
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1}
     module: Any
     if kind == "gpt_oss":
-        module = GptOssExperts(
-            GptOssConfig(**sizes, intermediate_size=INNER, num_local_experts=EXPERTS)
-        )
+        module = GptOssExperts(GptOssConfig(**sizes, intermediate_size=INNER, num_local_experts=EXPERTS))
     else:
-        module = Qwen3MoeExperts(
-            Qwen3MoeConfig(**sizes, moe_intermediate_size=INNER, num_experts=EXPERTS)
-        )
+        module = Qwen3MoeExperts(Qwen3MoeConfig(**sizes, moe_intermediate_size=INNER, num_experts=EXPERTS))
     module.config._experts_implementation = "eager"
     module.double().requires_grad_(requires_grad=False)
     for parameter in module.parameters():
@@ -58,9 +49,7 @@ def segments_of(module: Any, ranks: Sequence[int], tokens: int) -> list[Segment]
     """Return adapters with random matrices, each for an equal number of tokens."""
     found = []
     for at, rank in enumerate(ranks):
-        layout = plan_layout(
-            AdapterSpec(rank, 0, per_expert=at % 2 == 1), expert_targets("experts", module)
-        )
+        layout = plan_layout(AdapterSpec(rank, 0, per_expert=at % 2 == 1), expert_targets("experts", module))
         arena = torch.randn(layout.size, dtype=torch.float64) / 4
         source: Any = SimpleNamespace(layout=layout, compute=layout.views(arena), arena=arena)
         grads = layout.views(torch.zeros_like(arena))
@@ -108,12 +97,7 @@ def test_every_route_gives_the_values_of_eager_experts(kind: str, route: str) ->
     given = x.detach().requires_grad_()
     plain = [*(merged(module, each) for each in segments), module]  # the last rows have no adapter
     thirds = [slice(at * tokens, (at + 1) * tokens) for at in range(3)]
-    theirs = torch.cat(
-        [
-            each(given[own], index[own], weights[own])
-            for each, own in zip(plain, thirds, strict=True)
-        ]
-    )
+    theirs = torch.cat([each(given[own], index[own], weights[own]) for each, own in zip(plain, thirds, strict=True)])
     theirs.square().sum().backward()
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(x.grad, given.grad, rtol=1e-12, atol=1e-12)
@@ -158,9 +142,7 @@ def test_adapters_of_experts_have_the_sizes_of_tinker() -> None:
     assert widths["mlp"] + widths["experts"] == 48 * 128 * 3 * (2048 + 768)
 
     with torch.device("meta"):
-        oss = GptOssExperts(
-            GptOssConfig(hidden_size=2880, intermediate_size=2880, num_local_experts=32)
-        )
+        oss = GptOssExperts(GptOssConfig(hidden_size=2880, intermediate_size=2880, num_local_experts=32))
     assert 24 * lora_widths(expert_targets("experts", oss))["mlp"] == 6_842_880
 
 

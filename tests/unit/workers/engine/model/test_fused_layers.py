@@ -90,9 +90,7 @@ def test_every_family_has_kernels_for_its_norms_and_rotations(
 
 
 @pytest.mark.parametrize("family", first_of_a_kind(MORE))
-def test_kernels_change_no_result_of_other_families(
-    new_engine: NewEngine, ran: Counter[str], family: str
-) -> None:
+def test_kernels_change_no_result_of_other_families(new_engine: NewEngine, ran: Counter[str], family: str) -> None:
     plain, fused = new_engine(family), new_engine(family)
     fuse(fused)
 
@@ -160,10 +158,7 @@ def test_a_model_with_other_functions_is_not_changed(
 
 
 def test_a_kernel_with_wrong_results_is_not_used(
-    new_engine: NewEngine,
-    ran: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    new_engine: NewEngine, ran: Counter[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = new_engine()
     before = engine._base.backbone.get_submodule("norm").forward

@@ -20,15 +20,7 @@ from tests.support.tiny_models import HYBRIDS
 
 CPU = torch.device("cpu")
 WIDTH = 24
-LENGTHS = (
-    1,
-    200,
-    3,
-    64,
-    65,
-    2,
-    12,
-)  # of blocks of 8 to 64, and around the three tokens of the convolution
+LENGTHS = (1, 200, 3, 64, 65, 2, 12)  # of blocks of 8 to 64, and around the three tokens of the convolution
 #: Layer of transformers, its configuration, and its name in a decoder layer.
 KINDS: dict[str, tuple[Any, Any, str]] = {
     "qwen3_next": (Qwen3NextGatedDeltaNet, Qwen3NextConfig, "linear_attn"),
@@ -64,9 +56,7 @@ def computed(net: Any, x: torch.Tensor, lengths: tuple[int, ...]) -> tuple[torch
         net.cotrain_router.route = SimpleNamespace(sequences=table)
     given = x.clone().requires_grad_()
     out = net(given[None])[0]
-    out[:size].backward(
-        torch.linspace(-1, 1, sum(LENGTHS) * WIDTH).view(-1, WIDTH)[:size].to(x.dtype)
-    )
+    out[:size].backward(torch.linspace(-1, 1, sum(LENGTHS) * WIDTH).view(-1, WIDTH)[:size].to(x.dtype))
     assert given.grad is not None
     return out[:size].detach(), given.grad[:size]
 

@@ -27,9 +27,7 @@ WEIGHTS = "model.safetensors"
 def why_not(model: Path | str, kind: type[UnusableModel] = NoModel) -> str:
     """Load an unusable model. Return the error, without the model's name."""
     with pytest.raises(kind) as refused:
-        load_base_model(
-            str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
-        )
+        load_base_model(str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True)
     named = f"Base model {model} cannot be served: "
     assert str(refused.value).startswith(named)
     assert "\n" not in str(refused.value)
@@ -66,15 +64,11 @@ def test_a_type_unknown_to_the_library_is_refused_in_the_same_words(model: Path)
     assert why_not(model, UnsupportedModel).startswith("models of type 'qwen9' cannot be trained")
 
 
-def test_a_folder_that_is_not_a_model_is_described_in_the_error(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_folder_that_is_not_a_model_is_described_in_the_error(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file.gguf").touch()
     assert why_not(tmp_path / "file.gguf").startswith("it is a file: give the folder of a model")
     (tmp_path / "empty").mkdir()
-    assert why_not(tmp_path / "empty") == (
-        "the folder has no config.json: give the folder of a model, or a hub id."
-    )
+    assert why_not(tmp_path / "empty") == ("the folder has no config.json: give the folder of a model, or a hub id.")
     assert why_not(model.parent).startswith("it holds a GGUF file")
     (tmp_path / "file.gguf").unlink()
     assert why_not(model.parent).endswith(f"did you mean {model}?")
@@ -100,9 +94,7 @@ def test_missing_and_truncated_weights_are_refused(model: Path) -> None:
 
 
 def test_a_file_of_another_user_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "os.access", lambda file, mode: file.name != WEIGHTS
-    )  # root can read every file
+    monkeypatch.setattr("os.access", lambda file, mode: file.name != WEIGHTS)  # root can read every file
     assert why_not(model).startswith(f"its {WEIGHTS} may not be read by user ")
 
 
@@ -110,9 +102,7 @@ def test_weights_that_the_library_would_initialize_are_refused(model: Path) -> N
     weights = load_file(model / WEIGHTS)
     del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
     save_file(weights, model / WEIGHTS, metadata={"format": "pt"})
-    assert why_not(model).startswith(
-        "its weights lack model.layers.1.mlp.up_proj.weight and 1 more"
-    )
+    assert why_not(model).startswith("its weights lack model.layers.1.mlp.up_proj.weight and 1 more")
 
 
 def test_weights_of_another_shape_are_refused(model: Path) -> None:
@@ -133,17 +123,10 @@ def test_an_offline_hub_is_not_reported_as_a_missing_model() -> None:
     assert "COTRAIN_OFFLINE, HF_HUB_OFFLINE" in message
 
 
-def test_the_answers_of_a_hub_are_distinguished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_answers_of_a_hub_are_distinguished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(name: str) -> str:
         with pytest.raises(NoModel) as refused:
-            load_base_model(
-                f"someone/{name}",
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                local_files_only=False,
-            )
+            load_base_model(f"someone/{name}", device=torch.device("cpu"), dtype=torch.float32, local_files_only=False)
         return str(refused.value).partition("served: ")[2]
 
     with FakeHub() as hub:
@@ -169,16 +152,12 @@ def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(
     )
 
 
-def test_running_out_of_memory_while_reading_is_reported(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_while_reading_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
-    assert why_not(model, ModelTooLarge).startswith(
-        "there is not enough memory for it: give a smaller"
-    )
+    assert why_not(model, ModelTooLarge).startswith("there is not enough memory for it: give a smaller")
 
 
 def change_weights(model: Path, **changes: torch.Tensor | None) -> None:
@@ -189,9 +168,7 @@ def change_weights(model: Path, **changes: torch.Tensor | None) -> None:
 
 
 def load(model: Path) -> base_model.BaseModel:
-    return load_base_model(
-        str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True
-    )
+    return load_base_model(str(model), device=torch.device("cpu"), dtype=torch.float32, local_files_only=True)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +192,7 @@ def test_an_unknown_rope_type_is_named(model: Path, rope: dict[str, Any]) -> Non
     )
 
 
-def test_an_unknown_rope_type_of_one_kind_of_layer_is_named(
-    model_folder: ModelFolder, tmp_path: Path
-) -> None:
+def test_an_unknown_rope_type_of_one_kind_of_layer_is_named(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = shutil.copytree(model_folder("gemma3"), tmp_path / "gemma")
     ropes = json.loads((model / "config.json").read_text())["rope_parameters"]
     for layers in ("full_attention", "sliding_attention"):
@@ -252,18 +227,14 @@ def test_an_unknown_rope_type_of_one_kind_of_layer_is_named(
         ),
     ],
 )
-def test_an_invalid_configuration_is_refused(
-    model: Path, changes: dict[str, Any], reason: str
-) -> None:
+def test_an_invalid_configuration_is_refused(model: Path, changes: dict[str, Any], reason: str) -> None:
     change_config(model, **changes)
     message = why_not(model)
     assert message.startswith(f"its config.json describes no model ({reason}")
     assert message.endswith("): correct it.")
 
 
-def test_tensors_unused_by_the_configuration_are_refused(
-    model_folder: ModelFolder, tmp_path: Path
-) -> None:
+def test_tensors_unused_by_the_configuration_are_refused(model_folder: ModelFolder, tmp_path: Path) -> None:
     biased = shutil.copytree(model_folder("llama"), tmp_path / "biased")
     biases = (f"model.layers.{layer}.self_attn.q_proj.bias" for layer in range(2))
     change_weights(biased, **{name: torch.zeros(64) for name in biases})
@@ -273,9 +244,7 @@ def test_tensors_unused_by_the_configuration_are_refused(
     )
     short = shutil.copytree(model_folder("llama"), tmp_path / "short")
     change_config(short, num_hidden_layers=1)
-    assert why_not(short).startswith(
-        "its weights hold model.layers.1.input_layernorm.weight and 8 more, which"
-    )
+    assert why_not(short).startswith("its weights hold model.layers.1.input_layernorm.weight and 8 more, which")
 
 
 def test_tensors_without_effect_are_accepted(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -288,14 +257,11 @@ def test_tensors_without_effect_are_accepted(model_folder: ModelFolder, tmp_path
     assert why_not(model).startswith("its weights hold lm_head.weight with other values than")
 
 
-def test_a_configuration_with_a_missing_tie_is_named(
-    model_folder: ModelFolder, tmp_path: Path
-) -> None:
+def test_a_configuration_with_a_missing_tie_is_named(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = shutil.copytree(model_folder("qwen3", tied=True), tmp_path / "tied")
     change_config(model, tie_word_embeddings=False)
     assert why_not(model) == (
-        "its weights lack lm_head.weight: if it shares the embedding's, set tie_word_embeddings to true "
-        "in config.json."
+        "its weights lack lm_head.weight: if it shares the embedding's, set tie_word_embeddings to true in config.json."
     )
 
 
@@ -307,9 +273,7 @@ def test_weights_with_non_finite_results_are_refused(model: Path) -> None:
 
 def test_an_adapter_in_the_folder_of_a_model_is_named(model: Path) -> None:
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    assert why_not(model).startswith(
-        "the folder holds an adapter as well (adapter_config.json): move it out"
-    )
+    assert why_not(model).startswith("the folder holds an adapter as well (adapter_config.json): move it out")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -321,9 +285,7 @@ def test_non_finite_weights_are_named(model: Path, value: float) -> None:
     assert why_not(model).startswith(f"its weights are not finite: {name} holds NaN or infinity")
 
 
-def test_a_member_of_a_group_refuses_the_same_weights(
-    model_folder: ModelFolder, tmp_path: Path
-) -> None:
+def test_a_member_of_a_group_refuses_the_same_weights(model_folder: ModelFolder, tmp_path: Path) -> None:
     model = shutil.copytree(model_folder("llama", tied=True), tmp_path / "tied")
 
     def read() -> str:

@@ -37,9 +37,7 @@ def test_every_step_may_have_its_own_parameters(longest: float) -> None:
     theirs = torch.nn.Parameter(adapter.weights.clone())
     optimizer = torch.optim.AdamW([theirs])
     for number in range(1, 11):
-        op = replace(
-            STEP, learning_rate=1e-2 / number, beta1=0.5 + number / 30, grad_clip_norm=longest
-        )
+        op = replace(STEP, learning_rate=1e-2 / number, beta1=0.5 + number / 30, grad_clip_norm=longest)
         grad = torch.randn(adapter.layout.size, generator=torch.Generator().manual_seed(number))
         adapter.gradient.flat.copy_(grad)
         adapter.grads_pending = True
@@ -48,9 +46,7 @@ def test_every_step_may_have_its_own_parameters(longest: float) -> None:
         (norm,) = gradient_norms([adapter])
         adamw_steps([Due(adapter, op, norm)])
 
-        optimizer.param_groups[0].update(
-            lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=0.1
-        )
+        optimizer.param_groups[0].update(lr=op.learning_rate, betas=(op.beta1, op.beta2), eps=op.eps, weight_decay=0.1)
         if longest > 0:
             torch.nn.utils.clip_grad_norm_([theirs], longest)
         optimizer.step()
@@ -111,10 +107,7 @@ def due_steps(adapter_bank: AdapterBank, chosen: tuple[int, ...]) -> list[Due]:
             arena.copy_(torch.rand(len(arena), generator=torch.Generator().manual_seed(number)))
         adapters.append(adapter)
     norms = gradient_norms(adapters)
-    return [
-        Due(adapter, GROUPS[at][0], norm)
-        for at, adapter, norm in zip(chosen, adapters, norms, strict=True)
-    ]
+    return [Due(adapter, GROUPS[at][0], norm) for at, adapter, norm in zip(chosen, adapters, norms, strict=True)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -220,9 +213,7 @@ def stepped(adapter_bank: AdapterBank, *ops: OptimStep) -> dict[tuple[str, int],
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("beta2", [0.0, 0.95, 0.999])
-def test_the_largest_accepted_gradient_leaves_moments_finite(
-    dtype: torch.dtype, beta2: float
-) -> None:
+def test_the_largest_accepted_gradient_leaves_moments_finite(dtype: torch.dtype, beta2: float) -> None:
     adapter_bank = bank(dtype)
     adapter = adapter_bank.create("a", AdapterSpec(4, seed=0))
     for seq in range(1, 30):
@@ -272,12 +263,7 @@ def test_a_clipped_gradient_may_have_any_size() -> None:
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [
-        {"learning_rate": 1e30},
-        {"learning_rate": 1e38, "weight_decay": 1e38},
-        {"learning_rate": 3e38},
-    ],
+    "parameters", [{"learning_rate": 1e30}, {"learning_rate": 1e38, "weight_decay": 1e38}, {"learning_rate": 3e38}]
 )
 def test_a_step_to_infinite_weights_leaves_the_run_unchanged(parameters: dict[str, float]) -> None:
     adapter_bank = bank()

@@ -48,9 +48,7 @@ def datum(length: int, seed: int = 0) -> Datum:
     })  # fmt: skip
 
 
-def custom(
-    run: str, seq: int, datums: list[Datum], graph: LossGraph, *, needs_grad: bool = True
-) -> Pass:
+def custom(run: str, seq: int, datums: list[Datum], graph: LossGraph, *, needs_grad: bool = True) -> Pass:
     return Pass(run, seq, datums, "custom", {}, needs_grad, graph=graph)
 
 
@@ -73,9 +71,7 @@ def test_a_graph_has_the_loss_and_the_derivative_of_its_function() -> None:
         group = torch.from_numpy(each.inputs["group"])
         plain.append(policy(rows, floats[0], floats[1], group, torch.tensor(0.1))[0])
     torch.stack(plain).sum().backward()
-    assert loss.item() == pytest.approx(
-        sum(each.item() for each in plain), abs=1e-8
-    )  # 0.1 is a float32 there
+    assert loss.item() == pytest.approx(sum(each.item() for each in plain), abs=1e-8)  # 0.1 is a float32 there
     assert leaf.grad is not None
     torch.testing.assert_close(slope[:, 0], leaf.grad, rtol=0, atol=1e-8)
 
@@ -105,9 +101,7 @@ def test_a_graph_that_fails_names_its_node_and_datum(fn: Loss, named: str) -> No
     assert named in broken_datum(graph_of(fn), [datum(4)], found, needs_grad=True)
 
 
-def test_a_custom_loss_leaves_its_neighbours_bits_and_fails_alone(
-    new_engine: Callable[..., Engine],
-) -> None:
+def test_a_custom_loss_leaves_its_neighbours_bits_and_fails_alone(new_engine: Callable[..., Engine]) -> None:
     """Its runs are alone, then in a mix with a run of an impossible graph and one of NaN."""
     own = custom("a", 1, [datum(9), datum(30, 1)], graph_of(policy, POLICY))
     ours: list[Op] = [Create("a", 0, AdapterSpec(4, 1)), own]
@@ -141,8 +135,5 @@ def test_a_custom_loss_leaves_its_neighbours_bits_and_fails_alone(
     assert "index 99 is out of bounds" in failed["impossible"].message  # type: ignore[union-attr]
     output = mixed.outputs["a", 1]
     assert isinstance(output, PassOutput)
-    above = [
-        int((now > each.inputs["q"]).sum())
-        for now, each in zip(output.logprobs, own.datums, strict=True)
-    ]
+    above = [int((now > each.inputs["q"]).sum()) for now, each in zip(output.logprobs, own.datums, strict=True)]
     assert output.drift["custom/above:sum"] == sum(above)

@@ -43,9 +43,7 @@ def test_every_policy_loss_reports_the_distance_of_its_sampled_tokens(loss_fn: s
     assert metrics["rollout_gap_p99:max"] == pytest.approx(0.5)
     expected = sum(ratios) ** 2 / (3 * sum(each**2 for each in ratios))
     assert metrics["effective_sample_size:mean"] == pytest.approx(expected)
-    assert ("clip_fraction:mean" in metrics) is (
-        loss_fn in ("ppo", "cispo", "gspo", "grpo", "dapo")
-    )
+    assert ("clip_fraction:mean" in metrics) is (loss_fn in ("ppo", "cispo", "gspo", "grpo", "dapo"))
 
 
 @pytest.mark.parametrize(
@@ -59,9 +57,7 @@ def test_every_policy_loss_reports_the_distance_of_its_sampled_tokens(loss_fn: s
         ("gspo", {}, 0.0),  # the ratio of the sequence is exp(0)
     ],
 )
-def test_the_clip_fraction_counts_ratios_out_of_bounds(
-    loss_fn: str, config: dict[str, float], fraction: float
-) -> None:
+def test_the_clip_fraction_counts_ratios_out_of_bounds(loss_fn: str, config: dict[str, float], fraction: float) -> None:
     assert found(policy(loss_fn, config))["clip_fraction:mean"] == fraction
 
 

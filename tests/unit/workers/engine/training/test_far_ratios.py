@@ -25,9 +25,7 @@ def policy_pass(loss_fn: str, then: float, advantage: float) -> Pass:
 
 
 @pytest.mark.parametrize(("loss_fn", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0)])
-def test_a_ratio_too_large_for_float32_is_named(
-    new_engine: NewEngine, loss_fn: str, advantage: float
-) -> None:
+def test_a_ratio_too_large_for_float32_is_named(new_engine: NewEngine, loss_fn: str, advantage: float) -> None:
     engine = new_engine()
     engine.run([Create("a", 0, SPEC)])
 
@@ -44,9 +42,7 @@ def test_a_ratio_too_large_for_float32_is_named(
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo"])
-def test_a_rewarded_impossible_sample_trains_like_one_at_the_bound(
-    new_engine: NewEngine, loss_fn: str
-) -> None:
+def test_a_rewarded_impossible_sample_trains_like_one_at_the_bound(new_engine: NewEngine, loss_fn: str) -> None:
     """Beyond the upper bound of a loss, the distance has no effect."""
     grads = []
     for then in (-60.0, -1e4):
@@ -81,10 +77,7 @@ def test_after_a_huge_ratio_every_weight_still_trains(
     if fails:
         assert isinstance(step, Failure)
         assert step.code == "not_finite"
-        assert (
-            "data[1].loss_fn_inputs.target_tokens[2] of seq 1, where the loss has the slope"
-            in step.message
-        )
+        assert "data[1].loss_fn_inputs.target_tokens[2] of seq 1, where the loss has the slope" in step.message
         assert "(recorded: -60)" in step.message
     else:
         assert isinstance(step, StepOutput)
@@ -106,9 +99,7 @@ def test_a_huge_weight_of_cross_entropy_is_named_by_the_step_too(new_engine: New
     datum.inputs["weights"][3] = 1e25
     step = OptimStep("a", 2, 1e-3, 0.9, 0.95, 1e-12, 0.0, grad_clip_norm=0.0)
 
-    failure = engine.run(
-        [Pass("a", 1, [datum], "cross_entropy", {}, needs_grad=True), step]
-    ).outputs["a", 2]
+    failure = engine.run([Pass("a", 1, [datum], "cross_entropy", {}, needs_grad=True), step]).outputs["a", 2]
 
     assert isinstance(failure, Failure)
     assert "data[0].loss_fn_inputs.target_tokens[3] of seq 1" in failure.message

@@ -14,15 +14,7 @@ import torch
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora import segmented as lora
-from cotrain_workers.engine.ops import (
-    Create,
-    Failure,
-    Op,
-    OptimStep,
-    Pass,
-    PassOutput,
-    UpcomingBatch,
-)
+from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import memory_model
 from cotrain_workers.engine.training.pass_state import needs_memory
@@ -46,14 +38,10 @@ def limit_rows(engine: Engine, most: int, error: Exception | None = None) -> Cal
 
 def assert_same_states(ours: Engine, theirs: Engine) -> None:
     for tenant in MIX:
-        assert same_bits(ours.adapters.state(tenant.run), theirs.adapters.state(tenant.run)), (
-            tenant.run
-        )
+        assert same_bits(ours.adapters.state(tenant.run), theirs.adapters.state(tenant.run)), tenant.run
 
 
-def test_running_out_of_memory_in_a_group_is_an_error(
-    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_running_out_of_memory_in_a_group_is_an_error(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine()
     limit_rows(engine, 128)
     monkeypatch.setattr(Alone, "sharding", "fsdp2/2")
@@ -110,8 +98,7 @@ def test_an_op_keeps_the_slices_of_earlier_micro_batches(
     troubled, untroubled = (new_engine(micro_batch_tokens=64) for _ in range(2))
     rng = np.random.default_rng(0)
     large, small = (
-        [random_datum(rng, "cross_entropy", length) for length in lengths]
-        for lengths in ((50, 50, 10), (3,))
+        [random_datum(rng, "cross_entropy", length) for length in lengths] for lengths in ((50, 50, 10), (3,))
     )
     ops: list[Op] = []  # micro-batches of 50 and of 60 + 3 tokens
     for run, datums in (("large", large), ("small", small)):
@@ -179,9 +166,7 @@ def test_a_size_that_fitted_is_remembered(new_engine: NewEngine) -> None:
     assert_same_states(small, large)
 
 
-def test_a_size_that_did_not_fit_is_tried_again(
-    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_size_that_did_not_fit_is_tried_again(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     first_wait = 3
     monkeypatch.setattr(memory_model, "FIRST_WAIT", first_wait)
     troubled, untroubled = new_engine(), new_engine()
@@ -225,12 +210,7 @@ def test_an_op_too_large_for_memory_is_split_between_its_datums(new_engine: NewE
 
 @pytest.mark.parametrize(
     ("lengths", "is_first", "gradient_waits"),
-    [
-        ([200], True, False),
-        ([30, 200, 40], False, True),
-        ([30, 40, 200], True, True),
-        ([30, 40, 200], False, False),
-    ],
+    [([200], True, False), ([30, 200, 40], False, True), ([30, 40, 200], True, True), ([30, 40, 200], False, False)],
 )
 def test_a_datum_too_large_for_memory_fails_its_op_alone(
     new_engine: NewEngine, lengths: list[int], is_first: bool, gradient_waits: bool
@@ -264,9 +244,7 @@ def test_a_datum_too_large_for_memory_fails_its_op_alone(
     ],
     ids=str,
 )
-def test_running_out_of_other_memory_is_handled_alike(
-    new_engine: NewEngine, error: Exception
-) -> None:
+def test_running_out_of_other_memory_is_handled_alike(new_engine: NewEngine, error: Exception) -> None:
     small, large = new_engine(), new_engine()
     limit_rows(small, 128, error)
     small.run(passes(0))
@@ -313,9 +291,7 @@ def test_a_non_finite_pass_leaves_the_others_of_its_run(new_engine: NewEngine) -
     first, last = given, replace(given, seq=3)
     (datum,) = given.datums
     weights = np.full_like(datum.inputs["weights"], np.inf)
-    bad = replace(
-        given, seq=2, datums=[replace(datum, inputs={**datum.inputs, "weights": weights})]
-    )
+    bad = replace(given, seq=2, datums=[replace(datum, inputs={**datum.inputs, "weights": weights})])
 
     for order in ([bad, first, last], [first, bad, last]):
         for engine in (together, without):

@@ -43,9 +43,7 @@ def setting(columns: int, *, seed: int = 0) -> Setting:
     return Setting(normal(VOCAB, WIDTH), normal(ROWS, WIDTH), targets, inputs, lora)
 
 
-def dense(
-    s: Setting, loss: LossSpec, softcap: float | None
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def dense(s: Setting, loss: LossSpec, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Return log-probabilities, the summed loss and the gradients of hidden, A and B, by autograd."""
     hidden, a, b = (x.clone().requires_grad_() for x in (s.hidden, *s.lora))
     logits = hidden @ s.weight.t() + SCALE * (hidden @ a.t()) @ b.t()
@@ -70,12 +68,9 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [4, 1024])
 @pytest.mark.parametrize(
-    ("name", "columns"),
-    [("cross_entropy", 1), ("cross_entropy", 3), ("ppo", 1), ("gspo", 1), ("gspo", 3)],
+    ("name", "columns"), [("cross_entropy", 1), ("cross_entropy", 3), ("ppo", 1), ("gspo", 1), ("gspo", 3)]
 )
-def test_the_chunked_head_equals_the_dense_one(
-    name: str, columns: int, chunk_rows: int, softcap: float | None
-) -> None:
+def test_the_chunked_head_equals_the_dense_one(name: str, columns: int, chunk_rows: int, softcap: float | None) -> None:
     s, loss = setting(columns), LOSSES[name]
     grads = Pair(torch.zeros_like(s.lora.a), torch.zeros_like(s.lora.b))
     hidden_grad = torch.zeros_like(s.hidden)
@@ -119,9 +114,7 @@ def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
         part=None,
     )
 
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         Head(weight, None, chunk_rows).run([given], hidden, torch.zeros_like(hidden))
 
     largest = max(event.self_cpu_memory_usage for event in profile.events())
@@ -139,17 +132,13 @@ def slice_of_op(start: int, length: int, name: str, *, needs_grad: bool) -> tupl
     }
     targets = torch.randint(0, VOCAB, (length, 1), generator=g)
     loss, part = LOSSES[name], Part(start, start + length, pair, SCALE, grads)
-    given = HeadInput(
-        start, needs_grad, targets, inputs, [length - 1, 1], loss, loss.defaults, part
-    )
+    given = HeadInput(start, needs_grad, targets, inputs, [length - 1, 1], loss, loss.defaults, part)
     return given, grads
 
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 64, 1024])
-def test_slices_that_share_a_product_have_the_bits_they_have_alone(
-    chunk_rows: int, softcap: float | None
-) -> None:
+def test_slices_that_share_a_product_have_the_bits_they_have_alone(chunk_rows: int, softcap: float | None) -> None:
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(320, 64, generator=g) / 8, torch.randn(VOCAB, 64, generator=g)
     sizes = [(0, 2, "ppo"), (8, 40, "cross_entropy"), (48, 70, "gspo"), (130, 9, "gspo")]
@@ -170,9 +159,7 @@ def test_slices_that_share_a_product_have_the_bits_they_have_alone(
     assert not together[-1][8:48].any()
 
 
-def test_neighbours_share_one_product_with_the_frozen_weight(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_neighbours_share_one_product_with_the_frozen_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     products, real = [], projection.raw_logits
 
     def counted(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

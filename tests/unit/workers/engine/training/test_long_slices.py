@@ -99,9 +99,7 @@ def test_every_loss_and_every_choice_of_targets_has_the_same_bits(
 
 
 @pytest.mark.numerics
-@pytest.mark.parametrize(
-    ("family", "trains_mlp"), [("qwen3", True), ("gpt_oss", True), ("granitemoe", False)]
-)
+@pytest.mark.parametrize(("family", "trains_mlp"), [("qwen3", True), ("gpt_oss", True), ("granitemoe", False)])
 def test_a_datum_that_saves_memory_has_the_same_values(
     new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, family: str, *, trains_mlp: bool
 ) -> None:
@@ -110,9 +108,7 @@ def test_a_datum_that_saves_memory_has_the_same_values(
     ops: list[Op] = [long_pass("cross_entropy", 90, 4), STEP]
     plain = begun(new_engine, spec, family=family)
     theirs = plain.run(ops).outputs["long", 1]
-    monkeypatch.setattr(
-        engine_module, "size_micro_batches", lambda *_, **__: Budget(LIMIT, sys.maxsize, 0, LIMIT)
-    )
+    monkeypatch.setattr(engine_module, "size_micro_batches", lambda *_, **__: Budget(LIMIT, sys.maxsize, 0, LIMIT))
     monkeypatch.setattr(batch_runner, "CHUNK_ROWS", 32)
     chunks, part_of = [], row_chunks.part_of
 
@@ -200,9 +196,7 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_there_is_a_yield_point_after_each_layer_in_both_directions(
-    new_engine: NewEngine, needs_grad: bool
-) -> None:
+def test_there_is_a_yield_point_after_each_layer_in_both_directions(new_engine: NewEngine, needs_grad: bool) -> None:
     engine, yields = begun(new_engine), []
     drive(engine.cycle([long_pass(needs_grad=needs_grad)]), lambda: yields.append(1))
     # The head is one chunk here, with one yield point after it and one after the norm.
@@ -216,19 +210,10 @@ def others(cycle: int) -> list[Op]:
 
 @pytest.mark.parametrize(
     ("recompute", "needs_grad", "adapter_bytes"),  # every pair of two settings
-    [
-        ("never", True, 1),
-        variant("always", True, None),
-        variant("never", False, None),
-        variant("always", False, 1),
-    ],
+    [("never", True, 1), variant("always", True, None), variant("never", False, None), variant("always", False, 1)],
 )
 def test_a_datum_suspended_after_every_layer_has_the_same_bits(
-    new_engine: NewEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    recompute: str,
-    needs_grad: bool,
-    adapter_bytes: int | None,
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, recompute: str, needs_grad: bool, adapter_bytes: int | None
 ) -> None:
     """Whole cycles of other runs with their steps run in between. Adapters are offloaded and restored."""
     settings: dict[str, Any] = {"recompute": recompute, "adapter_bytes": adapter_bytes}

@@ -13,13 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_workers.engine.ops import Datum, Pass
-from cotrain_workers.engine.training.losses import (
-    DATUM_LENGTHS,
-    LOSSES,
-    refuse_pass,
-    value,
-    value_and_slope,
-)
+from cotrain_workers.engine.training.losses import DATUM_LENGTHS, LOSSES, refuse_pass, value, value_and_slope
 from tests.support.draws import examples
 from tests.support.training import random_datum
 
@@ -28,9 +22,7 @@ BOUNDS = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4}
 
 finite = st.floats(-3, 3, allow_nan=False, width=32)
 tokens = st.lists(
-    st.tuples(st.floats(-8, 0, width=32), st.floats(-8, 0, width=32), finite, st.booleans()),
-    min_size=1,
-    max_size=6,
+    st.tuples(st.floats(-8, 0, width=32), st.floats(-8, 0, width=32), finite, st.booleans()), min_size=1, max_size=6
 )
 
 
@@ -103,9 +95,7 @@ def test_loss_and_gradient_equal_the_formula(
 
 @given(rows=tokens)
 @settings(max_examples=examples(60), deadline=None)
-def test_gspo_has_one_ratio_per_datum_and_a_gradient_per_token(
-    rows: list[tuple[float, float, float, bool]],
-) -> None:
+def test_gspo_has_one_ratio_per_datum_and_a_gradient_per_token(rows: list[tuple[float, float, float, bool]]) -> None:
     lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
     inputs = {"logprobs": q, "advantages": a, "sequence_ratio_mask": m}
 
@@ -213,9 +203,7 @@ def test_without_an_upper_bound_a_ratio_is_not_limited(name: str) -> None:
     assert float(beyond) == -math.inf
 
 
-@pytest.mark.parametrize(
-    ("name", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0), ("gspo", -1.0)]
-)
+@pytest.mark.parametrize(("name", "advantage"), [("importance_sampling", 1.0), ("ppo", -1.0), ("gspo", -1.0)])
 def test_an_unclipped_infinite_ratio_stays_infinite(name: str, advantage: float) -> None:
     lp = torch.tensor([-1.0])
     inputs = {"logprobs": lp - 104.0, "advantages": torch.tensor([advantage])}
@@ -228,9 +216,7 @@ def test_an_unclipped_infinite_ratio_stays_infinite(name: str, advantage: float)
 
 @given(rows=tokens)
 @settings(max_examples=examples(60), deadline=None)
-def test_the_float32_gradient_of_ppo_equals_a_finite_difference(
-    rows: list[tuple[float, float, float, bool]],
-) -> None:
+def test_the_float32_gradient_of_ppo_equals_a_finite_difference(rows: list[tuple[float, float, float, bool]]) -> None:
     """Computed in float64. `lp - q` reaches 800, for which float32 has no ratio."""
     lp, q, a, m = (torch.tensor(list(column), dtype=FP64) for column in zip(*rows, strict=True))
     q = torch.where(a > 0, 100 * q, q)  # unlikely when sampled, and rewarded
@@ -247,9 +233,7 @@ def test_the_float32_gradient_of_ppo_equals_a_finite_difference(
         above, below = lp.clone(), lp.clone()
         above[index] += step
         below[index] -= step
-        rise = value(LOSSES["ppo"], above, inputs, BOUNDS) - value(
-            LOSSES["ppo"], below, inputs, BOUNDS
-        )
+        rise = value(LOSSES["ppo"], above, inputs, BOUNDS) - value(LOSSES["ppo"], below, inputs, BOUNDS)
         assert got == pytest.approx(float(rise) / (2 * step), rel=1e-3, abs=1e-3)
 
 
@@ -336,14 +320,8 @@ def test_inputs_unused_by_the_loss_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("op", "reason"),
     [
-        (
-            with_tokens(0, 1, 2, 128),
-            "Token id 128 at position 3 is outside the vocabulary (0..127) (datum 1).",
-        ),
-        (
-            with_tokens(0, -1, 2, 3),
-            "Token id -1 at position 1 is outside the vocabulary (0..127) (datum 1).",
-        ),
+        (with_tokens(0, 1, 2, 128), "Token id 128 at position 3 is outside the vocabulary (0..127) (datum 1)."),
+        (with_tokens(0, -1, 2, 3), "Token id -1 at position 1 is outside the vocabulary (0..127) (datum 1)."),
         (
             with_input(target_tokens=np.array([0, 1, 2**40, 3])),
             f"Target token id {2**40} at position 2 is outside the vocabulary (0..127) (datum 1).",
@@ -358,14 +336,8 @@ def test_inputs_unused_by_the_loss_are_ignored() -> None:
             with_input(advantages=np.zeros((4, 1), np.float32)),
             "advantages has shape [4, 1]; target_tokens has [4] (datum 1).",
         ),
-        (
-            replace(PPO, datums=[Datum(GOOD.tokens, {})]),
-            "Loss 'ppo' needs loss_fn_inputs['target_tokens'] (datum 0).",
-        ),
-        (
-            replace(PPO, loss_fn="gspo"),
-            "Loss 'gspo' needs loss_fn_inputs['sequence_ratio_mask'] (datum 0).",
-        ),
+        (replace(PPO, datums=[Datum(GOOD.tokens, {})]), "Loss 'ppo' needs loss_fn_inputs['target_tokens'] (datum 0)."),
+        (replace(PPO, loss_fn="gspo"), "Loss 'gspo' needs loss_fn_inputs['sequence_ratio_mask'] (datum 0)."),
         (replace(PPO, loss_config={"epsilon": 0.2}), "Loss 'ppo' has no setting 'epsilon'."),
     ],
 )

@@ -86,9 +86,7 @@ def bytes_of(tokens: int) -> int:
         (100, "auto", Budget(1536, 0)),
     ],
 )
-def test_layers_are_recomputed_where_that_is_faster(
-    fitting: int, choice: Choice, expected: Budget
-) -> None:
+def test_layers_are_recomputed_where_that_is_faster(fitting: int, choice: Choice, expected: Budget) -> None:
     assert budget(BOTH, bytes_of(fitting), choice) == expected
 
 
@@ -106,9 +104,7 @@ def test_layers_are_recomputed_where_that_is_faster(
         (256, 0, True),
     ],
 )
-def test_few_kept_tokens_are_faster_than_many_recomputed_ones(
-    kept: int, recomputed: int, is_faster: bool
-) -> None:
+def test_few_kept_tokens_are_faster_than_many_recomputed_ones(kept: int, recomputed: int, is_faster: bool) -> None:
     assert kept_is_faster(kept, recomputed) == is_faster
 
 
@@ -145,9 +141,7 @@ def test_lengths_that_move_bits_are_far_apart() -> None:
 
 
 def test_the_time_of_a_second_forward_is_that_of_its_flop() -> None:
-    flop = [
-        flops_per_token(SHAPES["8b"], 2048, 16, recompute=recompute) for recompute in (True, False)
-    ]
+    flop = [flops_per_token(SHAPES["8b"], 2048, 16, recompute=recompute) for recompute in (True, False)]
 
     assert flop[0] / flop[1] == pytest.approx(RECOMPUTED_TIME, abs=0.01)
 
@@ -211,9 +205,7 @@ def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     ("total", "tokens", "adapters", "kv_tokens"),
     [(150_100_000_000, 8192, 31, 180_000), (85_000_000_000, 4096, 15, 80_000)],  # H200, H100
 )
-def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(
-    total: int, tokens: int, adapters: int, kv_tokens: int
-) -> None:
+def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(total: int, tokens: int, adapters: int, kv_tokens: int) -> None:
     shape = SHAPES["8b"]
     linear = shape.layers * sum(inputs * outputs for inputs, outputs in shape.linears)
     base = 2 * (linear + 2 * shape.hidden * shape.vocab)
@@ -223,9 +215,7 @@ def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(
     decoder = int((total - base - GB) * CUDA_SHARE)  # share of the memory free at its creation
     weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
 
-    found = budget(
-        Activations(line, RECOMPUTED), micro_batch_bytes(total, base, of_adapters), "auto"
-    )
+    found = budget(Activations(line, RECOMPUTED), micro_batch_bytes(total, base, of_adapters), "auto")
 
     assert (found.tokens, found.keep_tokens) == (tokens, tokens)
     micro_batch = int(line.fixed_bytes + tokens * line.bytes_per_token)
@@ -235,10 +225,7 @@ def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(
     assert (decoder - weights) // token_bytes >= kv_tokens
 
 
-ONE_DATUM, TWO_DATUMS = (
-    OpSlice(0, 4, 5, 300, needs_grad=True),
-    OpSlice(0, 4, 6, 300, needs_grad=True),
-)
+ONE_DATUM, TWO_DATUMS = (OpSlice(0, 4, 5, 300, needs_grad=True), OpSlice(0, 4, 6, 300, needs_grad=True))
 FORWARD_ONLY = OpSlice(1, 0, 1, 200, needs_grad=False)
 FIRST, SECOND = OpSlice(0, 4, 5, 100, needs_grad=True), OpSlice(0, 5, 6, 200, needs_grad=True)
 
@@ -260,9 +247,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES
-)
+@pytest.mark.parametrize(("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES)
 def test_running_out_of_memory_is_handled_with_the_least_loss(
     given: MicroBatch, lengths: list[int], can_recompute: bool, expected: Recompute | Fail | Split
 ) -> None:

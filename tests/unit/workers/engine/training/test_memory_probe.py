@@ -15,12 +15,7 @@ from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import Budget
-from cotrain_workers.engine.training.memory_probe import (
-    CPU_TOKENS,
-    measure,
-    measure_tower,
-    size_micro_batches,
-)
+from cotrain_workers.engine.training.memory_probe import CPU_TOKENS, measure, measure_tower, size_micro_batches
 from tests.support.training import NewEngine
 
 
@@ -100,9 +95,7 @@ def test_the_tower_is_measured_with_the_largest_image_that_fits(
         (512, "always", Budget(512, 0)),
     ],
 )
-def test_on_a_cpu_nothing_is_measured(
-    new_engine: NewEngine, asked: int, choice: Choice, expected: Budget
-) -> None:
+def test_on_a_cpu_nothing_is_measured(new_engine: NewEngine, asked: int, choice: Choice, expected: Budget) -> None:
     base = new_engine()._base
 
     assert size_micro_batches(base, waves(base), asked, choice, adapter_bytes=0) == expected
@@ -110,7 +103,4 @@ def test_on_a_cpu_nothing_is_measured(
 
 def test_the_measured_size_is_part_of_the_numerics(new_engine: NewEngine) -> None:
     assert new_engine().facts.numerics.micro_batch_tokens == CPU_TOKENS
-    assert (
-        new_engine().facts.numerics_id
-        == new_engine(micro_batch_tokens=CPU_TOKENS).facts.numerics_id
-    )
+    assert new_engine().facts.numerics_id == new_engine(micro_batch_tokens=CPU_TOKENS).facts.numerics_id

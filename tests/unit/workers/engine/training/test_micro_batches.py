@@ -50,11 +50,7 @@ def test_a_bucket_fits_its_tokens_with_little_filler(tokens: int) -> None:
 
 
 def test_slices_that_fit_one_micro_batch_are_one_micro_batch() -> None:
-    op_slices = [
-        p
-        for owner in range(8)
-        for p in cut(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)
-    ]
+    op_slices = [p for owner in range(8) for p in cut(owner, [16, 16], [1, 1], 256, needs_grad=owner % 2 == 0)]
 
     assert len(fill(op_slices, 256)) == 1
 

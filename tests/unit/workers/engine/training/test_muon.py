@@ -10,17 +10,7 @@ import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    Create,
-    Failure,
-    Load,
-    Op,
-    OptimStep,
-    Pass,
-    Save,
-    SaveOutput,
-    StepOutput,
-)
+from cotrain_workers.engine.ops import Create, Failure, Load, Op, OptimStep, Pass, Save, SaveOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.adamw import orthogonalized
 from tests.support.training import NewEngine, random_datum, same_bits
@@ -34,9 +24,7 @@ def step(run: str, seq: int, kind: str = "muon", rate: float = 1e-2) -> OptimSte
 
 def passed(run: str, seq: int, seed: int = 0) -> Pass:
     rng = np.random.default_rng([seed, seq])
-    return Pass(
-        run, seq, [random_datum(rng, "cross_entropy", 9)], "cross_entropy", {}, needs_grad=True
-    )
+    return Pass(run, seq, [random_datum(rng, "cross_entropy", 9)], "cross_entropy", {}, needs_grad=True)
 
 
 def trained(engine: Engine, run: str = "m", steps: int = 2, first: int = 1) -> None:
@@ -116,9 +104,7 @@ def test_a_step_of_the_other_optimizer_fails_and_keeps_the_gradient(new_engine: 
     assert engine.adapters["m"].grads_pending
 
 
-def test_a_checkpoint_continues_with_its_momentum_and_refuses_another_optimizer(
-    new_engine: NewEngine,
-) -> None:
+def test_a_checkpoint_continues_with_its_momentum_and_refuses_another_optimizer(new_engine: NewEngine) -> None:
     engine = new_engine()
     engine.run([Create("m", 0, MUON)])
     trained(engine)

@@ -38,9 +38,7 @@ def test_three_steps_equal_those_of_eager_experts_and_torch_adamw(
         oracle.load(layout, engine.adapters.state(tenant.run).weights)
         oracles[tenant.run] = (
             oracle,
-            torch.optim.AdamW(
-                oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01
-            ),
+            torch.optim.AdamW(oracle.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01),
         )
     for cycle in range(1, 4):
         ops = [op for tenant in MIXED for op in tenant.ops(cycle)]

@@ -9,14 +9,7 @@ import torch
 
 from cotrain_workers.engine.ops import OptimStep, Pass, StepOutput
 from tests.support.engine_checks import parity_with_peft
-from tests.support.training import (
-    MIX,
-    ModelFolder,
-    NewEngine,
-    PeftOracle,
-    mean_error,
-    relative_error,
-)
+from tests.support.training import MIX, ModelFolder, NewEngine, PeftOracle, mean_error, relative_error
 
 # fp32: a few times 1.5e-6, the measured effect of another order of summation.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}

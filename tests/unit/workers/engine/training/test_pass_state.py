@@ -13,30 +13,13 @@ import torch
 from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import (
-    Create,
-    CycleOutput,
-    Failure,
-    Op,
-    Output,
-    Pass,
-    ReverseKl,
-    Save,
-)
+from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.draws import variant
 from tests.support.kl import kl_datums, random_weights, started
-from tests.support.open_passes import (
-    LENGTHS,
-    ONE_LAYER,
-    SLICE,
-    a_pass,
-    a_step,
-    assert_same_outputs,
-    one_cycle,
-)
+from tests.support.open_passes import LENGTHS, ONE_LAYER, SLICE, a_pass, a_step, assert_same_outputs, one_cycle
 from tests.support.training import MIX, NewEngine, same_bits
 
 OpId = tuple[str, int]
@@ -67,9 +50,7 @@ def two_engines(new_engine: NewEngine, **settings: object) -> tuple[Engine, Engi
 
 
 @pytest.mark.parametrize("lora", ["seg", variant("grouped")])
-def test_passes_slice_by_slice_have_the_bits_of_whole_ones(
-    new_engine: NewEngine, lora: str
-) -> None:
+def test_passes_slice_by_slice_have_the_bits_of_whole_ones(new_engine: NewEngine, lora: str) -> None:
     """The mix has every kind of rank, target, loss and length, and two gradients that add up, with a forward between."""
     settings = {"micro_batch_tokens": SLICE, "lora_backend": lora}
     divided, whole = new_engine(**settings), new_engine(**settings)
@@ -114,9 +95,7 @@ def test_a_pass_split_anywhere_has_the_bits_of_the_whole(
 
 
 @pytest.mark.parametrize("reference", [AdapterSpec(3, seed=21), None])
-def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(
-    new_engine: NewEngine, reference: AdapterSpec | None
-) -> None:
+def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(new_engine: NewEngine, reference: AdapterSpec | None) -> None:
     divided, whole = (started(new_engine(micro_batch_tokens=SLICE)) for _ in range(2))
     weights = random_weights(reference, whole.adapters.layout_of) if reference else None
     ops: list[Op] = [ReverseKl("a", 1, kl_datums(0), weights, 0.7), a_step(2)]
@@ -124,10 +103,7 @@ def test_a_reverse_kl_in_parts_has_the_bits_of_the_whole(
     cycles = list(slice_by_slice(divided, ops))
 
     read = [len(datum.tokens) + len(datum.reference) for datum in kl_datums(0)]
-    assert [cycle.open_tokens.get(("a", 1)) for cycle in cycles] == [
-        *np.cumsum(read)[:-1].tolist(),
-        None,
-    ]
+    assert [cycle.open_tokens.get(("a", 1)) for cycle in cycles] == [*np.cumsum(read)[:-1].tolist(), None]
     assert_same_outputs(outputs_of(iter(cycles)), dict(whole.run(ops).outputs))
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
@@ -232,12 +208,7 @@ def test_another_first_op_of_a_run_drops_its_open_pass(new_engine: NewEngine) ->
 def test_an_open_pass_delays_only_its_own_run(new_engine: NewEngine) -> None:
     engine, _ = two_engines(new_engine)
     of_a: list[Op] = [a_pass(4), a_pass(5, needs_grad=False), a_step(6), Save("a", 7)]
-    of_b: list[Op] = [
-        Create("b", 0, AdapterSpec(3, seed=2)),
-        a_pass(1, "b"),
-        a_step(2, "b"),
-        Save("b", 3),
-    ]
+    of_b: list[Op] = [Create("b", 0, AdapterSpec(3, seed=2)), a_pass(1, "b"), a_step(2, "b"), Save("b", 3)]
 
     out = one_cycle(engine, [*of_a, *of_b], a4=20)
 
@@ -248,9 +219,7 @@ def test_an_open_pass_delays_only_its_own_run(new_engine: NewEngine) -> None:
     assert engine.run(of_a[1:]).outputs.keys() == {("a", 5), ("a", 6), ("a", 7)}
 
 
-def test_after_the_deadline_only_whole_passes_and_the_oldest_run_go_on(
-    new_engine: NewEngine,
-) -> None:
+def test_after_the_deadline_only_whole_passes_and_the_oldest_run_go_on(new_engine: NewEngine) -> None:
     engine, _ = two_engines(new_engine)
     engine.run([Create("b", 0, AdapterSpec(3, seed=2)), Create("c", 0, AdapterSpec(2, seed=3))])
     ops: list[Op] = [a_pass(4), a_pass(1, "b"), a_step(2, "b"), a_pass(1, "c"), a_pass(2, "c")]
@@ -272,14 +241,10 @@ def test_after_the_deadline_only_whole_passes_and_the_oldest_run_go_on(
     assert not out.open_tokens
 
 
-def test_a_deadline_in_the_middle_stops_after_the_current_micro_batch(
-    new_engine: NewEngine,
-) -> None:
+def test_a_deadline_in_the_middle_stops_after_the_current_micro_batch(new_engine: NewEngine) -> None:
     engine, whole = two_engines(new_engine)
     asked = iter([False, True])
-    out = run_to_end(
-        engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, lambda: next(asked, True))
-    )
+    out = run_to_end(engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, lambda: next(asked, True)))
     assert out.open_tokens == {("a", 4): sum(LENGTHS[:2])}
     # The pass has ended and time is up, so the op after it keeps waiting.
     out = run_to_end(engine.cycle([a_pass(4), a_pass(5)], {("a", 4): 1000}, stops_after(3)))

@@ -14,13 +14,7 @@ import torch
 
 from cotrain_workers.engine.ops import Datum, Pass
 from cotrain_workers.engine.training.drift import drift
-from cotrain_workers.engine.training.losses import (
-    DATUM_LENGTHS,
-    LOSSES,
-    inputs_of,
-    loss_of,
-    value_and_slope,
-)
+from cotrain_workers.engine.training.losses import DATUM_LENGTHS, LOSSES, inputs_of, loss_of, value_and_slope
 
 #: Two datums of 5 and 3 tokens; the first token of each is a prompt.
 LENGTHS = (5, 3)
@@ -31,12 +25,7 @@ Q = np.where(IS_PROMPT, 0.0, LP + RNG.normal(0, 0.4, 8))
 ROLLOUT = np.where(IS_PROMPT, 0.0, Q + RNG.normal(0, 0.4, 8))
 REFERENCE = LP + RNG.normal(0, 0.5, 8)
 A = np.where(IS_PROMPT, 0.0, np.repeat([1.3, -0.7], LENGTHS))
-INPUTS = {
-    "logprobs": Q,
-    "advantages": A,
-    "rollout_logprobs": ROLLOUT,
-    "reference_logprobs": REFERENCE,
-}
+INPUTS = {"logprobs": Q, "advantages": A, "rollout_logprobs": ROLLOUT, "reference_logprobs": REFERENCE}
 FIRST, SECOND = slice(0, 5), slice(5, 8)
 
 
@@ -104,17 +93,13 @@ def op_of(loss_fn: str, config: Mapping[str, float]) -> Pass:
 
 
 @pytest.mark.parametrize(("loss_fn", "formula", "config"), ROWS)
-def test_a_loss_equals_its_published_formula(
-    loss_fn: str, formula: Any, config: Mapping[str, float]
-) -> None:
+def test_a_loss_equals_its_published_formula(loss_fn: str, formula: Any, config: Mapping[str, float]) -> None:
     op = op_of(loss_fn, config)
     loss = loss_of(op, op.datums)
     inputs = {name: torch.from_numpy(INPUTS[name])[:, None] for name in inputs_of(op, loss)}
     if not loss.per_token:
         inputs[DATUM_LENGTHS] = torch.tensor(LENGTHS)
-    total, slope = value_and_slope(
-        loss, torch.from_numpy(LP)[:, None], inputs, {**loss.defaults, **config}
-    )
+    total, slope = value_and_slope(loss, torch.from_numpy(LP)[:, None], inputs, {**loss.defaults, **config})
 
     assert total.item() == pytest.approx(formula(LP, config), abs=1e-12)
     step = 1e-6
@@ -125,9 +110,7 @@ def test_a_loss_equals_its_published_formula(
 
 
 @pytest.mark.parametrize("loss_fn", ["reinforce", "grpo", "dapo", "sapo"])
-def test_a_token_without_an_advantage_contributes_nothing_whatever_its_log_prob(
-    loss_fn: str,
-) -> None:
+def test_a_token_without_an_advantage_contributes_nothing_whatever_its_log_prob(loss_fn: str) -> None:
     far = torch.tensor([-torch.inf, -1.0, 3e38])[:, None]
     inputs = {name: torch.tensor([0.0, -1.0, 0.0])[:, None] for name in ("logprobs", "advantages")}
     total, slope = value_and_slope(LOSSES[loss_fn], far, inputs, LOSSES[loss_fn].defaults)
@@ -137,9 +120,7 @@ def test_a_token_without_an_advantage_contributes_nothing_whatever_its_log_prob(
 
 def test_far_ratios_of_sapo_have_no_gradient_and_no_nan() -> None:
     inputs = {"logprobs": torch.zeros(2, 1), "advantages": torch.tensor([[1.0], [-1.0]])}
-    total, slope = value_and_slope(
-        LOSSES["sapo"], torch.tensor([[500.0], [500.0]]), inputs, LOSSES["sapo"].defaults
-    )
+    total, slope = value_and_slope(LOSSES["sapo"], torch.tensor([[500.0], [500.0]]), inputs, LOSSES["sapo"].defaults)
     assert total.item() == pytest.approx((-4.0 + 4 / 1.05) / 2, abs=1e-6)
     assert slope.abs().max() < 1e-30
 

@@ -32,9 +32,7 @@ from tests.support.training import MIX, ModelFolder, NewEngine, random_datum, sa
 WHOLE, NO_HEAD = AdapterSpec(3, seed=21), AdapterSpec(8, seed=22, train_unembed=False)
 
 
-def op_of(
-    run: str, seq: int, reference: HostWeights | None, *, seed: int = 0, temperature: float = 1.0
-) -> ReverseKl:
+def op_of(run: str, seq: int, reference: HostWeights | None, *, seed: int = 0, temperature: float = 1.0) -> ReverseKl:
     return ReverseKl(run, seq, kl_datums(seed), reference, temperature)
 
 
@@ -66,37 +64,27 @@ def test_a_reverse_kl_equals_a_dense_fp64_oracle(
     engine = started(new_engine(family, tied=tied, head_chunk_rows=7))
     weights = random_weights(reference, engine.adapters.layout_of) if reference else None
 
-    parity = kl_parity(
-        engine, model_folder(family, tied=tied), op_of("a", 1, weights, temperature=temperature)
-    )
+    parity = kl_parity(engine, model_folder(family, tied=tied), op_of("a", 1, weights, temperature=temperature))
 
     assert parity.loss_error < 1e-5
     assert parity.sum_error < 1e-5
     assert parity.gradient_error < 1e-5
 
 
-def test_an_fp64_reverse_kl_equals_the_oracle_in_fp64(
-    new_engine: NewEngine, model_folder: ModelFolder
-) -> None:
+def test_an_fp64_reverse_kl_equals_the_oracle_in_fp64(new_engine: NewEngine, model_folder: ModelFolder) -> None:
     engine = started(new_engine(dtype=torch.float64))
     op = op_of("a", 1, random_weights(WHOLE, engine.adapters.layout_of), temperature=0.8)
 
     assert kl_parity(engine, model_folder(), op).gradient_error < 1e-11
 
 
-def test_its_gradient_on_a_bf16_base_has_the_direction_of_that_on_fp32(
-    new_engine: NewEngine,
-) -> None:
+def test_its_gradient_on_a_bf16_base_has_the_direction_of_that_on_fp32(new_engine: NewEngine) -> None:
     wide, narrow = started(new_engine()), started(new_engine(dtype=torch.bfloat16))
     for engine in (wide, narrow):
-        output = engine.run(
-            [op_of("a", 1, random_weights(WHOLE, engine.adapters.layout_of))]
-        ).outputs["a", 1]
+        output = engine.run([op_of("a", 1, random_weights(WHOLE, engine.adapters.layout_of))]).outputs["a", 1]
         assert {losses.dtype for losses in found(output).losses} == {np.dtype(np.float32)}
 
-    cosine = torch.cosine_similarity(
-        wide.adapters.state("a").grads, narrow.adapters.state("a").grads, dim=0
-    )
+    cosine = torch.cosine_similarity(wide.adapters.state("a").grads, narrow.adapters.state("a").grads, dim=0)
     assert float(cosine) > 0.99
 
 
@@ -173,15 +161,11 @@ def kl_runs(engine: Engine) -> dict[str, list[Op]]:
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [variant(8192), 64])
-def test_a_run_among_others_equals_the_run_alone_exactly(
-    new_engine: NewEngine, micro_batch_tokens: int
-) -> None:
+def test_a_run_among_others_equals_the_run_alone_exactly(new_engine: NewEngine, micro_batch_tokens: int) -> None:
     together, alone = (new_engine(micro_batch_tokens=micro_batch_tokens) for _ in range(2))
     runs = kl_runs(together) | {tenant.run: tenant.ops(0) for tenant in MIX}
 
-    mixed = together.run(
-        [op for at in range(5) for ops in runs.values() for op in ops[at : at + 1]]
-    )
+    mixed = together.run([op for at in range(5) for ops in runs.values() for op in ops[at : at + 1]])
 
     for run, ops in runs.items():
         assert_same_answers(run, mixed, alone.run(ops))
@@ -273,9 +257,7 @@ def test_no_tensor_has_all_rows_times_the_vocabulary() -> None:
     tokens = np.zeros(rows, np.int64)
     datums = [KlDatum(tokens, tokens, np.ones(rows, np.float32))]
 
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         head = KlHead(weight, None, chunk_rows)
         head.compare(datums, 1.0, None, referred, hidden, torch.empty_like(hidden))
 

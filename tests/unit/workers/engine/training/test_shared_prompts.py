@@ -51,9 +51,7 @@ def without_sharing(engine: Engine) -> Engine:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_prompt_changes_no_number_beyond_rounding(
-    new_engine: NewEngine, family: str
-) -> None:
+def test_a_shared_prompt_changes_no_number_beyond_rounding(new_engine: NewEngine, family: str) -> None:
     sharing, plain = new_engine(family), without_sharing(new_engine(family))
     shared, expected = (engine.run(ops("r", group(1))) for engine in (sharing, plain))
     saved = (len(ANSWERS) - 1) * PROMPT
@@ -92,9 +90,7 @@ def test_a_group_among_others_has_the_bits_of_the_group_alone(new_engine: NewEng
 
 
 @pytest.mark.parametrize("settings", [{"lora_backend": "grouped"}, {"recompute": "always"}])
-def test_backends_and_recomputed_layers_share_alike(
-    new_engine: NewEngine, settings: dict[str, str]
-) -> None:
+def test_backends_and_recomputed_layers_share_alike(new_engine: NewEngine, settings: dict[str, str]) -> None:
     engines = [new_engine(**settings), without_sharing(new_engine(**settings))]
     for engine in engines:
         engine.run(ops("r", group(1, loss_fn="gspo"), "gspo"))
@@ -130,9 +126,7 @@ def test_groups_are_neighbours_with_the_longest_worthwhile_prompt() -> None:
     system, first, second = (rng.integers(0, 99, 100) for _ in range(3))
 
     def datums(*parts: np.ndarray) -> list[Datum]:
-        return [
-            Datum(np.concatenate([*parts, [at], rng.integers(0, 99, 5)]), {}) for at in range(3)
-        ]
+        return [Datum(np.concatenate([*parts, [at], rng.integers(0, 99, 5)]), {}) for at in range(3)]
 
     one, two = datums(system, first), datums(system, second)
     # A group with a prompt of its own does not shrink to what all groups share.
@@ -145,10 +139,7 @@ def test_groups_are_neighbours_with_the_longest_worthwhile_prompt() -> None:
     # A prompt is shared up to the first token with other experts.
     experts = rng.integers(0, 4, (206, 2, 2))
     others = np.where(np.arange(206)[:, None, None] == 150, 3 - experts, experts)
-    given = [
-        replace(each, routed_experts=chosen)
-        for each, chosen in zip(one[:2], (experts, others), strict=True)
-    ]
+    given = [replace(each, routed_experts=chosen) for each, chosen in zip(one[:2], (experts, others), strict=True)]
     assert shared_prompts([*given, one[2]]) == [0, 150, 0]
 
 

@@ -42,9 +42,7 @@ def two_begun(new_engine: NewEngine) -> tuple[Engine, Engine]:
 
 
 @pytest.mark.numerics
-def test_an_open_pass_that_ends_together_with_the_next_has_the_same_sum(
-    new_engine: NewEngine,
-) -> None:
+def test_an_open_pass_that_ends_together_with_the_next_has_the_same_sum(new_engine: NewEngine) -> None:
     divided, whole = two_begun(new_engine)
     ops: list[Op] = [a_pass(1), a_pass(2), a_step(3)]
     one_cycle(divided, ops, a1=sum(LENGTHS[:4]))
@@ -65,17 +63,8 @@ def test_a_failed_pass_after_an_open_one_leaves_its_gradient(new_engine: NewEngi
     assert same_bits(divided.adapters.state("a"), whole.adapters.state("a"))
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [
-        pytest.param(0, marks=pytest.mark.numerics),
-        *map(variant, range(1, SEEDS)),
-        SEEDS,
-    ],
-)
-def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(
-    new_engine: NewEngine, seed: int
-) -> None:
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.numerics), *map(variant, range(1, SEEDS)), SEEDS])
+def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(new_engine: NewEngine, seed: int) -> None:
     """Any ops of a run that may share a cycle, with any passes divided at any border, with or without a deadline."""
     draw = random.Random(seed)
     spread, one_by_one = (new_engine(**ONE_LAYER) for _ in range(2))
@@ -86,18 +75,13 @@ def test_ops_spread_over_cycles_have_the_bits_of_ops_one_by_one(
     while any(left.values()):
         ops = [op for run in left for op in of_one_cycle(left[run][: draw.randrange(6)])]
         allowances = {
-            (op.run, op.seq): draw.randint(1, sum(THREE))
-            for op in ops
-            if isinstance(op, Pass) and draw.random() < 0.5
+            (op.run, op.seq): draw.randint(1, sum(THREE)) for op in ops if isinstance(op, Pass) and draw.random() < 0.5
         }
         is_over = iter([False] * draw.choice((0, 1, 2, 99)))
         out = run_to_end(spread.cycle(ops, allowances, partial(next, is_over, True)))
         for op_id, output in out.outputs.items():
             assert_same_output(output, expected[op_id])
-        left = {
-            run: [op for op in ops if (op.run, op.seq) not in out.outputs]
-            for run, ops in left.items()
-        }
+        left = {run: [op for op in ops if (op.run, op.seq) not in out.outputs] for run, ops in left.items()}
     for run in left:
         assert same_bits(spread.adapters.state(run), one_by_one.adapters.state(run))
 
@@ -107,11 +91,7 @@ def ops_of_a_run(draw: random.Random, run: str) -> list[Op]:
     for _ in range(10):
         is_step = draw.random() < 0.3
         needs_grad = draw.random() < 0.8
-        ops.append(
-            a_step(len(ops), run)
-            if is_step
-            else a_pass(len(ops), run, needs_grad=needs_grad, lengths=THREE)
-        )
+        ops.append(a_step(len(ops), run) if is_step else a_pass(len(ops), run, needs_grad=needs_grad, lengths=THREE))
     return ops
 
 

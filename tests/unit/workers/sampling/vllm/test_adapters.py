@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_workers.checkpoints.peft_folder import (
-    CONFIG,
-    TENSORS,
-    FolderUnreadable,
-    key_of,
-    read_folder,
-    write_folder,
-)
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, FolderUnreadable, key_of, read_folder, write_folder
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm import requests as vllm_sampler
@@ -36,9 +29,7 @@ NewDecoder = Callable[..., VllmDecoder]
 def test_requests_over_many_adapters_finish_with_two_at_once(
     new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained
 ) -> None:
-    requests = [
-        request(f"r{n}", [*trained.folders, None][n % 6], num_samples=1 + n % 3) for n in range(12)
-    ]
+    requests = [request(f"r{n}", [*trained.folders, None][n % 6], num_samples=1 + n % 3) for n in range(12)]
     decoder = new_decoder(max_adapters=2, max_sequences=8)
     outputs = run(decoder, *requests)
     assert {name: len(tokens(output)) for name, output in outputs.items()} == {
@@ -48,14 +39,10 @@ def test_requests_over_many_adapters_finish_with_two_at_once(
     assert vllm.pulled == []
     assert vllm.max_generating <= 8
     names = {body["lora_name"] for body in vllm.bodies("/v1/load_lora_adapter")}
-    assert {
-        path.name for path in trained.folders.values()
-    } < names  # and those of the startup check
+    assert {path.name for path in trained.folders.values()} < names  # and those of the startup check
 
 
-def test_an_adapter_in_use_stays_until_its_last_sequence_ends(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_an_adapter_in_use_stays_until_its_last_sequence_ends(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder(max_adapters=1)
     run(decoder, request("warm"))
     vllm.may_generate.clear()
@@ -81,16 +68,12 @@ def test_an_adapter_lost_by_the_server_is_loaded_again(
     assert tokens(run(decoder, request(weights="run-1"))["q"]) == tokens(before)
 
 
-def test_an_adapter_loaded_by_another_client_is_used(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_an_adapter_loaded_by_another_client_is_used(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     first = run(new_decoder(), request(weights="run-1"))["q"]
     assert tokens(run(new_decoder(), request(weights="run-1"))["q"]) == tokens(first)
 
 
-def test_weights_that_the_server_cannot_load_fail_without_a_path(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_weights_that_the_server_cannot_load_fail_without_a_path(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
     path = "/v1/load_lora_adapter"
@@ -100,9 +83,7 @@ def test_weights_that_the_server_cannot_load_fail_without_a_path(
     assert tokens(run(decoder, request("again", "run-1"))["again"])
 
 
-def test_a_request_waits_until_the_folder_of_its_weights_is_written(
-    new_decoder: NewDecoder, trained: Trained
-) -> None:
+def test_a_request_waits_until_the_folder_of_its_weights_is_written(new_decoder: NewDecoder, trained: Trained) -> None:
     written: dict[str, Path] = {}
     decoder = new_decoder(folder=written.get)
     decoder.add(request("waits", "run-1"))
@@ -146,11 +127,7 @@ def test_dropped_weights_are_unloaded_once_they_are_unused(
 
 
 def test_the_paths_of_folders_are_absolute(
-    new_decoder: NewDecoder,
-    vllm: FakeVllm,
-    trained: Trained,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    new_decoder: NewDecoder, vllm: FakeVllm, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = trained.folders["run-1"].parents[1]
     monkeypatch.chdir(root)
@@ -169,10 +146,7 @@ LAYOUT = layout_of(SPEC)
 @pytest.fixture
 def stored(tmp_path: Path) -> list[str]:
     """Store five adapters. Return their digests."""
-    root, weights = (
-        Folder(tmp_path / "store"),
-        [torch.full((LAYOUT.size,), float(n)) for n in range(5)],
-    )
+    root, weights = (Folder(tmp_path / "store"), [torch.full((LAYOUT.size,), float(n)) for n in range(5)])
     return [write_folder(root, HostWeights(SPEC, flat), LAYOUT, "m").digest for flat in weights]
 
 
@@ -219,9 +193,7 @@ def test_a_new_process_starts_without_copies(tmp_path: Path, stored: list[str]) 
 
 
 @pytest.mark.parametrize("is_there", [False, True])
-def test_missing_or_damaged_weights_are_not_copied(
-    tmp_path: Path, stored: list[str], is_there: bool
-) -> None:
+def test_missing_or_damaged_weights_are_not_copied(tmp_path: Path, stored: list[str], is_there: bool) -> None:
     tensors = tmp_path / "store" / key_of(stored[0]) / TENSORS
     if is_there:
         content = bytearray(tensors.read_bytes())

@@ -16,17 +16,7 @@ import pytest
 
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder, _abort_all
 from tests.support.fake_vllm import FakeVllm
-from tests.support.vllm_requests import (
-    PROMPT,
-    Trained,
-    finish,
-    request,
-    run,
-    sampled,
-    steps,
-    the_only,
-    tokens,
-)
+from tests.support.vllm_requests import PROMPT, Trained, finish, request, run, sampled, steps, the_only, tokens
 
 NewDecoder = Callable[..., VllmDecoder]
 
@@ -48,16 +38,12 @@ def test_logprobs_of_a_trained_adapter_equal_those_of_the_trainer(
 
 def test_adapters_differ_from_the_base_and_from_one_another(new_decoder: NewDecoder) -> None:
     names = [None, "run-0", "run-1", "run-2"]
-    outputs = run(
-        new_decoder(), *(request(str(name), name, prompt_logprobs=True) for name in names)
-    )
+    outputs = run(new_decoder(), *(request(str(name), name, prompt_logprobs=True) for name in names))
     scores = [sampled(outputs[str(name)]).prompt_logprobs for name in names]
     assert len({tuple(each[1:]) for each in scores if each is not None}) == len(names)
 
 
-def test_a_seeded_request_gives_the_same_tokens_alone_and_among_others(
-    new_decoder: NewDecoder,
-) -> None:
+def test_a_seeded_request_gives_the_same_tokens_alone_and_among_others(new_decoder: NewDecoder) -> None:
     mine = request("mine", "run-1", num_samples=3, seed=5)
     others = [request(f"o{n}", f"run-{n % 5}", seed=n) for n in range(10)]
     alone = run(new_decoder(), mine)["mine"]
@@ -83,9 +69,7 @@ def test_the_stop_token_is_returned_and_ends_the_sequence(new_decoder: NewDecode
     assert stopped.stop_reason == "stop"
 
 
-def test_the_tokens_that_complete_a_stop_string_are_returned(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_the_tokens_that_complete_a_stop_string_are_returned(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     free = the_only(run(decoder, request())["q"]).tokens.tolist()
     texts = [vllm.text(free[:length]) for length in range(len(free) + 1)]
@@ -130,9 +114,7 @@ def test_requested_prompt_scores_are_returned(new_decoder: NewDecoder, trained: 
     assert (output.topk_prompt.logprobs[:-3] == np.float32(-99999.0)).all()
     assert (np.diff(output.topk_prompt.logprobs[-3:], axis=1) <= 0).all()
     assert output.target_prompt_logprobs is not None
-    assert np.array_equal(
-        output.target_prompt_logprobs[-3:, 0], output.prompt_logprobs[-3:], equal_nan=True
-    )
+    assert np.array_equal(output.target_prompt_logprobs[-3:, 0], output.prompt_logprobs[-3:], equal_nan=True)
     assert np.abs(output.target_prompt_logprobs[:, 0] - theirs[-len(targets) :]).max() < 1e-5
     assert np.isnan(output.target_prompt_logprobs[:, 1]).all()
     assert output.cached_prompt_tokens == 3
@@ -173,9 +155,7 @@ def test_only_a_cancelled_request_is_aborted(new_decoder: NewDecoder, vllm: Fake
     assert finish(decoder).keys() == {"other"}
 
 
-def test_a_request_may_be_added_again_after_it_was_cancelled(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_request_may_be_added_again_after_it_was_cancelled(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
     vllm.may_generate.clear()

@@ -150,9 +150,7 @@ def test_prompt_positions_without_a_score_are_marked() -> None:
     assert output.topk_prompt.token_ids.tolist() == [[0, 0], [0, 0], [7, 1]]
     assert output.topk_prompt.logprobs[:2].tolist() == [[none, none], [none, none]]
     assert output.target_prompt_logprobs is not None
-    np.testing.assert_array_equal(
-        output.target_prompt_logprobs, np.array([[-2.0, nan], [nan, -0.2]], np.float32)
-    )
+    np.testing.assert_array_equal(output.target_prompt_logprobs, np.array([[-2.0, nan], [nan, -0.2]], np.float32))
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,7 @@ from tests.support.vllm_requests import PROMPT, finish, request, run, the_only, 
 NewDecoder = Callable[..., VllmDecoder]
 
 
-def test_a_server_that_restarts_during_requests_loses_nothing(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_server_that_restarts_during_requests_loses_nothing(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     requests = [request(f"r{n}", f"run-{n % 5}", seed=n) for n in range(10)]
     decoder = new_decoder()
     undisturbed = run(decoder, *requests)
@@ -40,9 +38,7 @@ def test_a_server_that_restarts_during_requests_loses_nothing(
     }
 
 
-def test_requests_wait_for_a_server_that_is_not_up_yet(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_requests_wait_for_a_server_that_is_not_up_yet(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     vllm.stop()
     decoder = new_decoder()
     decoder.add(request())
@@ -53,20 +49,14 @@ def test_requests_wait_for_a_server_that_is_not_up_yet(
     assert decoder.waiting.total() == 0
 
 
-def test_a_refused_request_fails_alone_with_the_words_of_the_server(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_refused_request_fails_alone_with_the_words_of_the_server(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     vllm.max_logprobs = 5
     outputs = run(new_decoder(), request("many", topk_sample_logprobs=6), request("few"))
-    assert outputs["many"] == Failure(
-        "The sampler refused this: Requested more logprobs than the allowed 5.", "user"
-    )
+    assert outputs["many"] == Failure("The sampler refused this: Requested more logprobs than the allowed 5.", "user")
     assert tokens(outputs["few"])
 
 
-def test_a_failed_sequence_ends_the_other_sequences_of_its_request(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_failed_sequence_ends_the_other_sequences_of_its_request(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
 
@@ -101,9 +91,7 @@ def test_a_transient_error_is_retried(new_decoder: NewDecoder, vllm: FakeVllm) -
     assert tokens(run(decoder, request())["q"]) == tokens(undisturbed)
 
 
-def test_a_request_that_always_fails_on_the_server_fails_alone(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_request_that_always_fails_on_the_server_fails_alone(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     vllm.fails[99] = [(500, {"error": {"message": "Internal server error"}})] * 8
     poisoned = request("poisoned", prompt=np.array([5, 99, 5]))
     outputs = run(new_decoder(), poisoned, request("sound"))
@@ -111,9 +99,7 @@ def test_a_request_that_always_fails_on_the_server_fails_alone(
     assert tokens(outputs["sound"])
 
 
-def test_an_unreadable_answer_fails_its_request_alone(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_an_unreadable_answer_fails_its_request_alone(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
     vllm.answers["/v1/completions"] = [(200, {"choices": []})]
@@ -121,9 +107,7 @@ def test_an_unreadable_answer_fails_its_request_alone(
     assert tokens(run(decoder, request("good"))["good"])
 
 
-def test_a_key_refused_later_does_not_fail_the_requests(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_key_refused_later_does_not_fail_the_requests(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     decoder = new_decoder()
     run(decoder, request("warm"))
     vllm.api_key = "changed"
@@ -155,9 +139,7 @@ def test_a_request_that_can_never_run_is_refused_in_words(new_decoder: NewDecode
     assert foreign.startswith("target_prompt_logprobs: ")
 
 
-def test_a_too_long_prompt_is_refused_once_the_server_is_reachable(
-    new_decoder: NewDecoder, vllm: FakeVllm
-) -> None:
+def test_a_too_long_prompt_is_refused_once_the_server_is_reachable(new_decoder: NewDecoder, vllm: FakeVllm) -> None:
     vllm.stop()
     decoder = new_decoder()
     long = request("long", prompt=np.ones(65, np.int64))

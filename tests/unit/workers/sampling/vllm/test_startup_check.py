@@ -73,9 +73,7 @@ def test_logprobs_that_are_not_those_of_the_raw_model_are_detected(
         check(vllm, targets, tmp_path)
 
 
-def test_another_base_model_is_named(
-    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
-) -> None:
+def test_another_base_model_is_named(vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path) -> None:
     vllm.name = "other/model"
     with pytest.raises(VllmUnusable, match=r"serves other/model.*--served-model-name tiny/qwen3"):
         check(vllm, targets, tmp_path)
@@ -104,25 +102,19 @@ def test_adapters_without_effect_are_detected(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapted: dict[str, Any] = vllm._model.adapted
-    monkeypatch.setattr(
-        vllm._model, "load", lambda name, *_: adapted.update({name: vllm._model.base})
-    )
+    monkeypatch.setattr(vllm._model, "load", lambda name, *_: adapted.update({name: vllm._model.base}))
     with pytest.raises(VllmUnusable, match="change nothing"):
         check(vllm, targets, tmp_path)
 
 
-def test_a_wrong_key_is_reported(
-    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
-) -> None:
+def test_a_wrong_key_is_reported(vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path) -> None:
     vllm.api_key = "right"
     assert check(vllm, targets, tmp_path, key="right").model == BASE
     with pytest.raises(VllmUnusable, match=r"401.*COTRAIN_VLLM_API_KEY"):
         check(vllm, targets, tmp_path, key="wrong")
 
 
-def test_a_server_other_than_vllm_is_detected(
-    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
-) -> None:
+def test_a_server_other_than_vllm_is_detected(vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path) -> None:
     vllm.answers["/v1/models"] = [(200, {"models": []})]
     with pytest.raises(VllmUnusable, match="not answer as a supported vLLM"):
         check(vllm, targets, tmp_path)
@@ -154,9 +146,7 @@ def test_a_probe_removed_by_another_worker_is_not_a_fault_of_the_server(
         check(vllm, targets, tmp_path)
 
 
-def test_an_unwritable_folder_is_reported(
-    vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
-) -> None:
+def test_an_unwritable_folder_is_reported(vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(VllmUnusable, match="No adapter can be written"):
         check(vllm, targets, tmp_path / "file")

@@ -115,9 +115,7 @@ def attend_pages(
         WIDE=page_programs.INTERPRETED, **fixed, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if capacity > 1:
-        page_programs.combine[(blocks, heads)](
-            *given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS
-        )
+        page_programs.combine[(blocks, heads)](*given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS)
 
 
 def _write_nothing(*_: Any) -> None:

@@ -19,11 +19,7 @@ from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
 from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduling.preemption import (
-    largest_holder,
-    victims_for_pages,
-    victims_for_weights,
-)
+from cotrain_workers.engine.decoding.scheduling.preemption import largest_holder, victims_for_pages, victims_for_weights
 from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePages
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
 from cotrain_workers.engine.decoding.step import Plan, Work
@@ -49,9 +45,7 @@ class FairShare:
         """Add to the token count of a tenant."""
         self._tokens[tenant] += tokens / self._weights[tenant]
 
-    def in_order(
-        self, work: Mapping[str, deque[T]], tokens_of: Callable[[T], int]
-    ) -> Iterator[tuple[str, T]]:
+    def in_order(self, work: Mapping[str, deque[T]], tokens_of: Callable[[T], int]) -> Iterator[tuple[str, T]]:
         """Pop and yield the next work of the tenant with the smallest weighted token count after it.
 
         Tokens that `give` adds between two items affect the order of the following items.
@@ -71,9 +65,7 @@ class FairShare:
     def end(self, left: Mapping[str, deque[T]]) -> None:
         """End a step: raise each tenant without work left to the smallest count of the others."""
         short = {tenant for tenant, work in left.items() if work}
-        level = [self._tokens[tenant] for tenant in short] or [
-            max(self._tokens.values(), default=0.0)
-        ]
+        level = [self._tokens[tenant] for tenant in short] or [max(self._tokens.values(), default=0.0)]
         for tenant, tokens in self._tokens.items():
             if tenant not in short:
                 self._tokens[tenant] = max(tokens, min(level))
@@ -171,10 +163,7 @@ class DecodeScheduler:
         return victims_for_pages(self.queues, self._pages, tenant, wanted, missing)
 
     def evict_weights_for(
-        self,
-        sequence: SequenceState,
-        candidates: frozenset[str],
-        fits_without: Callable[[Collection[str]], bool],
+        self, sequence: SequenceState, candidates: frozenset[str], fits_without: Callable[[Collection[str]], bool]
     ) -> list[SequenceState] | None:
         """Preempt all users of weights in `candidates` that must be released for a sequence's own.
 
@@ -277,11 +266,7 @@ class DecodeScheduler:
         return page
 
     def _plan_chunks(
-        self,
-        plan: Plan,
-        sequence: SequenceState,
-        budget: int,
-        planned: dict[tuple[object, bytes], object],
+        self, plan: Plan, sequence: SequenceState, budget: int, planned: dict[tuple[object, bytes], object]
     ) -> int:
         """Plan pages of a prompt in order, within the budget; return the number of planned tokens.
 

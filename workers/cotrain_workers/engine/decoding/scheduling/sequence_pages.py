@@ -98,11 +98,7 @@ class SequencePages:
             chunk = Work(sequence, sequence.stored, sequence.stored + 1)
             node = self._index.find(group.origin, sequence.node, group.chunks[at])
             is_last = at == len(group.chunks) - 1
-            if (
-                node is None
-                or self.must_compute(chunk)
-                or (is_last and lacks_hidden(sequence, node))
-            ):
+            if node is None or self.must_compute(chunk) or (is_last and lacks_hidden(sequence, node)):
                 return
             self._swap(sequence, at, node)
             self._found(sequence, node)
@@ -112,9 +108,7 @@ class SequencePages:
         sequence = chunk.sequence
         return sequence.scores_prompt and chunk.page >= sequence.group.first_scored_chunk()
 
-    def store(
-        self, chunk: Work, last_hidden: torch.Tensor | None, experts: np.ndarray | None = None
-    ) -> None:
+    def store(self, chunk: Work, last_hidden: torch.Tensor | None, experts: np.ndarray | None = None) -> None:
         """Record that a chunk is stored, and index it.
 
         `last_hidden` belongs to its last token, `experts` `[n, layers, k]` to all of them.

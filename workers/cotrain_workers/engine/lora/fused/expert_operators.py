@@ -10,13 +10,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.operators import (
-    BAND,
-    copies_by_tma,
-    programs_module,
-    programs_of,
-    register,
-)
+from cotrain_workers.engine.lora.fused.operators import BAND, copies_by_tma, programs_module, programs_of, register
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     EXPERT_PARTS,
     RANK,
@@ -63,12 +57,7 @@ def find_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def shrink(
-    xs: Sequence[torch.Tensor],
-    modules: int,
-    side: int,
-    bounds: torch.Tensor,
-    entries: torch.Tensor,
-    low: torch.Tensor,
+    xs: Sequence[torch.Tensor], modules: int, side: int, bounds: torch.Tensor, entries: torch.Tensor, low: torch.Tensor
 ) -> None:
     """Write the LoRA columns of modules next to each other to `low` `[P, columns]`, in rows of adapters."""
     width, columns = xs[0].shape[1], low.shape[1]
@@ -175,9 +164,7 @@ def add_gradient(
     )  # fmt: skip
 
 
-def sum_rows(
-    x: torch.Tensor, shares: torch.Tensor | None, positions: torch.Tensor, chosen: int
-) -> torch.Tensor:
+def sum_rows(x: torch.Tensor, shares: torch.Tensor | None, positions: torch.Tensor, chosen: int) -> torch.Tensor:
     """Return the sums of the rows of each token `[T, width]`, each row times its share if there are shares."""
     out = _new_sums(x, shares, positions, chosen)
     width = x.shape[1]
@@ -216,18 +203,12 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def _new_outputs(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], gate: int, *_: Any
-) -> list[torch.Tensor]:
+def _new_outputs(x: torch.Tensor, weights: Sequence[torch.Tensor], gate: int, *_: Any) -> list[torch.Tensor]:
     return [x.new_empty(len(x), weights[0].shape[1]) for _ in range(3 if gate else 1)]
 
 
 def _new_gradients(
-    gys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    gated: Sequence[torch.Tensor],
-    gate: int,
-    *_: Any,
+    gys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], gated: Sequence[torch.Tensor], gate: int, *_: Any
 ) -> list[torch.Tensor]:
     rows, inputs = len(gys[0]), weights[0].shape[2]
     outs = [gys[0].new_empty(rows, inputs) for _ in range(len(gated) or 1)]

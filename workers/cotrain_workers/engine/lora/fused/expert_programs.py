@@ -97,9 +97,7 @@ def plus_adapters(
         rank = tl.load(entry).to(tl.int32)
         matrix = own_matrix(entry, module, expert, rank, width, SIDE, low.dtype.element_ty)
         found = tl.zeros(total.shape, tl.float32)
-        found = plus_low_rank(
-            found, low, matrix, rank, rows, mine, outs, width, columns, module, WIDE, BR
-        )
+        found = plus_low_rank(found, low, matrix, rank, rows, mine, outs, width, columns, module, WIDE, BR)
         # Not added to other rows: a zero times an adapter's NaN is not a zero.
         total += tl.where(mine[:, None], tl.load(scales + segment) * found, 0.0)
     return total
@@ -139,11 +137,7 @@ def expert_shrink(
                     x + rows[:, None] * width + depth[None, :],
                     mask=live[:, None] & inside[None, :], other=0.0,
                 )  # fmt: skip
-                right = tl.load(
-                    starts[None, :] + depth[:, None],
-                    mask=known[None, :] & inside[:, None],
-                    other=0.0,
-                )
+                right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
                 total = plus_product(total, left, right, WIDE)
             out = low + rows[:, None] * columns + (module * rank + number)[None, :]
             tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
@@ -293,9 +287,7 @@ def expert_expand_back(
         mask = live[:, None] & inside[None, :]
         if GATE:
             factor = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
-            value, slope = activated(
-                tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
-            )
+            value, slope = activated(tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2)
             value = value.to(kind).to(tl.float32)
             inner = (value * factor).to(kind).to(tl.float32)
             part = tl.sum(tl.where(mask, total * inner, 0.0), 1)

@@ -34,9 +34,7 @@ class Rows(NamedTuple):
     chosen: int
 
 
-def find_probes(
-    spans: Sequence[tuple[int, int]], rows: int, experts: int, device: torch.device
-) -> torch.Tensor:
+def find_probes(spans: Sequence[tuple[int, int]], rows: int, experts: int, device: torch.device) -> torch.Tensor:
     """Return the keys `[experts + 1, 1 + 2 * segments]` whose positions in the sorted keys are the bounds.
 
     The key of a pair is `expert * rows + token`. `spans` are the first token and the end of each segment.
@@ -91,15 +89,11 @@ class ExpertProducts(NamedTuple):
             return self._own_low([of_rows], group.outer, low)
         return low
 
-    def add_gradients(
-        self, low: torch.Tensor, xs: Sequence[torch.Tensor], shares: torch.Tensor | None = None
-    ) -> None:
+    def add_gradients(self, low: torch.Tensor, xs: Sequence[torch.Tensor], shares: torch.Tensor | None = None) -> None:
         """Add the gradients of the single experts' matrices, whose products with rows are `low`."""
         self._add_own(low, xs, A + B - self.group.outer, shares)
 
-    def add_outer_gradients(
-        self, low: torch.Tensor, x: torch.Tensor, shares: torch.Tensor | None = None
-    ) -> None:
+    def add_outer_gradients(self, low: torch.Tensor, x: torch.Tensor, shares: torch.Tensor | None = None) -> None:
         """Add the gradients on the shared side, of rows `low` and tokens `x`."""
         group, tables, rows = self.group.of_tokens, self.tables, self.rows
         if tables.columns(group):
@@ -112,9 +106,7 @@ class ExpertProducts(NamedTuple):
         if tables.has_own(self.group):
             self._add_own(low, [x.index_select(0, rows.tokens)], group.outer, shares)
 
-    def _own_low(
-        self, xs: Sequence[torch.Tensor], side: int, low: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _own_low(self, xs: Sequence[torch.Tensor], side: int, low: torch.Tensor | None = None) -> torch.Tensor:
         if low is None:
             low = xs[0].new_empty(len(xs[0]), self.tables.columns(self.group))
         names, entries = len(self.group.names), self.tables.of(self.group)
@@ -122,9 +114,7 @@ class ExpertProducts(NamedTuple):
             OPS.expert_shrink(xs, names, side, self.rows.bounds, entries, low)
         return low
 
-    def _add_own(
-        self, low: torch.Tensor, xs: Sequence[torch.Tensor], side: int, shares: torch.Tensor | None
-    ) -> None:
+    def _add_own(self, low: torch.Tensor, xs: Sequence[torch.Tensor], side: int, shares: torch.Tensor | None) -> None:
         tables, names = self.tables, len(self.group.names)
         OPS.expert_gradient(
             low, xs, names, side, shares, tables.owners, tables.members, self.rows.bounds,
@@ -150,9 +140,7 @@ class FusedExperts(torch.autograd.Function):
         shares = weights.flatten().index_select(0, rows.pairs).float()
         of_rows = x.index_select(0, rows.tokens)
         low = first.outer_low(x, of_rows)
-        gate, up, inner = OPS.expert_expand(
-            of_rows, base.gate_and_up, base.gate, low, shares, *first.of_rows
-        )
+        gate, up, inner = OPS.expert_expand(of_rows, base.gate_and_up, base.gate, low, shares, *first.of_rows)
         inner_low = last.inner_low([inner])
         (y,) = OPS.expert_expand(inner, [base.down], 0, inner_low, shares, *last.of_rows)
         ctx.save_for_backward(x, weights, shares, low, gate, up, inner, inner_low)
@@ -180,9 +168,7 @@ class FusedExperts(torch.autograd.Function):
             first.add_outer_gradients(low_grad, x)
         gx = None
         if ctx.needs_input_grad[0]:
-            (gx,) = OPS.expert_expand_back(
-                gys, base.gate_and_up, [], 0, low_grad, shares, *first.of_rows
-            )
+            (gx,) = OPS.expert_expand_back(gys, base.gate_and_up, [], 0, low_grad, shares, *first.of_rows)
             gx = OPS.expert_sum(gx, None, rows.positions, rows.chosen)
         of_shares = slopes.sum(dim=1).index_select(0, rows.positions).view_as(weights)
         return gx, None, of_shares.to(weights.dtype), None, None

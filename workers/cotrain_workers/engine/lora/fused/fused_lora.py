@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
-from cotrain_workers.engine.lora.fused.fused_experts import (
-    ExpertProducts,
-    FusedExperts,
-    find_probes,
-    sort_rows,
-)
+from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, FusedExperts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables, make_tables
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
 from cotrain_workers.engine.routing import ExpertWeights, LinearWeights, Part, Segment
@@ -35,22 +30,16 @@ class FusedLora:
         linears: Mapping[str, LinearWeights],
     ) -> None:
         self._segments = SegmentLora(segments)
-        self._all = (
-            segments  # a reference, so that their arenas outlive the addresses in the tables
-        )
+        self._all = segments  # a reference, so that their arenas outlive the addresses in the tables
         self._rows, self._groups, self._linears = rows, groups, linears
         self._group_of = {name: group for group in groups for name in group.names}
         self._tables: Tables | None = None
         self._probes: dict[int, torch.Tensor] = {}  # by number of experts
         self._kept_x: torch.Tensor | None = None  # input of `_kept`, which later siblings use
         self._kept: dict[str, torch.Tensor] = {}
-        self._residuals: dict[
-            str, torch.Tensor
-        ] = {}  # by the module to whose output they are added
+        self._residuals: dict[str, torch.Tensor] = {}  # by the module to whose output they are added
 
-    def linear(
-        self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`; the first sibling computes the outputs of all."""
         if self._kept_x is not x or module not in self._kept:
             self._kept_x, self._kept = x, self._compute(self._group_of[module], x)
@@ -81,12 +70,7 @@ class FusedLora:
         return y.unsqueeze(0)
 
     def experts(
-        self,
-        name: str,
-        base: ExpertWeights,
-        x: torch.Tensor,
-        index: torch.Tensor,
-        weights: torch.Tensor,
+        self, name: str, base: ExpertWeights, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `x` `[T, width]` to the weighted sums of each token's experts `index` `[T, k]` of a layer."""
         groups = [self._group_of[f"{name}.{product}"] for product in ("gate_proj", "down_proj")]
@@ -110,12 +94,7 @@ class FusedLora:
         products = self._products(group, x.device)
         weights, biases = self._weights(group)
         ys = FusedLinears.apply(  # type: ignore[no-untyped-call]  # torch gives it no types
-            x.squeeze(0),
-            anchor(products.is_trained),
-            self._residual(group.names[0]),
-            products,
-            biases,
-            *weights,
+            x.squeeze(0), anchor(products.is_trained), self._residual(group.names[0]), products, biases, *weights
         )
         return {name: y.unsqueeze(0) for name, y in zip(group.names, ys, strict=True)}
 
@@ -150,9 +129,7 @@ class Products(NamedTuple):
         """Return `[T, columns]`: `x A^T` of one `x`, or `gy B` of the gradients of all outputs."""
         tables, count = self.tables, len(self.group.names)
         columns = tables.columns(self.group)
-        low: torch.Tensor = torch.ops.cotrain.lora_shrink(
-            xs, count, side, tables.tiles, tables.of(self.group), columns
-        )
+        low: torch.Tensor = torch.ops.cotrain.lora_shrink(xs, count, side, tables.tiles, tables.of(self.group), columns)
         return low
 
     def outputs(
@@ -185,11 +162,7 @@ class Products(NamedTuple):
         return gxs
 
     def add_gradients(
-        self,
-        x: torch.Tensor,
-        low: torch.Tensor,
-        gys: Sequence[torch.Tensor],
-        low_grad: torch.Tensor,
+        self, x: torch.Tensor, low: torch.Tensor, gys: Sequence[torch.Tensor], low_grad: torch.Tensor
     ) -> None:
         """Add the gradients of the LoRA matrices to their arenas."""
         tables, count = self.tables, len(self.group.names)

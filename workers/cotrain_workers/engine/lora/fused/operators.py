@@ -52,12 +52,7 @@ def missing_kernels(device: torch.device) -> str | None:
 
 
 def shrink(
-    xs: Sequence[torch.Tensor],
-    modules: int,
-    side: int,
-    tiles: torch.Tensor,
-    entries: torch.Tensor,
-    columns: int,
+    xs: Sequence[torch.Tensor], modules: int, side: int, tiles: torch.Tensor, entries: torch.Tensor, columns: int
 ) -> torch.Tensor:
     """Return `[T, columns]`, the LoRA columns of modules next to each other. The modules may share one `x`."""
     low = _new_low(xs, modules, side, tiles, entries, columns)
@@ -168,10 +163,7 @@ def copies_by_tma(operands: Sequence[torch.Tensor]) -> bool:
     """
     if not _has_tma(operands[0].device):
         return False
-    return all(
-        each.element_size() == 2 and each.shape[1] % 8 == 0 and each.data_ptr() % 16 == 0
-        for each in operands
-    )
+    return all(each.element_size() == 2 and each.shape[1] % 8 == 0 and each.data_ptr() % 16 == 0 for each in operands)
 
 
 @cache
@@ -208,22 +200,14 @@ def _new_low(
 
 
 def _new_outputs(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    _biases: Any,
-    _residual: Any,
-    gate: int,
-    *_: Any,
+    x: torch.Tensor, weights: Sequence[torch.Tensor], _biases: Any, _residual: Any, gate: int, *_: Any
 ) -> list[torch.Tensor]:
     ys = [x.new_empty(len(x), len(weight)) for weight in weights]
     return [*ys, torch.empty_like(ys[0])] if gate else ys
 
 
 def _new_gradients(
-    gys: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    gated: Sequence[torch.Tensor],
-    *_: Any,
+    gys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], gated: Sequence[torch.Tensor], *_: Any
 ) -> list[torch.Tensor]:
     shape = len(gys[0]), weights[0].shape[1]
     return [gys[0].new_empty(shape) for _ in range(len(gated) or 1)]
@@ -234,9 +218,7 @@ def _nothing(*_: Any) -> None:
 
 
 def register(
-    schemas: Mapping[str, str],
-    real: Sequence[Callable[..., Any]],
-    fake: Sequence[Callable[..., Any]],
+    schemas: Mapping[str, str], real: Sequence[Callable[..., Any]], fake: Sequence[Callable[..., Any]]
 ) -> None:
     """Make ops of functions, in the order of their schemas by name, with their fake implementations."""
     for (name, schema), run, shape in zip(schemas.items(), real, fake, strict=True):

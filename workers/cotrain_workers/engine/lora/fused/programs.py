@@ -43,9 +43,7 @@ def give_memory(device: torch.device) -> None:
 
     Its allocator belongs to a thread, and backward runs in a thread of its own.
     """
-    triton.set_allocator(
-        lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device)
-    )
+    triton.set_allocator(lambda size, _alignment, _stream: torch.empty(size, dtype=torch.int8, device=device))
 
 
 @triton.jit
@@ -178,9 +176,7 @@ def shrink(
                 x + rows[:, None] * width + depth[None, :],
                 mask=live[:, None] & inside[None, :], other=0.0,
             )  # fmt: skip
-            right = tl.load(
-                starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0
-            )
+            right = tl.load(starts[None, :] + depth[:, None], mask=known[None, :] & inside[:, None], other=0.0)
             total = plus_product(total, left, right, WIDE)
         out = low + rows[:, None] * columns + (module * rank + row)[None, :]
         tl.store(out, total.to(low.dtype.element_ty), mask=live[:, None] & known[None, :])
@@ -224,15 +220,11 @@ def expand(
         rank = tl.load(entry).to(tl.int32)
         kind: tl.constexpr = low.dtype.element_ty
         matrix = matrix_of(entry, module, 1, kind)
-        total = scale * plus_low_rank(
-            total, low, matrix, rank, rows, live, outs, width, columns, module, WIDE, BR
-        )
+        total = scale * plus_low_rank(total, low, matrix, rank, rows, live, outs, width, columns, module, WIDE, BR)
         other = tl.zeros((BM, BN), tl.float32)
         if GATE:
             matrix = matrix_of(entry, 1, 1, kind)
-            other = scale * plus_low_rank(
-                other, low, matrix, rank, rows, live, outs, width, columns, 1, WIDE, BR
-            )
+            other = scale * plus_low_rank(other, low, matrix, rank, rows, live, outs, width, columns, 1, WIDE, BR)
         wide = described(weight, width, inputs, BN, BK) if TMA else weight
         wide1 = described(w1, width, inputs, BN, BK) if TMA and GATE else w1
         for at in range(0, inputs, BK):
@@ -312,9 +304,7 @@ def expand_back(
         rank = tl.load(entry).to(tl.int32)
         for module in range(MODULES):
             matrix = matrix_of(entry, module, 0, low.dtype.element_ty)
-            total = plus_low_rank(
-                total, low, matrix, rank, rows, live, outs, inputs, columns, module, WIDE, BR
-            )
+            total = plus_low_rank(total, low, matrix, rank, rows, live, outs, inputs, columns, module, WIDE, BR)
         total = scale * total
         if TMA:  # a descriptor cannot be picked by number
             total = plus_copied(total, grads0, wide0, first, start, width0, WIDE, BK)
@@ -344,9 +334,7 @@ def expand_back(
         if GATE:
             total = total.to(kind).to(tl.float32)  # rounded like in the base model's backward
             factor = tl.load(up + cells, mask=mask, other=0.0).to(tl.float32)
-            value, slope = activated(
-                tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2
-            )
+            value, slope = activated(tl.load(gate + cells, mask=mask, other=0.0).to(tl.float32), GATE == 2)
             other = total * value.to(kind).to(tl.float32)
             tl.store(gx1 + cells, other.to(kind), mask=mask)
             total = (total * factor).to(kind).to(tl.float32) * slope

@@ -90,9 +90,7 @@ def plan_groups(targets: Sequence[Target]) -> tuple[ModuleGroup, ...]:
     return tuple(groups)
 
 
-def make_tables(
-    segments: Sequence[Segment], rows: int, groups: Sequence[ModuleGroup], device: torch.device
-) -> Tables:
+def make_tables(segments: Sequence[Segment], rows: int, groups: Sequence[ModuleGroup], device: torch.device) -> Tables:
     """Return the tables of a packed row of `rows`."""
     spans = [(segment.start, segment.stop) for segment in segments]
     owners, members = find_owners(segments)
@@ -146,9 +144,7 @@ def find_entries(segments: Sequence[Segment], groups: tuple[ModuleGroup, ...]) -
 
 
 @cache
-def offsets_of(
-    rank: int, targets: tuple[Target, ...], groups: tuple[ModuleGroup, ...]
-) -> np.ndarray:
+def offsets_of(rank: int, targets: tuple[Target, ...], groups: tuple[ModuleGroup, ...]) -> np.ndarray:
     """Return a row of entries without addresses, for adapters of one rank on these targets."""
     offset_by_name = lay_out_matrices(rank, targets)[0]
     target_by_name = {target.name: target for target in targets}

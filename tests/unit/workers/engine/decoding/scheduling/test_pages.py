@@ -70,9 +70,7 @@ def test_only_unused_pages_are_evicted_with_the_oldest_first() -> None:
         pages.release(page)
 
     assert index.evict()
-    assert (
-        len(index.match(Origin("old", "t"), [b"a", b"b"])) == 1
-    )  # the end of a prompt goes before its beginning
+    assert len(index.match(Origin("old", "t"), [b"a", b"b"])) == 1  # the end of a prompt goes before its beginning
     index.match(Origin("new", "t"), [b"a"])
     assert index.evict()
     assert index.match(Origin("old", "t"), [b"a"]) == []
@@ -111,8 +109,7 @@ def test_no_page_is_indexed_below_a_dropped_one() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from(["one", "two", None]), CHUNKS, st.booleans()), max_size=40),
-    st.integers(1, 6),
+    st.lists(st.tuples(st.sampled_from(["one", "two", None]), CHUNKS, st.booleans()), max_size=40), st.integers(1, 6)
 )
 def test_pages_are_never_lost_and_never_shared_by_accident(
     prompts: list[tuple[str | None, list[bytes], bool]], count: int

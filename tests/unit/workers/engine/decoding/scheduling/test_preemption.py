@@ -51,9 +51,7 @@ def test_weights_are_preempted_only_if_that_frees_enough() -> None:
     running = queues(*[("heavy", key, 0) for key in "abcd"])
     sizes = dict.fromkeys("abcd", 1)
 
-    assert names(victims_for_weights(running, "new", frozenset("abcd"), needs(3, sizes))) == [
-        *"bcd"
-    ]
+    assert names(victims_for_weights(running, "new", frozenset("abcd"), needs(3, sizes))) == [*"bcd"]
     assert victims_for_weights(running, "new", frozenset("abcd"), needs(4, sizes)) is None
     assert victims_for_weights(running, "new", frozenset("ab"), needs(3, sizes)) is None
 

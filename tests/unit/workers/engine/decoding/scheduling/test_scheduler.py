@@ -47,21 +47,9 @@ class Pretender:
         return bool(self.scheduler.queues)
 
     def add(
-        self,
-        arrival: int,
-        prompt: list[int],
-        num_samples: int,
-        more: int,
-        tenant: str = "",
-        weight: float = 1.0,
+        self, arrival: int, prompt: list[int], num_samples: int, more: int, tenant: str = "", weight: float = 1.0
     ) -> Group:
-        each = request(
-            f"r{arrival}",
-            np.array(prompt),
-            num_samples=num_samples,
-            tenant=tenant,
-            tenant_weight=weight,
-        )
+        each = request(f"r{arrival}", np.array(prompt), num_samples=num_samples, tenant=tenant, tenant_weight=weight)
         group = Group(each, arrival, PAGE, len(prompt) + more, None)
         self.scheduler.add(group)
         return group
@@ -170,9 +158,7 @@ def test_every_request_finishes_and_every_page_is_freed(
 @given(st.lists(st.tuples(PROMPTS, st.integers(1, 10)), min_size=2, max_size=10))
 def test_the_oldest_sequence_advances_in_every_step(requests: list[tuple[list[int], int]]) -> None:
     pretender = Pretender(8)
-    groups = [
-        pretender.add(arrival, prompt, 1, more) for arrival, (prompt, more) in enumerate(requests)
-    ]
+    groups = [pretender.add(arrival, prompt, 1, more) for arrival, (prompt, more) in enumerate(requests)]
     oldest = groups[0].next()
     assert oldest is not None
 

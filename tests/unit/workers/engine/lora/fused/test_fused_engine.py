@@ -54,9 +54,7 @@ def test_passes_and_a_step_equal_those_of_seg(folder: Path) -> None:
         gradients = [each.adapters.state(tenant.run).grads for each in (fused, seg)]
         assert relative_error(*gradients) < 1e-5  # an error of 1e-7 grows through the layers
         size = gradients[1].abs() / gradients[1].abs().max()
-        known[tenant.run] = (
-            size > 1e-6
-        )  # the others are lost in rounding: Adam divides them by their own size
+        known[tenant.run] = size > 1e-6  # the others are lost in rounding: Adam divides them by their own size
         assert known[tenant.run].float().mean() > 0.999
 
     steps = [op for tenant in TENANTS for op in tenant.ops(1) if isinstance(op, OptimStep)]

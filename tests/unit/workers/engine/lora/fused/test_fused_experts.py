@@ -44,9 +44,7 @@ pytestmark = [
 ]
 
 #: Ranks and the number of experts are all different. The second adapter has all matrices for each expert.
-SPECS = tuple(
-    AdapterSpec(rank, seed=0, alpha=alpha) for rank, alpha in ((9, 3.0), (2, 2.0), (20, 8.0))
-)
+SPECS = tuple(AdapterSpec(rank, seed=0, alpha=alpha) for rank, alpha in ((9, 3.0), (2, 2.0), (20, 8.0)))
 LENGTHS = (9, 1, 5)
 EXPERTS = 4
 #: Another expert for each token; one expert; and experts that nobody chooses.
@@ -69,9 +67,7 @@ def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The BLAS of the interpreter computes rows at the end of a tile in another order.
     """
-    monkeypatch.setattr(
-        np, "matmul", lambda left, right, dtype=None: np.einsum("ik,kj->ij", left, right)
-    )
+    monkeypatch.setattr(np, "matmul", lambda left, right, dtype=None: np.einsum("ik,kj->ij", left, right))
 
 
 def experts(dtype: torch.dtype = torch.float32) -> RandomExperts:
@@ -84,9 +80,7 @@ def tokens_of(module: RandomExperts, rows: int, route: str) -> Tokens:
     return tokens._replace(chosen=index, weights=tokens.weights[:, : index.shape[1]])
 
 
-def largest_difference(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
-) -> dict[str, float]:
+def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return the largest difference of each result, relative to its largest value."""
     assert ours.keys() == theirs.keys()
     return {
@@ -154,9 +148,7 @@ def run_alone(module: RandomExperts, segment: Segment, tokens: Tokens) -> dict[s
     """Return the results of the rows of one segment, without the others."""
     arena = torch.zeros_like(segment.source.weights)
     grads = segment.source.layout.views(arena)
-    return run(
-        module, [replace(segment, start=0, stop=len(tokens.x), grads=grads)], tokens, "fused"
-    )
+    return run(module, [replace(segment, start=0, stop=len(tokens.x), grads=grads)], tokens, "fused")
 
 
 @pytest.mark.usefixtures("row_by_row")
@@ -207,16 +199,11 @@ def test_a_device_with_wrong_experts_gets_the_loop_and_a_warning(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *map(variant, ("qwen2_moe", "deepseek_v3"))])
-def test_passes_of_a_mixture_equal_those_of_seg(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
-) -> None:
+def test_passes_of_a_mixture_equal_those_of_seg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     for each in (backend, kernel_check):
         monkeypatch.setattr(each, "disagreement", lambda *_, **__: None)
     folder = build_tiny(family, tmp_path, layers=1 if family == "qwen3_moe" else 2)
-    seg, fused = (
-        Engine.load(str(folder), dtype=torch.float32, lora_backend=each)
-        for each in ("seg", "fused")
-    )
+    seg, fused = (Engine.load(str(folder), dtype=torch.float32, lora_backend=each) for each in ("seg", "fused"))
     assert (fused.facts.numerics.lora, fused.facts.lora_fallback) == ("fused", "")
     tenants = (
         Tenant("all-9", AdapterSpec(9, seed=5), "importance_sampling", (2, 5)),

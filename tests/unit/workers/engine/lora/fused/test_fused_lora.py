@@ -54,9 +54,7 @@ def test_fused_equals_seg_for_any_ranks_and_targets(dtype: torch.dtype, gate: in
 
 
 @pytest.mark.parametrize("gate", [None, SILU])
-def test_tiles_copied_by_descriptors_have_the_same_bits(
-    gate: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_copied_by_descriptors_have_the_same_bits(gate: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = work("fused", company(), filler=7, gate=gate)
     monkeypatch.setattr(operators, "copies_by_tma", lambda _operands: True)
     # Three programs share the tiles, as the multiprocessors of a GPU do.

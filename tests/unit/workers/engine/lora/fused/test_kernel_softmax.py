@@ -111,9 +111,7 @@ def test_logits_of_minus_infinity_have_no_probability() -> None:
     given.logits[0, :64] = -torch.inf  # whole blocks, including the first
     given.targets[0] = 70
 
-    ours, theirs = (
-        through(each, given, None, torch.float32) for each in (KernelSoftmax, PlainSoftmax)
-    )
+    ours, theirs = (through(each, given, None, torch.float32) for each in (KernelSoftmax, PlainSoftmax))
 
     assert off(ours[0], theirs[0]) <= 2e-6
     assert off(ours[1], theirs[1]) <= 2e-6
@@ -122,9 +120,7 @@ def test_logits_of_minus_infinity_have_no_probability() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("chunk_rows", [32, 1024])
-def test_the_head_has_the_same_results_with_and_without_the_kernel(
-    chunk_rows: int, softcap: float | None
-) -> None:
+def test_the_head_has_the_same_results_with_and_without_the_kernel(chunk_rows: int, softcap: float | None) -> None:
     g = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(80, 64, generator=g) / 8, torch.randn(VOCAB, 64, generator=g)
     results = []
@@ -142,9 +138,7 @@ def test_the_head_has_the_same_results_with_and_without_the_kernel(
         assert off(ours, theirs) <= 2e-6
 
 
-def slice_of_op(
-    start: int, length: int, name: str, columns: int, *, needs_grad: bool = True
-) -> tuple[HeadInput, Pair]:
+def slice_of_op(start: int, length: int, name: str, columns: int, *, needs_grad: bool = True) -> tuple[HeadInput, Pair]:
     """Return a slice of random targets, and the buffers of its LoRA gradients."""
     g = torch.Generator().manual_seed(start)
     pair = Pair(torch.randn(4, 64, generator=g) / 8, torch.randn(VOCAB, 4, generator=g) / 8)

@@ -102,9 +102,7 @@ def test_the_decoder_gets_the_results_of_plain_layers(load: Load, family: str) -
     np.testing.assert_allclose(found[0].logprobs, found[1].logprobs, atol=2e-5)
 
 
-def test_a_layer_with_other_functions_is_not_changed(
-    load: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_with_other_functions_is_not_changed(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "silu_gate", lambda gate, up: gate * up)
     engine = load("llama", "seg")
     layer: Any = engine._base.backbone.get_submodule("layers.0")
@@ -120,9 +118,7 @@ def kept_norm(x: torch.Tensor, weight: torch.Tensor, pure: Any = norm_then_weigh
 
 @pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one, None])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_rotated_norms_and_their_gradients_equal_those_of_two_ops(
-    dtype: torch.dtype, most: float, pure: Any
-) -> None:
+def test_rotated_norms_and_their_gradients_equal_those_of_two_ops(dtype: torch.dtype, most: float, pure: Any) -> None:
     x, weight, cos, sin, slope = heads(dtype)
 
     def two_ops(x: torch.Tensor) -> torch.Tensor:
@@ -130,8 +126,7 @@ def test_rotated_norms_and_their_gradients_equal_those_of_two_ops(
         return rotate(q, q, cos[None], sin[None])[0][0].transpose(0, 1)
 
     expected, found = (
-        turned_and_gradient(each, x, slope)
-        for each in (two_ops, partial(rotated, pure, weight, cos, sin))
+        turned_and_gradient(each, x, slope) for each in (two_ops, partial(rotated, pure, weight, cos, sin))
     )
 
     for ours, theirs in zip(found, expected, strict=True):
@@ -188,9 +183,7 @@ def through(norm: Any, x: torch.Tensor, *rest: torch.Tensor) -> list[torch.Tenso
 
 @pytest.mark.parametrize("pure", [norm_then_weight, norm_with_one])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_a_kept_norm_and_its_gradient_equal_those_of_two_ops(
-    dtype: torch.dtype, most: float, pure: Any
-) -> None:
+def test_a_kept_norm_and_its_gradient_equal_those_of_two_ops(dtype: torch.dtype, most: float, pure: Any) -> None:
     given = problem(dtype)
 
     expected = through(lambda x, weight: (pure(x, weight, 1e-6), x * 1), *given)
@@ -215,9 +208,7 @@ def test_a_norm_without_a_kept_tensor_has_the_plain_gradient(pure: Any) -> None:
 
 @pytest.mark.parametrize(("kind", "pure"), [(SILU, silu_gate), (GELU, gelu_gate)])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_a_gated_product_equals_that_of_two_ops(
-    dtype: torch.dtype, most: float, kind: int, pure: Any
-) -> None:
+def test_a_gated_product_equals_that_of_two_ops(dtype: torch.dtype, most: float, kind: int, pure: Any) -> None:
     both = torch.randn(2, 5, 700, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = pure(*both)
 

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tables import (
-    HEAD,
-    find_owners,
-    find_tiles,
-    make_tables,
-    plan_groups,
-)
+from cotrain_workers.engine.lora.fused.tables import HEAD, find_owners, find_tiles, make_tables, plan_groups
 from cotrain_workers.engine.lora.fused.tile_sizes import ROWS
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec
@@ -54,10 +48,7 @@ def test_segments_of_one_gradient_have_one_owner_and_keep_their_order() -> None:
     first, second = segments()
     frozen = replace(second, grads=None)
 
-    assert find_owners([first, second, frozen, replace(first, start=20, stop=30)]) == (
-        [0, 2, 3],
-        [0, 3, 1],
-    )
+    assert find_owners([first, second, frozen, replace(first, start=20, stop=30)]) == ([0, 2, 3], [0, 3, 1])
     assert find_owners([frozen]) == ([0], [])
 
 
@@ -67,11 +58,7 @@ def test_entries_have_the_address_of_each_matrix() -> None:
     attn, mlp = tables.of(GROUPS[0]), tables.of(GROUPS[1])
 
     assert attn[:, 0].tolist() == [5, 24, 0]
-    assert mlp[:, 0].tolist() == [
-        5,
-        0,
-        0,
-    ]  # the second does not train it, and the last has no adapter
+    assert mlp[:, 0].tolist() == [5, 0, 0]  # the second does not train it, and the last has no adapter
     for entry, segment in zip(attn.tolist(), own, strict=False):
         assert segment.grads is not None
         for at, name in enumerate(GROUPS[0].names):
