@@ -1,6 +1,6 @@
-"""Limits of the server without an engine: waiting clients, overload, bursts, a restarted Redis.
+"""Limits of the server without an engine: small passes, waiting clients, overload, bursts, a restarted Redis.
 
-    python -m bench load [--parts waiting,overload,burst,redis_restart]
+    python -m bench load [--parts small_passes,waiting,overload,burst,redis_restart]
 
 Real processes use a real Redis that fsyncs every write, and the worker commits planned ops without computing. All
 clients run on the same cores. Rates depend on the machine and on its other load. The report has the load average
@@ -14,12 +14,13 @@ import os
 import resource
 from typing import Any
 
-from bench.load import burst, overload, redis_restart, waiting
+from bench.load import burst, overload, redis_restart, small_passes, waiting
 from bench.support.options import Options, Some
 from bench.support.report import Report
 from cotrain_store.monitoring.logs import configure_logs
 
 PARTS = {
+    "small_passes": small_passes.measure,
     "waiting": waiting.measure,
     "overload": overload.measure,
     "burst": burst.measure,
@@ -28,7 +29,7 @@ PARTS = {
 
 
 OPTIONS: Options = {
-    "parts": Some(tuple(PARTS)), "seconds": (15.0, "of overload"),
+    "parts": Some(tuple(PARTS)), "seconds": (15.0, "of small_passes and overload"),
     "waiting": (10_000, "futures outstanding at once"), "wakes_per_s": 500.0,
 }  # fmt: skip
 

@@ -70,11 +70,13 @@ async def sample(server: Stack, sampler: SamplerRecord, seq: int, body: SampleBo
 
 
 async def sampled(server: Stack, sampler: SamplerRecord, request: RequestId) -> bytes:
-    """Wait for samples. Return them as bytes, without the number of cached tokens, which may differ."""
+    """Wait for samples. Return them as bytes, without the number of cached tokens and the run, which may differ."""
     result = await ended(server, sampler, request)
     assert result.kind is ResultKind.SAMPLE, result.payload
     response = wire_pb2.SampleResponse.FromString(result.payload)
     response.prompt_cache_hit_tokens = 0
+    for span in (span for sequence in response.sequences for span in sequence.policy_spans):
+        span.training_run_id = ""
     return response.SerializeToString(deterministic=True)
 
 

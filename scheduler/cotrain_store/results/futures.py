@@ -132,10 +132,12 @@ class Futures(ChannelSubscriber):
         name = parse_sample(request)
         if name:
             return await self._sample_outcome(tenant, request, name, timeout_s, key_id)
+        if not request.isascii():  # as of no request; Redis cannot read half a surrogate pair
+            raise RequestNotFound
         waiter = self._register(request)
         try:
             run, value = await self._records.run_with(
-                tenant, run_of(request), self._redis.get(result_keys.result(request))
+                tenant, run_of(request), lambda: self._redis.get(result_keys.result(request))
             )
             pool = run.pool
             del run  # thousands wait here

@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -164,18 +164,18 @@ class Records:
         """Return a run. Raises RunNotFound."""
         return _own_run(await self._row(run_keys.run(RunId(run_id)), run_id), tenant)
 
-    async def run_with(self, tenant: TenantId, run_id: str, sent: Awaitable[_Answer]) -> tuple[RunRecord, _Answer]:
-        """Return a run, and the answer to a command that the caller has just sent, in one round trip. Raises RunNotFound."""
+    async def run_with(
+        self, tenant: TenantId, run_id: str, send: Callable[[], Awaitable[_Answer]]
+    ) -> tuple[RunRecord, _Answer]:
+        """Return a run, and the answer to a command that `send` sends, in one round trip. Raises RunNotFound."""
         if not _ID.fullmatch(run_id):
-            await sent
             raise RunNotFound
-        row, answer = await asyncio.gather(self._redis.hgetall(run_keys.run(RunId(run_id))), sent)
+        row, answer = await asyncio.gather(self._redis.hgetall(run_keys.run(RunId(run_id))), send())
         return _own_run(row, tenant), answer
 
     async def run_and_pool(self, tenant: TenantId, run_id: str) -> tuple[RunRecord, PoolRecord]:
         """Return a run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
-        sent = self._redis.hgetall(fleet_keys.pools())
-        run, rows = await self.run_with(tenant, run_id, sent)
+        run, rows = await self.run_with(tenant, run_id, lambda: self._redis.hgetall(fleet_keys.pools()))
         if run.pool.encode() not in rows:
             raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
         return run, pool_record(rows[run.pool.encode()])

@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 
 #: Requests that start, or read their next block, in one iteration of the event loop. One takes up to a millisecond.
-AT_ONCE = 8
+AT_ONCE = 2
 
 
 class LoopSlots:
