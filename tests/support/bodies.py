@@ -18,6 +18,7 @@ def pass_body(
     loss_fn: str = "cross_entropy",
     forward_only: bool = False,
     weight: float = 1.0,
+    policy_step: int | None = None,
 ) -> bytes:
     """Write a next-token request: each sequence of n+1 tokens is a datum of n."""
     request = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn=loss_fn, forward_only=forward_only)
@@ -29,6 +30,9 @@ def pass_body(
         weights = datum.loss_fn_inputs["weights"]
         weights.dtype = wire_pb2.DTYPE_FLOAT32
         weights.dense = np.full(len(sequence) - 1, weight, "<f4").tobytes()
+        if policy_step is not None:
+            steps = datum.loss_fn_inputs["policy_step"]
+            steps.dtype, steps.dense = wire_pb2.DTYPE_INT64, np.full(len(sequence) - 1, policy_step, "<i8").tobytes()
     return request.SerializeToString(deterministic=True)
 
 

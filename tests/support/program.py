@@ -30,7 +30,10 @@ PROGRAM = (*STEP * STEPS, OpKind.FORWARD_BACKWARD)
 
 
 async def submit(server: Stack, run: RunRecord, first: int, last: int, *, place: int | None = None) -> list[RequestId]:
-    """Submit the ops first…last of the program, with their own numbers or from `place` on."""
+    """Submit the ops first…last of the program, with their own numbers or from `place` on.
+
+    The passes report their lag, which a replay cannot compute.
+    """
     requests = []
     for number in range(first, last + 1):
         seq = number if place is None else place + number - first
@@ -38,7 +41,7 @@ async def submit(server: Stack, run: RunRecord, first: int, last: int, *, place:
         if kind is OpKind.OPTIM_STEP:
             requests.append(await server.optim_step(run, seq))
         else:
-            requests.append(await server.forward_backward(run, seq, sequences(number, 2, 9), kind))
+            requests.append(await server.forward_backward(run, seq, sequences(number, 2, 9), kind, policy_step=0))
     return requests
 
 

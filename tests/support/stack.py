@@ -67,9 +67,14 @@ class Stack:
         return run
 
     async def forward_backward(
-        self, run: RunRecord, seq: int, sequences: Sequence[Sequence[int]], kind: OpKind = OpKind.FORWARD_BACKWARD
+        self,
+        run: RunRecord,
+        seq: int,
+        sequences: Sequence[Sequence[int]],
+        kind: OpKind = OpKind.FORWARD_BACKWARD,
+        policy_step: int | None = None,
     ) -> RequestId:
-        body = pass_body(run.id, seq, sequences, forward_only=kind is OpKind.FORWARD)
+        body = pass_body(run.id, seq, sequences, forward_only=kind is OpKind.FORWARD, policy_step=policy_step)
         tokens = sum(len(sequence) - 1 for sequence in sequences)
         return await self.intake.submit(run, seq, kind, body, tokens, digest=f"{seq}")
 

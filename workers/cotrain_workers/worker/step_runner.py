@@ -144,7 +144,7 @@ class StepRunner:
                 if isinstance(request, Pass):
                     request = replace(request, tenant=step.tenant_by_run[op.run])
                 runnable.append(request)
-        runnable = self._with_steps(runnable)
+        runnable = self._with_steps(runnable, runs)
         part = self._large_passes.part_of(runnable)
         runnable, outputs = [*part.ops], {**outputs, **part.failures}
         if part.killing_tokens:
@@ -186,10 +186,14 @@ class StepRunner:
             found.append((op, request or engine_op(op, body, self._weights, decoded)))
         return found
 
-    def _with_steps(self, ops: Sequence[Op]) -> list[Op]:
+    def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
         """Return ops with the optimizer step of their run, where a pass has to report its distance from it."""
         stale = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
-        steps = self._execution.steps_of(stale)
+        # A rewind of the same step comes first, and is not committed yet.
+        rewound = {
+            RunId(run): note.answer["step"] for (run, _), note in runs.rewinds.items() if isinstance(note, NoteOutput)
+        }
+        steps = {**self._execution.steps_of(stale), **{run: rewound[run] for run in stale & rewound.keys()}}
         return [
             replace(op, step=steps[RunId(op.run)]) if isinstance(op, Pass) and op.run in steps else op for op in ops
         ]

@@ -16,6 +16,7 @@ from cotrain_workers.engine.training.losses import LOSSES, POLICY_INPUTS, RATIO_
 
 #: Input of any loss: the optimizer step whose weights sampled each target, or -1.
 POLICY_STEP = "policy_step"
+LAG_METRICS = ("policy_lag:mean", "policy_lag:max")
 
 
 def drift(op: Pass, found: Sequence[np.ndarray]) -> dict[str, float]:
@@ -90,11 +91,11 @@ def lag_sums(op: Pass) -> dict[str, float]:
 
 
 def lag(op: Pass) -> dict[str, float]:
-    """Return the staleness of a pass in optimizer steps: `policy_lag:mean` and `policy_lag:max`; {} without steps."""
+    """Return the LAG_METRICS of a pass, its staleness in optimizer steps; {} without steps."""
     sums = lag_sums(op)
     if not sums:
         return {}
-    return {"policy_lag:mean": sums["lag"] / sums["lagged"], "policy_lag:max": sums["lag_max"]}
+    return dict(zip(LAG_METRICS, (sums["lag"] / sums["lagged"], sums["lag_max"]), strict=True))
 
 
 def _is_clipped(loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]) -> np.ndarray:
