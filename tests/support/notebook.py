@@ -18,8 +18,13 @@ from tests.support.markdown import blocks
 
 
 def run_page(page: Path, replacements: Mapping[str, str]) -> None:
-    """Run the blocks and checks of a page. Clients that it leaves open are closed."""
+    """Run the blocks and checks of a page. Clients that it leaves open are closed.
+
+    A client whose name a later block binds again is closed too. Otherwise its sockets would stay open until some other
+    test collects garbage, and that test would fail.
+    """
     names: dict[str, Any] = {"__name__": page.stem}
+    clients: dict[int, Any] = {}
     with asyncio.Runner() as runner:
         try:
             for block in blocks(page):
@@ -28,14 +33,16 @@ def run_page(page: Path, replacements: Mapping[str, str]) -> None:
                 result = eval(block.compile(replacements), names)
                 if inspect.iscoroutine(result):  # a block that awaits something
                     runner.run(result)
+                clients |= _clients_in(names)
         finally:
-            _close_clients(names)
+            for client in (clients | _clients_in(names)).values():
+                client.close("success")
 
 
-def _close_clients(names: Mapping[str, Any]) -> None:
-    for value in list(names.values()):
-        if hasattr(value, "create_lora_training_client") and not isinstance(value, type):
-            value.close("success")
+def _clients_in(names: Mapping[str, Any]) -> dict[int, Any]:
+    """Return the service clients among the names, by identity."""
+    found = (value for value in names.values() if not isinstance(value, type))
+    return {id(value): value for value in found if hasattr(value, "create_lora_training_client")}
 
 
 if __name__ == "__main__":

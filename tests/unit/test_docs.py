@@ -9,10 +9,12 @@ import re
 import subprocess
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
+from cotrain import ServiceClient
 from docs.llms import llms_txt, write
 from tests.support.markdown import anchors, blocks, links
 from tests.support.notebook import run_page
@@ -131,6 +133,15 @@ def test_blocks_share_names_and_may_await_and_a_check_can_fail(tmp_path: Path) -
     with pytest.raises(AssertionError) as caught:
         run_page(page, {"A": "3"})
     assert (caught.traceback[-1].path, caught.traceback[-1].lineno + 1) == (page, 10)
+
+
+def test_clients_that_a_page_leaves_open_are_closed_even_if_their_name_is_bound_again(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    block = '```python\nfrom cotrain import ServiceClient\n\nservice = ServiceClient("http://server", "tml-a")\n```\n'
+    page.write_text(block * 2)
+    with patch.object(ServiceClient, "close", autospec=True, side_effect=ServiceClient.close) as close:
+        run_page(page, {})
+    assert close.call_count == 2
 
 
 @cache
