@@ -10,9 +10,7 @@ from rich.text import Text
 
 from cotrain.clients.service import ServiceClient
 from cotrain.commands.terminal import AsJson, examples, failing_in_a_sentence, opened, print_result
-from cotrain.data.conversations import read_chat
-from cotrain.data.rendering import TooLong, TrainOn, render
-from cotrain.data.view import marked, parts
+from cotrain.data import TooLong, TrainOn, marked, parts, read_chat, render
 from cotrain.errors import TokenizerMissing, UnsupportedInput
 from cotrain.wire.datums import Datum
 

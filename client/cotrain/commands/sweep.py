@@ -16,8 +16,7 @@ from rich.text import Text
 from cotrain.clients.sweep import Sweep, Trial
 from cotrain.commands.data import BaseModel, MaxTokens, TokenizerName, TrainOnText, model_of, tokenizer_of
 from cotrain.commands.terminal import AsJson, Harmless, examples, failing_in_a_sentence, opened, print_result, table
-from cotrain.data.conversations import read_chat
-from cotrain.data.rendering import TrainOn, render
+from cotrain.data import TrainOn, read_chat, render
 from cotrain.errors import UnsupportedInput
 from cotrain.learning_rates import constant, cosine, linear
 from cotrain.transport.progress import PROGRESS
