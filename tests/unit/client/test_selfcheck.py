@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cotrain.cli import command_line
-from cotrain.commands.admin import selfcheck
+from cotrain.commands import workers
 
 PASSED = {
     "asked_at": 5.0, "at": 6.0, "took_s": 0.25, "ok": True, "problem": "", "runs": 6, "tokens": 318,
@@ -42,8 +42,8 @@ def test_the_exit_status_is_that_of_the_worst_worker(
         workers = [worker(name, result) for name, result in results.items()]
         return {"workers": workers} if method == "GET" else {"asked_at": 5.0}
 
-    monkeypatch.setattr(selfcheck, "ask", answer)
-    monkeypatch.setattr(selfcheck, "POLL_S", 0.0)
+    monkeypatch.setattr(workers, "ask_admin", answer)
+    monkeypatch.setattr(workers, "POLL_S", 0.0)
     times = iter(range(100))
     monkeypatch.setattr("time.monotonic", lambda: float(next(times)))
     found: Result = CliRunner().invoke(command_line([]), ["selfcheck", "--timeout", "3"])
