@@ -14,9 +14,8 @@ from cotrain.requests.chunks import combine
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future, submitted
 from cotrain.requests.run_requests import RunRequests
-from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
 from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse
-from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
 

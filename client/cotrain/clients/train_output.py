@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future
-from cotrain.wire.runs import ForwardBackwardOutput, OptimStepResponse
+from cotrain.wire.datums import ForwardBackwardOutput
+from cotrain.wire.runs import OptimStepResponse
 from cotrain.wire.tensors import TensorData
 
 

@@ -33,11 +33,10 @@ from cotrain.wire.checkpoints import (
 )
 from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import LOSS_ID
-from cotrain.wire.datums import Datum
+from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
-    ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
     MuonParams,

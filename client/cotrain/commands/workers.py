@@ -20,8 +20,7 @@ from cotrain.commands.terminal import (
     table,
 )
 from cotrain.settings import DEFAULT_BASE_URL
-from cotrain.wire.admin import SelfCheckAsked, WorkerList, WorkerShown
-from cotrain.wire.status import Fleet, Restoring
+from cotrain.wire.admin import Fleet, Restoring, SelfCheckAsked, WorkerList, WorkerShown
 
 #: Interval in s between two requests for the results.
 POLL_S = 1.0

@@ -7,8 +7,8 @@ the protocol publish a request size limit, and each request succeeds or fails se
 from collections.abc import Callable, Iterator, Sequence
 
 from cotrain.errors import UnsupportedInput
+from cotrain.wire.datums import ForwardBackwardOutput
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.sessions import ClientConfigResponse
 
 MIB = 1024**2

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from cotrain import errors
 from cotrain.transport.http import JSON, Transport, acknowledged, read, reader
-from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
-from cotrain.wire.runs import ForwardBackwardOutput, FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
-from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
+from cotrain.wire.datums import ForwardBackwardOutput
+from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
 from cotrain.wire.sampling import (
     MAX_RETRIEVED,
     CancelFutureRequest,

@@ -18,10 +18,10 @@ from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport, reader
-from cotrain.wire.datums import Datum, is_unshifted, total_weight
-from cotrain.wire.pass_codec import encode_datums, wrap_datums
+from cotrain.wire.codec import encode_datums, wrap_datums
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, OptimStepResponse, SweepFuture, SweepFutures
+from cotrain.wire.runs import AdamParams, OptimStepResponse, SweepFuture, SweepFutures
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from cotrain.transport.environment import proxy_of, through_proxy, trusted
 from cotrain.transport.responses import acknowledged, is_page, read, reader, refusal, understood, unreached
 from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
 from cotrain.version import __version__
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 
 AT_ONCE = 4
 """Requests in flight, and so connections, of one pool before the next pool is used."""

@@ -38,7 +38,7 @@ from cotrain.types import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain.wire.pass_codec import encode_pass_request
+from cotrain.wire.codec import encode_pass_request
 from tests.support.fake_api import Answer, FakeApi, refusal
 from tests.support.swapping_proxy import FOREIGN
 from tests.support.waiting import until

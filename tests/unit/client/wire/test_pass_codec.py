@@ -16,7 +16,7 @@ from tinker.proto import request_conv, response_conv, tinker_public_pb2
 
 from cotrain import types as ours
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.wire.pass_codec import decode_pass_output, encode_datums, encode_pass_request, pass_output_to_json
+from cotrain.wire.codec import decode_pass_output, encode_datums, encode_pass_request, pass_output_to_json
 from cotrain.wire.proto import wire_pb2 as wire
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -10,7 +10,7 @@ import torch
 
 from cotrain import Datum, ModelInput, RoutedExperts
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.pass_codec import encode_pass_request
+from cotrain.wire.codec import encode_pass_request
 from cotrain_store.bodies.pass_body import decode_pass
 
 FEW = np.arange(12).reshape(3, 2, 2)

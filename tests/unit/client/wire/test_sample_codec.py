@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tinker.proto import response_conv
 
 from cotrain.errors import MalformedMessage
+from cotrain.wire.codec import decode_sample_response, sample_response_to_json
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.sample_codec import decode_sample_response, sample_response_to_json
 
 scores = st.lists(st.floats(-100, 0, width=32), min_size=1, max_size=5)
 
