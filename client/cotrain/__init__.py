@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cotrain.clients.training import TrainingClient
     from cotrain.requests.futures import Future, Submitted
     from cotrain.requests.futures import Future as APIFuture  # name of the hosted SDK
-    from cotrain.transport.retries import RetryPolicy
+    from cotrain.transport.responses import RetryPolicy
     from cotrain.types import (
         AdamOptimizerConfig,
         AdamParams,
@@ -76,7 +76,7 @@ _MODULES = {"data", "exceptions", "learning_rates", "losses", "mint", "types"}
 #: Module of each public name that is neither a module, nor in `errors` or `types`.
 _HOMES = {
     "AdminClient": "clients.rest", "APIFuture": "requests.futures", "Evaluation": "clients.evaluation",
-    "Future": "requests.futures", "RestClient": "clients.rest", "RetryPolicy": "transport.retries",
+    "Future": "requests.futures", "RestClient": "clients.rest", "RetryPolicy": "transport.responses",
     "SamplingClient": "clients.sampling", "ServiceClient": "clients.service", "Submitted": "requests.futures",
     "Sweep": "clients.sweep", "SweepOutput": "clients.sweep", "TrainOutput": "clients.train_output",
     "TrainingClient": "clients.training", "Trial": "clients.sweep",

@@ -14,7 +14,8 @@ from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json
 from cotrain.transport.download import archive_of
-from cotrain.transport.http import Transport, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,

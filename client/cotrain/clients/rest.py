@@ -21,7 +21,7 @@ from cotrain.clients.rest_calls import (
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
-from cotrain.transport.http import acknowledged, reader
+from cotrain.transport.responses import acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointTtlRequest,

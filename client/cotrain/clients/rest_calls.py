@@ -12,7 +12,8 @@ import httpx
 from pydantic import BaseModel
 
 from cotrain.errors import MalformedMessage, RequestFailed
-from cotrain.transport.http import Transport, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CopyWeightsRequest,

@@ -9,7 +9,8 @@ from cotrain.clients.rest_calls import checkpoint_url
 from cotrain.errors import APIError, NotFoundError, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.requests.futures import Future
-from cotrain.transport.http import Transport, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import SaveWeightsResponse
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
 

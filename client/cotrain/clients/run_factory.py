@@ -16,7 +16,7 @@ from cotrain.clients.training import TrainingClient
 from cotrain.errors import MalformedMessage, UnsupportedInput, status_error
 from cotrain.requests.connection import Connection
 from cotrain.requests.polling import wait_for_json
-from cotrain.transport.http import reader
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import (

@@ -22,7 +22,7 @@ from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
 from cotrain.requests.polling import Completions
 from cotrain.settings import ClientSettings, client_settings
-from cotrain.transport.http import reader
+from cotrain.transport.responses import reader
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import UntypedAPIFuture

@@ -28,8 +28,7 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
 from cotrain.settings import client_settings
-from cotrain.transport.http import reader
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy, reader
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint
 from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, OptimizerConfig, UntypedAPIFuture

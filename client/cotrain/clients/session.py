@@ -8,7 +8,8 @@ from typing import Any, Literal
 from typing_extensions import override
 
 from cotrain.errors import APIError, APIStatusError
-from cotrain.transport.http import Transport, acknowledged, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import acknowledged, reader
 from cotrain.version import __version__
 from cotrain.wire.sessions import (
     CreateSessionRequest,

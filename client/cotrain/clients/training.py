@@ -22,7 +22,7 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
-from cotrain.transport.http import reader
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,

@@ -25,11 +25,9 @@ from rich.text import Text
 
 from cotrain.clients.service import ServiceClient
 from cotrain.errors import APIConnectionError, CotrainError, MalformedMessage, NotFoundError
-from cotrain.settings import ClientSettings, checked_url
-from cotrain.transport.environment import proxy_of, through_proxy, trusted
+from cotrain.settings import ClientSettings, checked_url, proxy_of, through_proxy, trusted
 from cotrain.transport.progress import PROGRESS
-from cotrain.transport.responses import is_page, refusal, understood, unreached
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy, is_page, refusal, understood, unreached
 
 AdminKey = Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")]

@@ -15,8 +15,9 @@ from cotrain.errors import ClientClosed, NotFoundError, VersionMismatch
 from cotrain.requests.flow_control import Dispatch, InFlightLimit
 from cotrain.requests.polling import SampleRequests
 from cotrain.settings import ClientSettings
-from cotrain.transport.http import RetryPolicy, Transport, reader
+from cotrain.transport.http import Transport
 from cotrain.transport.progress import PROGRESS
+from cotrain.transport.responses import RetryPolicy, reader
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 

@@ -11,7 +11,8 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from cotrain import errors
-from cotrain.transport.http import JSON, Transport, acknowledged, read, reader
+from cotrain.transport.http import JSON, Transport
+from cotrain.transport.responses import acknowledged, read, reader
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
 from cotrain.wire.datums import ForwardBackwardOutput
 from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture

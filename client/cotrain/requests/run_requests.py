@@ -20,7 +20,8 @@ from cotrain.requests.connection import Connection, check_not_forked
 from cotrain.requests.flow_control import SendQueue
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
-from cotrain.transport.http import Transport, is_transient, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.model import SequencedRequest

@@ -17,7 +17,8 @@ from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future
 from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.requests.run_requests import RunRequests
-from cotrain.transport.http import Transport, reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
 from cotrain.wire.codec import encode_datums, wrap_datums
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.proto import wire_pb2 as wire

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain.errors import APIConnectionError, APIError
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi, refusal
 

@@ -11,7 +11,7 @@ import pytest
 from cotrain import BadRequestError, NotFoundError, RequestFailed, ServiceClient
 from cotrain.clients.checkpoints import PAGE
 from cotrain.errors import APIConnectionError, MalformedMessage, UnsupportedInput
-from cotrain.transport.http import RetryPolicy
+from cotrain.transport.responses import RetryPolicy
 from tests.support.fake_api import Answer, refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from cotrain.requests.polling import Completions
-from cotrain.transport.http import RetryPolicy, Transport
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import RetryPolicy
 from cotrain.types import SamplingSessionTarget
 from tests.support.fake_api import Answer, FakeApi, refusal
 

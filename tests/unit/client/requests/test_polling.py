@@ -13,8 +13,9 @@ import pytest
 from cotrain import ModelInput, SamplingParams, ServiceClient, UnprocessableEntityError
 from cotrain.errors import APIConnectionError, CheckpointNotFound, MalformedMessage, NotFoundError, RequestFailed
 from cotrain.requests.polling import NOT_FOUND, POSTS_AT_ONCE, SampleRequests, wait_for_json, wait_for_pass
-from cotrain.transport import retries as patience
-from cotrain.transport.http import RetryPolicy, Transport
+from cotrain.transport import responses as patience
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import RetryPolicy
 from cotrain.types import SampleRequest
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import OptimStepResponse

@@ -14,8 +14,8 @@ import pytest
 
 from cotrain import ServiceClient
 from cotrain.errors import APIConnectionError, SettingsMissing
-from cotrain.transport.environment import CERTIFICATES, proxy_of, through_proxy, trusted
-from cotrain.transport.http import RetryPolicy
+from cotrain.settings import CERTIFICATES, proxy_of, through_proxy, trusted
+from cotrain.transport.responses import RetryPolicy
 
 PROXY = "http://proxy:3128"
 

@@ -27,8 +27,8 @@ from cotrain.errors import (
 )
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.transport import http as module
-from cotrain.transport.http import AT_ONCE, ConnectionPools, RetryPolicy, Transport, read, reader
-from cotrain.transport.responses import understood
+from cotrain.transport.http import AT_ONCE, ConnectionPools, Transport
+from cotrain.transport.responses import RetryPolicy, read, reader, understood
 from cotrain.types import (
     AdamParams,
     Datum,

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from cotrain.errors import APIConnectionError, APIError, APIStatusError, APITimeoutError, RateLimitError, status_error
-from cotrain.transport import retries as module
-from cotrain.transport.retries import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
+from cotrain.transport import responses as module
+from cotrain.transport.responses import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
 
 URL = "http://server:8000"
 REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
