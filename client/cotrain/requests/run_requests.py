@@ -15,11 +15,9 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.chunks import chunks_of, combine, cut
-from cotrain.requests.connection import Connection, check_not_forked
-from cotrain.requests.flow_control import SendQueue
+from cotrain.requests.connection import Connection, check_not_forked, wait_for_json, wait_for_pass
+from cotrain.requests.flow_control import SendQueue, chunks_of, combine, cut
 from cotrain.requests.futures import Future
-from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums

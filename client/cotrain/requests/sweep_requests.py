@@ -12,10 +12,9 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.chunks import chunks_of
-from cotrain.requests.connection import Connection
+from cotrain.requests.connection import Connection, wait_for_json, wait_for_pass
+from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
-from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import reader

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import httpx
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
+from cotrain.protocol import __version__
 from cotrain.settings import proxy_of, through_proxy, trusted
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import (
@@ -37,7 +39,6 @@ from cotrain.transport.responses import (
     understood,
     unreached,
 )
-from cotrain.version import __version__
 from cotrain.wire.codec import PROTOBUF
 
 AT_ONCE = 4
@@ -301,6 +302,11 @@ class ConnectionPools:
             return min(self._pools, key=lambda pool: pool.in_flight)
         self._pools.append(_Pool(self._make_pool()))
         return self._pools[-1]
+
+
+def url_of(*parts: str) -> str:
+    """Return a URL path of parts that may contain any character."""
+    return "/".join(quote(part, safe="") for part in parts)
 
 
 def traceparent() -> dict[str, str]:

@@ -18,7 +18,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
-from cotrain.wire.constants import MAX_SWEEP_RUNS
+from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel
@@ -106,6 +106,12 @@ class CreateModelResponse(WireModel):
 
     model_id: str
     type: Literal["create_model"] = "create_model"
+
+
+class NewRun(WireModel):
+    """Id of a new run, in the result of any request that creates one."""
+
+    model_id: str
 
 
 class GetInfoRequest(WireModel):

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from cotrain.clients.retention import Rule, rules_of, superfluous
+from cotrain.clients.checkpoints import Rule, rules_of, superfluous
 from cotrain.errors import UnsupportedInput
 from cotrain.wire.rest import Checkpoint
 

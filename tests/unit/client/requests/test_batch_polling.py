@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cotrain.requests.polling import Completions
+from cotrain.clients.sampling import Completions
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import RetryPolicy
 from cotrain.types import SamplingSessionTarget

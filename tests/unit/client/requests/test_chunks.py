@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain import UnsupportedInput
-from cotrain.requests.chunks import chunks_of, combine, cut
+from cotrain.requests.flow_control import chunks_of, combine, cut
 from cotrain.types import ClientConfigResponse, ForwardBackwardOutput, TensorData
 from cotrain.wire.proto import wire_pb2 as wire
 

@@ -15,9 +15,9 @@ import pytest
 
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.errors import ClientClosed, MalformedMessage, NotFoundError, UnsupportedInput, VersionMismatch
+from cotrain.protocol import PROTOCOL, __version__
 from cotrain.requests.connection import BackgroundLoop, cancel_the_rest_and, shared_connection
 from cotrain.settings import ClientSettings
-from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
 

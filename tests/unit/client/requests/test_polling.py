@@ -12,7 +12,7 @@ import pytest
 
 from cotrain import ModelInput, SamplingParams, ServiceClient, UnprocessableEntityError
 from cotrain.errors import APIConnectionError, CheckpointNotFound, MalformedMessage, NotFoundError, RequestFailed
-from cotrain.requests.polling import NOT_FOUND, POSTS_AT_ONCE, SampleRequests, wait_for_json, wait_for_pass
+from cotrain.requests.connection import NOT_FOUND, POSTS_AT_ONCE, SampleRequests, wait_for_json, wait_for_pass
 from cotrain.transport import responses as patience
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import RetryPolicy
