@@ -41,7 +41,7 @@ from bench.support.report import Report, table
 from bench.support.serving import datum
 from bench.support.timing import alternate, measure, median_ratio
 from cotrain import Datum, ModelInput, ServiceClient
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 
 #: Sends a number of requests, keeps a number of them in flight, and waits for all results.
 Way = Callable[[int, int], None]

@@ -18,21 +18,20 @@ from typing import TYPE_CHECKING
 
 from cotrain import errors
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
-from cotrain.version import __version__
+from cotrain.protocol import __version__
 
 if TYPE_CHECKING:
     from cotrain import data, exceptions, learning_rates, losses, mint, types
-    from cotrain.clients.evaluation import Evaluation
     from cotrain.clients.rest import RestClient
     from cotrain.clients.rest import RestClient as AdminClient  # name of the hosted SDK
+    from cotrain.clients.run_results import Evaluation, TrainOutput
     from cotrain.clients.sampling import SamplingClient
     from cotrain.clients.service import ServiceClient
     from cotrain.clients.sweep import Sweep, SweepOutput, Trial
-    from cotrain.clients.train_output import TrainOutput
     from cotrain.clients.training import TrainingClient
     from cotrain.requests.futures import Future, Submitted
     from cotrain.requests.futures import Future as APIFuture  # name of the hosted SDK
-    from cotrain.transport.retries import RetryPolicy
+    from cotrain.transport.responses import RetryPolicy
     from cotrain.types import (
         AdamOptimizerConfig,
         AdamParams,
@@ -75,10 +74,10 @@ __all__ += errors.__all__
 _MODULES = {"data", "exceptions", "learning_rates", "losses", "mint", "types"}
 #: Module of each public name that is neither a module, nor in `errors` or `types`.
 _HOMES = {
-    "AdminClient": "clients.rest", "APIFuture": "requests.futures", "Evaluation": "clients.evaluation",
-    "Future": "requests.futures", "RestClient": "clients.rest", "RetryPolicy": "transport.retries",
+    "AdminClient": "clients.rest", "APIFuture": "requests.futures", "Evaluation": "clients.run_results",
+    "Future": "requests.futures", "RestClient": "clients.rest", "RetryPolicy": "transport.responses",
     "SamplingClient": "clients.sampling", "ServiceClient": "clients.service", "Submitted": "requests.futures",
-    "Sweep": "clients.sweep", "SweepOutput": "clients.sweep", "TrainOutput": "clients.train_output",
+    "Sweep": "clients.sweep", "SweepOutput": "clients.sweep", "TrainOutput": "clients.run_results",
     "TrainingClient": "clients.training", "Trial": "clients.sweep",
 }  # fmt: skip
 _HOSTED = {"AdminClient": "RestClient", "APIFuture": "Future"}

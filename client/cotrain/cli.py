@@ -13,18 +13,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from cotrain.commands import checkpoints, data, runs, webhooks
-from cotrain.commands.admin.app import app as admin
-from cotrain.commands.admin.selfcheck import selfcheck
-from cotrain.commands.runs import models, why
+from cotrain.commands import admin, checkpoints, data, runs
 from cotrain.commands.sample import sample_text
-from cotrain.commands.sweep import EXAMPLES as SWEEP_EXAMPLES
-from cotrain.commands.sweep import sweep
 from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
-from cotrain.commands.transfer import download, export, upload
-from cotrain.version import __version__
+from cotrain.commands.workers import selfcheck
+from cotrain.protocol import __version__
 
 COMMANDS = "cotrain.commands"
 INSTALL = "pip install -c constraints.txt '.[all]'"
@@ -98,23 +93,25 @@ def _options(
 
 
 def _add_own(app: typer.Typer) -> None:
-    app.command(epilog=examples("cotrain models --json"))(models)
+    app.command(epilog=examples("cotrain models --json"))(runs.models)
     app.add_typer(runs.app, name="runs")
-    app.command(epilog=examples("cotrain why 1f2e3d4c:train:0"))(why)
+    app.command(epilog=examples("cotrain why 1f2e3d4c:train:0"))(runs.why)
     app.add_typer(checkpoints.app, name="checkpoints")
-    app.add_typer(data.app, name="data")
-    app.add_typer(admin, name="admin")
+    app.add_typer(data.data_app, name="data")
+    app.add_typer(admin.app, name="admin")
     app.command(epilog=examples("cotrain selfcheck", "cotrain selfcheck --worker w0 --json"))(selfcheck)
-    app.add_typer(webhooks.app, name="webhooks")
-    app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(download)
+    app.add_typer(runs.webhooks_app, name="webhooks")
+    app.command(epilog=examples(f"cotrain download {PATH} --output adapter/"))(checkpoints.download)
     app.command(
         epilog=examples(
             f"cotrain export {PATH} --merged --base Qwen3-0.6B/ -o merged/",
             f"cotrain export {PATH} --vllm -o served/ --check http://127.0.0.1:8001",
             f"cotrain export {PATH} --gguf --leave-out-unembed -o adapter-gguf/",
         )
-    )(export)
-    app.command(epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine"))(upload)
+    )(checkpoints.export)
+    app.command(epilog=examples("cotrain upload my-adapter/ --base-model Qwen/Qwen3-0.6B --name mine"))(
+        checkpoints.upload
+    )
     app.command(
         "sample",
         epilog=examples(
@@ -123,7 +120,7 @@ def _add_own(app: typer.Typer) -> None:
             "cotrain sample --chat 'What is a LoRA?' --temperature 0",
         ),
     )(sample_text)
-    app.command(epilog=SWEEP_EXAMPLES)(sweep)
+    app.command(epilog=data.SWEEP_EXAMPLES)(data.sweep)
     app.command(epilog=TOP_EXAMPLES)(top)
     app.command(epilog=examples("cotrain version --json"))(version)
 

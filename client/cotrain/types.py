@@ -13,7 +13,6 @@ from cotrain.wire.custom_loss import *  # noqa: F403
 from cotrain.wire.datums import *  # noqa: F403
 from cotrain.wire.model import *  # noqa: F403
 from cotrain.wire.rest import *  # noqa: F403
-from cotrain.wire.routed_experts import *  # noqa: F403
 from cotrain.wire.runs import *  # noqa: F403
 from cotrain.wire.sampling import *  # noqa: F403
 from cotrain.wire.sessions import *  # noqa: F403
@@ -51,7 +50,7 @@ FuturesRetrieveResponse = sampling.RetrieveFuturesResponse
 SamplingSessionFuturesTarget = sampling.SamplingSessionTarget
 FutureRetrieveResponse = (
     runs.TryAgainResponse
-    | runs.ForwardBackwardOutput
+    | datums.ForwardBackwardOutput
     | runs.OptimStepResponse
     | checkpoints.SaveWeightsResponse
     | checkpoints.LoadWeightsResponse

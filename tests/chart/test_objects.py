@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic_settings import BaseSettings
 
-from cotrain.wire.status import Fleet, FleetPool
+from cotrain.wire.admin import Fleet, FleetPool
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.address import parse_address

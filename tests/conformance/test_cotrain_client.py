@@ -16,7 +16,7 @@ from tests.support.lossy_proxy import LossyProxy
 
 VOCAB = 512
 #: Far more than the 16 waiting requests that the narrow server accepts from a tenant. A thousand
-#: futures are in tests/unit/client/test_many_requests.py.
+#: futures are in tests/unit/client/requests/test_run_requests.py.
 MANY = 45
 #: Futures per group: 14 passes and a step. The plain loop waits for each group.
 STEP_EVERY = 15

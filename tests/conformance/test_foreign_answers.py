@@ -10,7 +10,7 @@ import pytest
 
 from cotrain import AdamParams, ServiceClient
 from cotrain.errors import APIStatusError, ForeignAnswer
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy
 from cotrain.types import ModelInput, SamplingParams
 from tests.conformance.running import KEYS, Server
 from tests.conformance.test_cotrain_client import datum, logprobs

@@ -14,7 +14,7 @@ import structlog
 import zstandard
 from starlette.types import Message
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain_server.http import request_body as bodies
 from cotrain_server.routes import status
 from cotrain_server.views import fleet_metrics as collector

@@ -10,7 +10,7 @@ import pytest
 import tinker
 import zstandard
 
-from cotrain.wire.pass_codec import PROTOBUF, decode_pass_output
+from cotrain.wire.codec import PROTOBUF, decode_pass_output
 from cotrain_server.requests.passes import read_json_pass
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.keys import result_keys, run_keys

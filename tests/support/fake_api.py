@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.proto import wire_pb2 as wire
 
 Answer = httpx.Response | Exception

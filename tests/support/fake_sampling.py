@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from typing_extensions import override
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.proto import wire_pb2 as wire
 from tests.support.fake_api import FakeApi
 

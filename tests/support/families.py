@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from cotrain.export.adapter import read_adapter
 from cotrain.export.base import find_base
-from cotrain.export.merged import write_merged
+from cotrain.export.formats import write_merged
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
 from cotrain_workers.engine.adapters.bank import initial_weights

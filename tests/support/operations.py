@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from fastapi.routing import APIRoute, iter_route_contexts
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain_server.app import ROUTES
 from tests.support.http_api import POOL, pass_body, sample_body

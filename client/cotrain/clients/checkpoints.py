@@ -1,30 +1,38 @@
-"""Operations on the checkpoints of an account: upload, list, copy, download and interpolate."""
+"""Checkpoints of an account: their URLs, transfers, and the rules that decide which ones a run keeps."""
 
 import asyncio
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import Any
 
-from cotrain.clients.rest_calls import archive_url, checkpoint_url
-from cotrain.clients.run_factory import Made, Runs
-from cotrain.errors import MalformedMessage
-from cotrain.requests.connection import BackgroundLoop
+import httpx
+
+from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
+from cotrain.requests.connection import BackgroundLoop, wait_for_json
 from cotrain.requests.futures import Future
-from cotrain.requests.polling import wait_for_json
 from cotrain.transport.download import archive_of
-from cotrain.transport.http import Transport, reader
+from cotrain.transport.http import Transport, url_of
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
+    CheckpointArchiveUrlResponse,
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
+    ParsedCheckpointTinkerPath,
     SaveWeightsResponse,
     UploadQuery,
     UploadResponse,
 )
 from cotrain.wire.rest import Checkpoint, CheckpointsListResponse
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, UntypedAPIFuture
+from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, NewRun, UntypedAPIFuture
+
+log = logging.getLogger("cotrain")
 
 # Arguments: bytes transferred and the total, 0 if unknown.
 Progress = Callable[[int, int], None]
@@ -32,6 +40,10 @@ Progress = Callable[[int, int], None]
 PAGE = 100
 #: File names that a server may write: the folder may contain other files of the caller.
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(?:json|safetensors|age)")
+#: A link that expired longer ago than this is rejected, so that a login page is never saved as an archive.
+#: The clocks of client and server may differ by less.
+CLOCKS_DIFFER = timedelta(days=1)
+RULE = re.compile(r"last:(?P<last>\d+)|(?P<kind>best|highest):(?P<metric>[^:,]+):(?P<count>\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,10 @@ class Adapter:
 class Checkpoints:
     """Calls on whole checkpoints, outside the order of any run."""
 
-    def __init__(self, transport: Transport, runs: Runs) -> None:
+    def __init__(self, transport: Transport, reserve: Callable[[], Coroutine[Any, Any, tuple[str, int]]]) -> None:
         self._transport = transport
-        self._runs = runs
+        self._reserve = reserve
+        """Returns the `session_id` and the next `model_seq_id`."""
 
     async def upload(self, adapter: Adapter, progress: Progress | None = None) -> str:
         """Upload an adapter; returns the checkpoint's path once it is stored.
@@ -59,7 +72,7 @@ class Checkpoints:
         Raises OSError, APIError, or RequestFailed if the adapter does not fit its base model.
         """
         archive = archive_of(adapter.source)
-        session_id, seq_id = await self._runs.reserve()
+        session_id, seq_id = await self._reserve()
         metadata = adapter.user_metadata
         query = UploadQuery(
             base_model=adapter.base_model,
@@ -72,7 +85,7 @@ class Checkpoints:
         answer = await self._transport.post_stream(
             "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
         )
-        await wait_for_json(self._transport, answer.import_request_id, Made)
+        await wait_for_json(self._transport, answer.import_request_id, NewRun)
         await wait_for_json(self._transport, answer.request_id, SaveWeightsResponse)
         return answer.path
 
@@ -90,7 +103,7 @@ class Checkpoints:
 
     async def copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
         """Copy a checkpoint to a new run of this session; returns the new path. Raises APIError."""
-        session_id, seq_id = await self._runs.reserve()
+        session_id, seq_id = await self._reserve()
         wanted = CopyWeightsRequest(
             source_path=path,
             session_id=session_id,
@@ -146,3 +159,115 @@ def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
     """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
     total = sum(sizes) if all(sizes) else 0
     return lambda done, _: progress(sum(sizes[:i]) + done, total)
+
+
+def checkpoint_url(tinker_path: str) -> str:
+    """Return the URL path of a checkpoint. Raises ValueError if `tinker_path` is malformed."""
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    return url_of("training_runs", parsed.training_run_id, "checkpoints", *parsed.checkpoint_id.split("/"))
+
+
+async def archive_url(transport: Transport, checkpoint: str) -> CheckpointArchiveUrlResponse:
+    """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
+    return await transport.get(f"{checkpoint}/archive", _archive_link)
+
+
+def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:
+    """Parse a redirect to an archive. Raises MalformedMessage for a redirect to a login page."""
+    try:
+        expires = parsedate_to_datetime(response.headers["Expires"])
+        link = CheckpointArchiveUrlResponse(url=response.headers["Location"], expires=expires)
+    except (KeyError, ValueError) as error:
+        raise MalformedMessage(f"{response.url} did not answer where the archive is") from error
+    if expires < datetime.now(UTC) - CLOCKS_DIFFER:
+        raise MalformedMessage(f"{response.url} did not answer where the archive is")
+    return link
+
+
+# ---- Retention rules, such as `last:3, best:eval/nll:2` -------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Number of checkpoints to keep: the newest, or those with the lowest or highest value of a metric."""
+
+    count: int
+    metric: str = ""
+    """Empty: the newest checkpoints."""
+    is_highest: bool = False
+
+    def keeps(self, newest_first: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the kept ones. Checkpoints without the metric are not kept; of equal ones, the newest are."""
+        if not self.metric:
+            return list(newest_first[: self.count])
+        sign = -1 if self.is_highest else 1
+        with_value = [each for each in newest_first if self.metric in (each.metrics or {})]
+        return sorted(with_value, key=lambda each: sign * (each.metrics or {})[self.metric])[: self.count]
+
+
+def rules_of(text: str) -> list[Rule]:
+    """Return the rules of a text. Raises UnsupportedInput, which names the part that is none."""
+    rules = []
+    for part in text.split(","):
+        match = RULE.fullmatch(part.strip())
+        count = int((match["last"] or match["count"]) if match else 0)
+        if match is None or not count:
+            raise UnsupportedInput(
+                f"keep: {part.strip()!r} is no rule. Use last:N, best:METRIC:N (lowest values) or "
+                "highest:METRIC:N with N from 1, separated by commas"
+            )
+        rules.append(Rule(count, (match["metric"] or "").strip(), match["kind"] == "highest"))
+    return rules
+
+
+def superfluous(checkpoints: Iterable[Checkpoint], rules: Sequence[Rule]) -> list[Checkpoint]:
+    """Return the training checkpoints of one run that no rule keeps, newest first.
+
+    The newest one is always kept, and so are published ones and those with an expiry.
+    """
+    newest_first = sorted(
+        (each for each in checkpoints if each.checkpoint_type == "training"), key=lambda each: each.time, reverse=True
+    )
+    kept = {each.tinker_path for rule in rules for each in rule.keeps(newest_first)}
+    return [
+        each
+        for each in newest_first[1:]
+        if each.tinker_path not in kept and not each.public and each.expires_at is None
+    ]
+
+
+async def prune(transport: Transport, run: str, rules: Sequence[Rule]) -> list[str]:
+    """Delete the superfluous checkpoints of a run; return their paths. Raises APIError."""
+    path = f"training_runs/{run}/checkpoints"
+    found = (await transport.get(path, reader(CheckpointsListResponse))).checkpoints
+    return await delete_all(transport, [each.tinker_path for each in superfluous(found, rules)])
+
+
+async def delete_all(transport: Transport, paths: Sequence[str]) -> list[str]:
+    """Delete checkpoints, one after the other; return the paths of those that existed. Raises APIError."""
+    urls = {path: checkpoint_url(path) for path in paths}  # a malformed path deletes nothing
+    deleted = []
+    for path, url in urls.items():
+        try:
+            await transport.delete(url)
+        except NotFoundError:
+            continue  # another process deleted it, or it has expired
+        deleted.append(path)
+    return deleted
+
+
+def then_prune(
+    loop: BackgroundLoop, transport: Transport, run: str, saved: Future[SaveWeightsResponse], rules: Sequence[Rule]
+) -> Future[SaveWeightsResponse]:
+    """Return the future of a save that also deletes the superfluous checkpoints of its run."""
+
+    async def finish() -> SaveWeightsResponse:
+        answer = await saved
+        try:
+            await prune(transport, run, rules)
+        except APIError as error:  # the checkpoint is saved, and the next save repeats this
+            log.warning("older checkpoints of %s were not deleted: %s", run, error)
+        return answer
+
+    accepted = loop.start(saved.accepted_async())
+    return Future(accepted, loop.start(finish()), what=f"a save of {run}")

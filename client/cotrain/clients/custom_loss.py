@@ -28,9 +28,8 @@ from cotrain.wire.custom_loss import (
     check_loss,
 )
 from cotrain.wire.custom_loss import CustomLoss as TracedLoss
-from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
 from cotrain.wire.model import in_a_sentence
-from cotrain.wire.runs import ForwardBackwardOutput
 from cotrain.wire.tensors import TensorData
 
 LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]

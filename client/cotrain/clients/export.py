@@ -12,12 +12,8 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.errors import ExportFailed
 from cotrain.export import scores
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
-from cotrain.export.base import BaseFolder, find_base
-from cotrain.export.card import card
-from cotrain.export.gguf_adapter import FILE, refusal_of, write_gguf
-from cotrain.export.libraries import library
-from cotrain.export.merged import unties, write_merged
-from cotrain.export.vllm_server import score_on_vllm
+from cotrain.export.base import BaseFolder, find_base, library
+from cotrain.export.formats import GGUF_FILE, card, refusal_of, unties, write_gguf, write_merged
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.sampling import SamplingParams
@@ -228,7 +224,7 @@ class _Comparison:
     def check(self, url: str, folder: Path) -> scores.Proof:
         """Compare the log-probs of a vLLM server. Raises ExportFailed above the limit; the folder stays."""
         limit = max(self._limit, scores.limit_of(self._base, "bfloat16"))
-        found = score_on_vllm(url, folder, self._texts)
+        found = scores.score_on_vllm(url, folder, self._texts)
         proof = scores.compared(found, self._expected, self._unadapted, limit)
         scores.check_limit(proof, f"the model at {url}")
         return proof
@@ -282,7 +278,7 @@ def _write(
         interleaved = base.family == "gpt_oss"
         write_adapter(at_tinker(plan.adapter, interleaved=interleaved), made)
     elif plan.kind == "gguf":
-        write_gguf(base, plan.adapter, made / FILE, wanted.path.rpartition("/")[2])
+        write_gguf(base, plan.adapter, made / GGUF_FILE, wanted.path.rpartition("/")[2])
     elif wanted.leave_out_unembed:
         write_adapter(plan.adapter, made)
     else:

@@ -1,31 +1,28 @@
 """RestClient: runs, checkpoints, sessions, usage and webhook of an account. It opens no session."""
 
+import json
+import uuid
+from base64 import urlsafe_b64decode
 from collections.abc import Coroutine, Sequence
 from datetime import date, datetime
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlencode
 
 from pydantic import BaseModel
 from typing_extensions import override
 
-from cotrain.clients.rest_calls import (
-    Nothing,
-    archive_url,
-    checkpoint_url,
-    copy,
-    get,
-    trace_url,
-    training_run_ids,
-    url_of,
-    whoami,
-)
+from cotrain.clients.checkpoints import archive_url, checkpoint_url
+from cotrain.errors import MalformedMessage, RequestFailed
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
-from cotrain.transport.http import acknowledged, reader
+from cotrain.transport.http import Transport, url_of
+from cotrain.transport.responses import acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
     CheckpointTtlRequest,
     CopyWeightsRequest,
+    CopyWeightsResponse,
     ExternalWeightsUploadFinishRequest,
     ExternalWeightsUploadFinishResponse,
     ExternalWeightsUploadStartRequest,
@@ -36,6 +33,7 @@ from cotrain.wire.checkpoints import (
     WeightsInfoResponse,
     WhoamiResponse,
 )
+from cotrain.wire.model import WireModel
 from cotrain.wire.rest import (
     AccessScope,
     AssignProjectRequest,
@@ -46,6 +44,7 @@ from cotrain.wire.rest import (
     ListSessionsResponse,
     SessionSearchRequest,
     SessionSearchResponse,
+    TraceExportResponse,
     TrainingRun,
     TrainingRunHistory,
     TrainingRunsResponse,
@@ -54,7 +53,7 @@ from cotrain.wire.rest import (
 )
 from cotrain.wire.runs import LoraConfig, UnloadModelRequest, UntypedAPIFuture
 from cotrain.wire.sampling import GetSamplerResponse
-from cotrain.wire.sessions import GetServerCapabilitiesResponse
+from cotrain.wire.sessions import AuthTokenResponse, GetServerCapabilitiesResponse
 from cotrain.wire.usage import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -67,7 +66,10 @@ from cotrain.wire.usage import (
 )
 
 T = TypeVar("T")
+_Model = TypeVar("_Model", bound=BaseModel)
 
+#: Interval between requests for a timeline that the server is still drawing.
+TRACE_POLL_S = 5.0
 AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizations"]
 
 
@@ -104,7 +106,7 @@ class RestClient:
 
     def whoami(self) -> Future[WhoamiResponse]:
         """Return the owner of the API key."""
-        return self._start(whoami(self._transport))
+        return self._start(_whoami(self._transport))
 
     # ---- Runs ------------------------------------------------------------------------------------
 
@@ -132,7 +134,7 @@ class RestClient:
 
     def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
         """Return the ids of one page of runs."""
-        return self._start(training_run_ids(self._transport, limit, offset))
+        return self._start(_training_run_ids(self._transport, limit, offset))
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """Return one run; scope `accessible` includes other tenants' runs with a published checkpoint."""
@@ -215,7 +217,7 @@ class RestClient:
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Publish a checkpoint: every tenant of the server may read it."""
-        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", Nothing(), acknowledged))
+        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", _Nothing(), acknowledged))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
@@ -245,7 +247,7 @@ class RestClient:
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
         )
-        return self._start(copy(self._transport, wanted))
+        return self._start(_copy(self._transport, wanted))
 
     def external_weights_upload_start(
         self, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
@@ -302,7 +304,7 @@ class RestClient:
 
         The future raises RequestFailed if the server has no cycles of the session any longer.
         """
-        return self._start(trace_url(self._transport, session_id))
+        return self._start(_trace_url(self._transport, session_id))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
         """Return the base model and weights of a sampler."""
@@ -349,7 +351,7 @@ class RestClient:
 
     def test_webhook(self) -> Future[WebhookTest]:
         """Send an event of type `test`."""
-        return self._post("webhook/test", Nothing(), WebhookTest)
+        return self._post("webhook/test", _Nothing(), WebhookTest)
 
     def remove_webhook(self) -> Future[None]:
         """Remove the webhook; no further events are sent."""
@@ -397,7 +399,7 @@ class RestClient:
     remove_webhook_async = remove_webhook
 
     def _get(self, path: str, model: Any, **query: Any) -> Future[Any]:
-        return self._start(get(self._transport, path, model, **query))
+        return self._start(_get(self._transport, path, model, **query))
 
     def _post(self, path: str, message: BaseModel, model: Any) -> Future[Any]:
         return self._start(self._transport.post(path, message, reader(model)))
@@ -405,3 +407,69 @@ class RestClient:
     def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
         answer = self._loop.start(asked)
         return Future(answer, answer, what=f"a call of {self!r}")
+
+
+# ---- Requests: their paths, bodies and responses --------------------------------------------------
+
+
+class _Nothing(WireModel):
+    """Empty request body."""
+
+
+async def _get(
+    transport: Transport, path: str, model: type[_Model], **query: str | int | date | list[str] | None
+) -> _Model:
+    """GET a resource. Query parameters that are None are left out. Raises APIError."""
+    asked = {name: _text(value) for name, value in query.items() if value is not None}
+    return await transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
+
+
+async def _training_run_ids(transport: Transport, limit: int, offset: int) -> list[str]:
+    """Return the ids of one page of runs."""
+    page = await _get(transport, "training_runs", TrainingRunsResponse, limit=limit, offset=offset)
+    return [run.training_run_id for run in page.training_runs]
+
+
+async def _copy(transport: Transport, wanted: CopyWeightsRequest) -> str:
+    """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
+    once = {"X-Idempotency-Key": str(uuid.uuid4())}
+    made = await transport.post("copy_weights", wanted, reader(CopyWeightsResponse), once)
+    return made.tinker_path
+
+
+async def _trace_url(transport: Transport, session_id: str) -> str:
+    """Poll until a session's timeline is drawn, and return its URL.
+
+    Raises RequestFailed if the session has no timeline.
+    """
+    path = url_of("sessions", session_id, "trace_export")
+    while (answer := await _get(transport, path, TraceExportResponse)).status == "pending":
+        await transport.sleep(TRACE_POLL_S)
+    if answer.url is None:
+        raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
+    return answer.url
+
+
+async def _whoami(transport: Transport) -> WhoamiResponse:
+    """Return the owner of the API key, from a token that the server issues for it."""
+    token = await transport.post("auth/token", _Nothing(), reader(AuthTokenResponse))
+    claims = _claims(token.jwt)
+    return WhoamiResponse(
+        user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
+    )
+
+
+def _text(value: str | int | date | list[str]) -> str | list[str]:
+    if isinstance(value, list):
+        return value
+    return str(value) if isinstance(value, str | int) else value.isoformat()
+
+
+def _claims(jwt: str) -> dict[str, Any]:
+    """Parse a token without verifying it: it comes directly from the server that issued it."""
+    try:
+        content = jwt.split(".")[1]
+        claims: dict[str, Any] = json.loads(urlsafe_b64decode(content + "=" * (-len(content) % 4)))
+        return {"sub": claims["sub"], "org_id": claims["org_id"], "email": claims.get("email")}
+    except (IndexError, KeyError, ValueError) as error:
+        raise MalformedMessage("auth/token did not answer a token") from error

@@ -10,27 +10,25 @@ import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
-from urllib.parse import quote
 
 from typing_extensions import override
 
-from cotrain.clients.session import Session
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, absent, hosted
-from cotrain.errors import APIStatusError, MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, shared_connection
+from cotrain.errors import APIError, APIStatusError, CotrainError, MalformedMessage, UnsupportedInput
+from cotrain.requests.connection import GAP_S, Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
-from cotrain.requests.polling import Completions
 from cotrain.settings import ClientSettings, client_settings
-from cotrain.transport.http import reader
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.model import WireModel
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import (
     CLONE_SEQ_IDS,
-    CreateSamplingSessionRequest,
-    CreateSamplingSessionResponse,
-    GetSamplerResponse,
+    MAX_RETRIEVED,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
     SampleRequest,
     SampleResponse,
     SamplingParams,
@@ -282,42 +280,87 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     return response.prompt_logprobs
 
 
-class Samplers:
-    """Factory of the samplers of a session; numbers them in the order of the calls."""
+class Completions:
+    """Completed requests of one sampler. Runs on the client's own loop.
 
-    def __init__(self, connection: Connection, session: Session) -> None:
-        self._connection = connection
-        self._session = session
-        self._seq_ids = itertools.count()
+    It decides when to fetch a result, and never contains one. If batch polling fails, each request is
+    polled separately, and only the server's response to that poll counts.
+    """
 
-    def reserve(self) -> int:
-        """Return the next `sampling_session_seq_id`."""
-        return next(self._seq_ids)
+    def __init__(self, transport: Transport, target: SamplingSessionTarget) -> None:
+        self._transport = transport
+        self._target = target
+        self._waiting: dict[str, asyncio.Event] = {}
+        self._ended: set[str] = set()
+        """Requests that ended before a caller waited for them."""
+        self._retrieved: set[str] = set()
+        """Results that have arrived and are not yet acknowledged to the server."""
+        self._cursor = 0
+        self._failed = False
+        self.task: asyncio.Task[None] | None = None
+        """Polls while a result is awaited, or has arrived and is not acknowledged."""
 
-    async def create(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """Create a sampler of saved weights, or of a base model. Raises APIError."""
-        request = CreateSamplingSessionRequest(
-            session_id=await self._session.id(),
-            sampling_session_seq_id=self.reserve(),
-            base_model=base_model,
-            model_path=model_path,
+    async def ended(self, request_id: str) -> None:
+        """Wait until a request has ended, or has to be polled separately."""
+        if self._failed or request_id in self._ended:
+            self._ended.discard(request_id)
+            return
+        ended = self._waiting[request_id] = asyncio.Event()
+        self._go_on()
+        try:
+            await ended.wait()
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def retrieved(self, request_id: str) -> None:
+        """Record that a result has arrived; the next poll acknowledges it, so that the server can drop it."""
+        if not self._failed:
+            self._retrieved.add(request_id)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self.task is None:
+            self.task = asyncio.create_task(self._poll())
+
+    async def _poll(self) -> None:
+        patience = self._transport.patience()
+        try:
+            while self._waiting or self._retrieved:
+                try:
+                    await self._poll_once()
+                    patience.renew()
+                except APIError as error:
+                    await patience.wait_out(error)
+        except APIError as error:
+            self._fail(error)
+        finally:
+            self.task = None
+
+    async def _poll_once(self) -> None:
+        retrieved = sorted(self._retrieved)[:MAX_RETRIEVED]  # the next poll sends the remainder
+        request = RetrieveFuturesRequest(
+            target=self._target,
+            prev_cursor=self._cursor,
+            timeout=None if self._waiting else 0.0,
+            retrieved_request_ids=retrieved,
         )
-        made = await self._connection.transport.post(
-            "create_sampling_session", request, reader(CreateSamplingSessionResponse)
-        )
-        sampler_id = made.sampling_session_id
-        if model_path is not None or base_model is None:
-            base_model = await self._base_model_of(sampler_id)
-        return await self.client(sampler_id, base_model)
+        answer = await self._transport.post_once("retrieve_futures", request, reader(RetrieveFuturesResponse))
+        self._retrieved.difference_update(retrieved)
+        self._cursor = answer.cursor
+        for completion in answer.completions:
+            self._note(completion.request_id)
+        if self._waiting and not answer.completions:
+            await self._transport.sleep(GAP_S)
 
-    async def client(self, sampler_id: str, base_model: str) -> SamplingClient:
-        """Return the client of an existing sampler."""
-        config = await self._connection.config()
-        return SamplingClient(
-            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
-        )
+    def _note(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is None:
+            self._ended.add(request_id)
+        else:
+            waiting.set()
 
-    async def _base_model_of(self, sampler_id: str) -> str:
-        path = f"samplers/{quote(sampler_id)}"
-        found = await self._connection.transport.get(path, reader(GetSamplerResponse))
-        return found.base_model
+    def _fail(self, error: CotrainError) -> None:
+        log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
+        self._failed = True
+        for waiting in self._waiting.values():
+            waiting.set()

@@ -13,23 +13,18 @@ import httpx
 from typing_extensions import override
 
 from cotrain.clients import export
-from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, interpolate
+from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, checkpoint_url, delete_all, interpolate
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
-from cotrain.clients.rest_calls import checkpoint_url
-from cotrain.clients.retention import delete_all
-from cotrain.clients.run_factory import Labels, Runs, Start
-from cotrain.clients.sampling import Samplers, SamplingClient
-from cotrain.clients.session import Outcome, Session
+from cotrain.clients.sampling import SamplingClient
+from cotrain.clients.session import Labels, Outcome, Runs, Session, Start
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
-from cotrain.requests.connection import Connection
+from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.requests.futures import Future, both_ways, submitted
-from cotrain.requests.polling import wait_for_json
 from cotrain.settings import client_settings
-from cotrain.transport.http import reader
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy, reader
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint
 from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, OptimizerConfig, UntypedAPIFuture
@@ -61,9 +56,8 @@ class ServiceClient:
         self._transport = self._connection.transport
         self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata, project_id=project_id, display_name=display_name)
-        self._samplers = Samplers(self._connection, self._session)
-        self._runs = Runs(self._connection, self._session, self._samplers)
-        self._checkpoints = Checkpoints(self._transport, self._runs)
+        self._runs = Runs(self._connection, self._session)
+        self._checkpoints = Checkpoints(self._transport, self._runs.reserve)
         self._losses = 0
 
     @hosted("lora_alpha", "lora_rank", "target_modules")
@@ -170,7 +164,7 @@ class ServiceClient:
 
         Raises NotFoundError if the weights do not exist or belong to another tenant.
         """
-        return await self._samplers.create(model_path=model_path, base_model=base_model)
+        return await self._runs.samplers.create(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 

@@ -1,15 +1,40 @@
-"""Session of one client: opened on first use, kept active by heartbeats, finished once."""
+"""Session of one client, and the factories of its samplers and runs."""
 
 import asyncio
+import itertools
 import logging
+import secrets
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import quote
 
+from pydantic import BaseModel
 from typing_extensions import override
 
-from cotrain.errors import APIError, APIStatusError
-from cotrain.transport.http import Transport, acknowledged, reader
-from cotrain.version import __version__
+from cotrain.clients.sampling import SamplingClient
+from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
+from cotrain.clients.training import TrainingClient
+from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput, status_error
+from cotrain.protocol import __version__
+from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import acknowledged, reader
+from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
+from cotrain.wire.runs import (
+    AdamParams,
+    CreateModelRequest,
+    ForkRunRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoraConfig,
+    NewRun,
+    OptimizerConfig,
+    SweepFutures,
+    UntypedAPIFuture,
+)
+from cotrain.wire.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, GetSamplerResponse
 from cotrain.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
@@ -32,7 +57,10 @@ Outcome = Literal["success", "errored", "interrupted"]
 
 
 class Session:
-    """Session on one server. Runs on the client's own loop."""
+    """Session on one server: opened on first use, kept active by heartbeats, finished once.
+
+    Its methods run on the client's own loop.
+    """
 
     def __init__(
         self,
@@ -106,3 +134,186 @@ def _is_final(error: APIError) -> bool:
     return (
         isinstance(error, APIStatusError) and error.status_code in (401, 403, 404, 410) and isinstance(error.body, dict)
     )
+
+
+class Samplers:
+    """Factory of the samplers of a session; numbers them in the order of the calls."""
+
+    def __init__(self, connection: Connection, session: Session) -> None:
+        self._connection = connection
+        self._session = session
+        self._seq_ids = itertools.count()
+
+    def reserve(self) -> int:
+        """Return the next `sampling_session_seq_id`."""
+        return next(self._seq_ids)
+
+    async def create(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """Create a sampler of saved weights, or of a base model. Raises APIError."""
+        request = CreateSamplingSessionRequest(
+            session_id=await self._session.id(),
+            sampling_session_seq_id=self.reserve(),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        made = await self._connection.transport.post(
+            "create_sampling_session", request, reader(CreateSamplingSessionResponse)
+        )
+        sampler_id = made.sampling_session_id
+        if model_path is not None or base_model is None:
+            base_model = await self._base_model_of(sampler_id)
+        return await self.client(sampler_id, base_model)
+
+    async def client(self, sampler_id: str, base_model: str) -> SamplingClient:
+        """Return the client of an existing sampler."""
+        config = await self._connection.config()
+        return SamplingClient(
+            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
+        )
+
+    async def _base_model_of(self, sampler_id: str) -> str:
+        path = f"samplers/{quote(sampler_id)}"
+        found = await self._connection.transport.get(path, reader(GetSamplerResponse))
+        return found.base_model
+
+
+@dataclass(frozen=True)
+class Start:
+    """Checkpoint that a run starts from."""
+
+    path: str
+    base_model: str | None
+    """Base model of the checkpoint, or None."""
+    user_metadata: dict[str, Any] | None
+    """Metadata of the new run."""
+    weights_access_token: str | None = field(repr=False)
+    """API key of the tenant that owns the checkpoint, if that is another tenant."""
+    optimizer: OptimizerConfig | None = None
+    """Optimizer of the new run."""
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Note and tags of a run, used by lists and searches."""
+
+    note: str | None = None
+    tags: list[str] | None = None
+
+
+class Runs:
+    """Factory of the runs of a session; numbers them in the order of the calls."""
+
+    def __init__(self, connection: Connection, session: Session) -> None:
+        self.samplers = Samplers(connection, session)
+        """Factory of the samplers of the same session."""
+        self._connection = connection
+        self._transport = connection.transport
+        self._session = session
+        self._seq_ids = itertools.count()
+
+    async def reserve(self) -> tuple[str, int]:
+        """Return the `session_id` and the next `model_seq_id`."""
+        await self._connection.config()  # first, because it checks that this is a compatible server
+        return await self._session.id(), next(self._seq_ids)
+
+    async def create(
+        self,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, Any] | None,
+        labels: Labels,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """Create a run with a new adapter. Raises RequestFailed, APIError, or UnsupportedInput."""
+        if not isinstance(optimizer, OptimizerConfig | None):
+            raise UnsupportedInput(
+                f"optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(), not {optimizer!r:.80}"
+            )
+        session_id, seq_id = await self.reserve()
+        request = CreateModelRequest(
+            session_id=session_id,
+            model_seq_id=seq_id,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer or OptimizerConfig(),
+            note=labels.note,
+            tags=labels.tags,
+        )
+        return self._client(await self._made("create_model", request), base_model)
+
+    async def load(self, start: Start, *, optimizer: bool) -> TrainingClient:
+        """Create a run with the state of a checkpoint. Raises RequestFailed or APIError."""
+        session_id, seq_id = await self.reserve()
+        request = CreateFromWeightsRequest(
+            session_id=session_id,
+            model_seq_id=seq_id,
+            path=start.path,
+            optimizer=optimizer,
+            base_model=start.base_model,
+            user_metadata=start.user_metadata,
+            weights_access_token=start.weights_access_token,
+            optimizer_config=start.optimizer and OptimizerChoice(type=start.optimizer.type),
+        )
+        model_id = await self._made("load_weights", request)
+        found = await self._transport.post("get_info", GetInfoRequest(model_id=model_id), reader(GetInfoResponse))
+        base_model = found.model_data.model_name
+        if base_model is None:
+            raise MalformedMessage("get_info did not name a base model")
+        return self._client(model_id, base_model)
+
+    async def sweep(
+        self, base_model: str, settings: Sequence[Mapping[str, Any]], name: str | None, labels: Labels
+    ) -> Sweep[TrainingClient]:
+        """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
+        read, name = read_settings(settings), name or secrets.token_hex(4)
+        shown = [shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)]
+        tagged = Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())])
+        made = await asyncio.gather(
+            *(
+                self.create(base_model, lora, {"sweep": name, "trial": number, **given}, tagged)
+                for number, (given, (lora, _)) in enumerate(zip(shown, read, strict=True))
+            ),
+            return_exceptions=True,
+        )
+        runs = [each for each in made if isinstance(each, TrainingClient)]
+        failed = next((each for each in made if isinstance(each, BaseException)), None)
+        if failed:
+            await asyncio.gather(*(run.unload_async() for run in runs), return_exceptions=True)
+            raise failed
+        trials = [Trial(number, shown[number], run, read[number][1]) for number, run in enumerate(runs)]
+        return Sweep(self._connection, name, trials)
+
+    async def fork(
+        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
+    ) -> Sweep[TrainingClient]:
+        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state.
+
+        Raises RequestFailed or APIError.
+        """
+        name = name or secrets.token_hex(4)
+        settings = [{"lr": adam.learning_rate} for adam in adams]
+        request = ForkRunRequest(
+            session_id=await self._session.id(),
+            sampling_session_id=sampler_id,
+            model_seq_ids=[next(self._seq_ids) for _ in adams],
+            user_metadata=[
+                {"sweep": name, "trial": number, "forked_from": parent, **each} for number, each in enumerate(settings)
+            ],
+            tags=[f"sweep:{name}"],
+        )
+        answer = await self._transport.post("fork_run", request, reader(SweepFutures))
+        for refused in answer.runs:
+            if refused.error is not None:
+                raise status_error(refused.status_code, refused.error, None)
+        made = (wait_for_json(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
+        runs = [self._client(each.model_id, base_model) for each in await asyncio.gather(*made)]
+        trials = [Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)]
+        return Sweep(self._connection, name, trials)
+
+    async def _made(self, endpoint: str, request: BaseModel) -> str:
+        future = await self._transport.post(endpoint, request, reader(UntypedAPIFuture))
+        return (await wait_for_json(self._transport, future.request_id, NewRun)).model_id
+
+    def _client(self, model_id: str, base_model: str) -> TrainingClient:
+        return TrainingClient(self._connection, self, model_id, base_model)

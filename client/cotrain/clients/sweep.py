@@ -15,15 +15,15 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from typing_extensions import override
 
-from cotrain.clients.train_output import TrainOutput
+from cotrain.clients.run_results import TrainOutput
 from cotrain.errors import CotrainError, UnsupportedInput
+from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
-from cotrain.wire.constants import MAX_SWEEP_RUNS
-from cotrain.wire.datums import Datum
-from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, LoraConfig, OptimStepResponse
+from cotrain.wire.datums import Datum, ForwardBackwardOutput
+from cotrain.wire.runs import AdamParams, LoraConfig, OptimStepResponse
 
 ALIASES = {"lr": "learning_rate"}
 STEPS_IN_FLIGHT = 2

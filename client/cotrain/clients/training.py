@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from typing_extensions import override
 
+from cotrain.clients.checkpoints import rules_of, then_prune
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
-from cotrain.clients.evaluation import RunRecords
-from cotrain.clients.rest_calls import url_of
-from cotrain.clients.retention import rules_of, then_prune
-from cotrain.clients.sampling import Samplers, SamplingClient
+from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
+from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.train_output import TrainOutput, joined
 from cotrain.clients.unsupported_arguments import Ready, absent, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection
+from cotrain.protocol import CUSTOM, MAX_SWEEP_RUNS
+from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.requests.futures import Future, both_ways, submitted
-from cotrain.requests.polling import wait_for_json
 from cotrain.requests.run_requests import RunRequests
-from cotrain.transport.http import reader
+from cotrain.transport.http import url_of
+from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
     LoadWeightsRequest,
     LoadWeightsResponse,
@@ -31,13 +29,11 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
-from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import LOSS_ID
-from cotrain.wire.datums import Datum
+from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
-    ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
     MuonParams,
@@ -52,18 +48,8 @@ from cotrain.wire.runs import (
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 
-T = TypeVar("T")
-
-log = logging.getLogger("cotrain")
-
-
-class Forks(Protocol):
-    """Factory of copies of runs."""
-
-    async def fork(
-        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
-    ) -> Sweep[TrainingClient]:
-        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
+if TYPE_CHECKING:
+    from cotrain.clients.session import Runs  # which makes clients of this class
 
 
 def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
@@ -84,14 +70,11 @@ class TrainingClient(Ready, RunRecords):
     same future once the server has accepted the request; awaiting that future returns the result.
     """
 
-    def __init__(
-        self, connection: Connection, samplers: Samplers, model_id: str, base_model: str, forks: Forks
-    ) -> None:
+    def __init__(self, connection: Connection, runs: Runs, model_id: str, base_model: str) -> None:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._samplers = samplers
-        self._forks = forks
+        self._runs = runs
         self._model_id = model_id
         self._base_model = base_model
         self._requests = RunRequests(connection, model_id)
@@ -246,7 +229,7 @@ class TrainingClient(Ready, RunRecords):
     @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Create a sampler of saved weights of any run."""
-        return await self._samplers.create(model_path=model_path)
+        return await self._runs.samplers.create(model_path=model_path)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
@@ -337,7 +320,7 @@ class TrainingClient(Ready, RunRecords):
         if learning_rate is not None:
             params = AdamParams(**{**dict(params), "learning_rate": learning_rate})
         passed = self.forward_backward(data, loss_fn, loss_fn_config)
-        return joined(self._loop, passed, self.optim_step(params))
+        return joined_step(self._loop, passed, self.optim_step(params))
 
     train_async = submitted(train)
 
@@ -363,7 +346,7 @@ class TrainingClient(Ready, RunRecords):
         self, n: int | None, lr: Sequence[float] | None
     ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
         adams = _fork_rates(n, lr)  # before the save, which takes a position
-        number = self._samplers.reserve()
+        number = self._runs.samplers.reserve()
         return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
 
     async def _forked(
@@ -372,12 +355,12 @@ class TrainingClient(Ready, RunRecords):
         sampler_id = (await saved).sampling_session_id
         if sampler_id is None:
             raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
-        return await self._forks.fork(sampler_id, self._model_id, self._base_model, adams, name)
+        return await self._runs.fork(sampler_id, self._model_id, self._base_model, adams, name)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
             return self._save_for_sampler(path=name)
-        return self._save_for_sampler(sampling_session_seq_id=self._samplers.reserve())
+        return self._save_for_sampler(sampling_session_seq_id=self._runs.samplers.reserve())
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
         return self._requests.ask(
@@ -397,8 +380,8 @@ class TrainingClient(Ready, RunRecords):
     async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:
         answer = await saved
         if answer.sampling_session_id is not None:
-            return await self._samplers.client(answer.sampling_session_id, self._base_model)
-        return await self._samplers.create(model_path=answer.path)
+            return await self._runs.samplers.client(answer.sampling_session_id, self._base_model)
+        return await self._runs.samplers.create(model_path=answer.path)
 
     if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 

@@ -1,4 +1,4 @@
-"""Commands `cotrain runs …`: list, show and end runs, edit note and tags. Command `cotrain models`: base models."""
+"""Commands on runs, `cotrain runs …` and `why`, on their base models, `models`, and on their events, `webhooks …`."""
 
 from typing import Annotated
 
@@ -6,13 +6,14 @@ import typer
 from rich.table import Table
 
 from cotrain.commands.history import export, history
-from cotrain.commands.terminal import AsJson, examples, facts, opened, print_result, table
+from cotrain.commands.terminal import AsJson, examples, facts, minute, opened, print_result, table
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
-
-
 app = typer.Typer(help="List, show and end your runs.", no_args_is_help=True)
+webhooks_app = typer.Typer(
+    help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.", no_args_is_help=True
+)
 
 
 @app.command("list", epilog=examples("cotrain runs list --limit 100", "cotrain runs list --json | jq length"))
@@ -106,6 +107,83 @@ app.command(
 )(export)
 
 
+def why(run: Run, as_json: AsJson = False) -> None:
+    """Show the cause for which a run waits, in one sentence."""
+    with opened() as service:
+        found = service.create_rest_client().get_wait_reason(run).result()
+    print_result(found, found.reason, as_json=as_json)
+
+
+def models(as_json: AsJson = False) -> None:
+    """List the base models of the server."""
+    with opened() as service:
+        found = service.get_server_capabilities().supported_models
+    rows = (
+        (
+            model.model_name,
+            f"{model.max_context_length:,}" if model.max_context_length else None,
+            _yes_or_no(model.trainable),
+            _yes_or_no(model.sampleable),
+        )
+        for model in found
+    )
+    print_result(found, table(("model", "context", "train", "sample"), rows), as_json=as_json)
+
+
+@webhooks_app.command(
+    "set",
+    epilog=examples(
+        "cotrain webhooks set https://example.com/hooks/cotrain",
+        "cotrain webhooks set https://example.com/hooks/cotrain --drift-above 0.2",
+    ),
+)
+def set_webhook(
+    url: Annotated[str, typer.Argument(metavar="URL", help="https://…")],
+    drift_above: Annotated[
+        float | None, typer.Option(metavar="NATS", help="Send run.drift above this mean rollout gap of a pass.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Send events to this URL. Prints the signing secret, which is shown only once."""
+    with opened() as service:
+        made = service.create_rest_client().set_webhook(url, drift_above).result()
+    print_result(made, made.secret, as_json=as_json)
+    if not as_json:
+        typer.echo("kept by the server and shown once: verify each event with it", err=True)
+
+
+@webhooks_app.command("show", epilog=examples("cotrain webhooks show --json"))
+def show_webhook(as_json: AsJson = False) -> None:
+    """Show the URL of the webhook, and the state of its deliveries."""
+    with opened() as service:
+        found = service.create_rest_client().get_webhook().result()
+    rows: list[tuple[str, object]] = [("url", found.url), ("since", found.created_at)]
+    if found.drift_above is not None:
+        rows.append(("drift above", f"{found.drift_above:g} nats"))
+    for name in ("waiting", "delivered", "retried", "given_up", "dropped"):
+        rows.append((name.replace("_", " "), getattr(found, name)))
+    if found.last_outcome:
+        at = f" ({minute(found.last_at)})" if found.last_at else ""
+        rows.append(("last", f"{found.last_outcome}: {found.last_answer}{at}"))
+    print_result(found, facts(*rows), as_json=as_json)
+
+
+@webhooks_app.command("test", epilog=examples("cotrain webhooks test && cotrain webhooks show"))
+def send_test(as_json: AsJson = False) -> None:
+    """Send an event of type `test`; `show` prints the outcome."""
+    with opened() as service:
+        sent = service.create_rest_client().test_webhook().result()
+    print_result(sent, sent.event_id, as_json=as_json)
+
+
+@webhooks_app.command("remove", epilog=examples("cotrain webhooks remove"))
+def remove_webhook(as_json: AsJson = False) -> None:
+    """Remove the webhook; pending events are dropped."""
+    with opened() as service:
+        service.create_rest_client().remove_webhook().result()
+    print_result({"removed": True}, "removed", as_json=as_json)
+
+
 def _print_labels(run: TrainingRun, as_json: bool) -> None:
     print_result(
         {"training_run_id": run.training_run_id, "note": run.note, "tags": run.tags},
@@ -161,29 +239,6 @@ def _facts(run: TrainingRun) -> list[tuple[str, object]]:
         "rolled back to": run.rolled_back_to,
     }
     return rows + [(name, value) for name, value in more.items() if value]
-
-
-def why(run: Run, as_json: AsJson = False) -> None:
-    """Show the cause for which a run waits, in one sentence."""
-    with opened() as service:
-        found = service.create_rest_client().get_wait_reason(run).result()
-    print_result(found, found.reason, as_json=as_json)
-
-
-def models(as_json: AsJson = False) -> None:
-    """List the base models of the server."""
-    with opened() as service:
-        found = service.get_server_capabilities().supported_models
-    rows = (
-        (
-            model.model_name,
-            f"{model.max_context_length:,}" if model.max_context_length else None,
-            _yes_or_no(model.trainable),
-            _yes_or_no(model.sampleable),
-        )
-        for model in found
-    )
-    print_result(found, table(("model", "context", "train", "sample"), rows), as_json=as_json)
 
 
 def _yes_or_no(can: bool | None) -> str:

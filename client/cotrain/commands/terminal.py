@@ -1,18 +1,18 @@
 """Shared parts of all commands: open a client, print tables or JSON, and report errors in one sentence.
 
-Also calls outside the training protocol: the server's status, and its endpoints for text. They need no
+Also calls outside the training protocol: the server's status, its endpoints for text, and its admin API. They need no
 session, no thread and no retries, and the status needs no key.
 """
 
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import typer
@@ -24,13 +24,12 @@ from rich.table import Table
 from rich.text import Text
 
 from cotrain.clients.service import ServiceClient
-from cotrain.errors import APIConnectionError, CotrainError, MalformedMessage
-from cotrain.settings import ClientSettings
-from cotrain.transport.environment import proxy_of, through_proxy, trusted
+from cotrain.errors import APIConnectionError, CotrainError, MalformedMessage, NotFoundError
+from cotrain.settings import ClientSettings, checked_url, proxy_of, through_proxy, trusted
 from cotrain.transport.progress import PROGRESS
-from cotrain.transport.responses import is_page, refusal, understood, unreached
-from cotrain.transport.retries import RetryPolicy
+from cotrain.transport.responses import RetryPolicy, is_page, refusal, understood, unreached
 
+AdminKey = Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")]
 BaseUrl = Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")]
 DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")]
@@ -171,11 +170,11 @@ def minute(time: datetime | float) -> str:
 
 # A sample may wait for minutes on a busy server.
 TIMEOUT = httpx.Timeout(10.0, read=600.0)
-ADMIN_KEY_FILE = "admin-key"
+_ADMIN_KEY_FILE = "admin-key"
 #: Default data folder of `cotrain serve`.
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"
 #: The admin key of this host is sent to no other host.
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @contextmanager
@@ -216,11 +215,53 @@ def _foreign(response: httpx.Response) -> httpx.Response:
     raise MalformedMessage(f"{response.url} did not answer as a cotrain server does")
 
 
+@dataclass(frozen=True)
+class AdminOptions:
+    """Options of `cotrain admin` before its subcommand."""
+
+    base_url: str
+    admin_key: str
+    data_dir: Path
+
+
+def ask_admin(
+    context: typer.Context,
+    method: str,
+    *path: str,
+    json: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] | None = None,
+    below: str = "admin/",
+) -> Any:
+    """Request a path of the admin API, and return the JSON of the response, or None if it is empty.
+
+    The server is that of `context.obj`, and the path is `below` /api/v1/. An error ends the command with one sentence.
+    """
+    server: AdminOptions = context.obj
+    with failing_in_a_sentence():
+        url = checked_url(server.base_url)
+        key = server.admin_key or kept_admin_key(url, server.data_dir)
+        if not key:
+            raise ValueError(
+                "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
+            )
+        where = "/".join(quote(part, safe="") for part in path)
+        asked = {name: value for name, value in (params or {}).items() if value is not None}
+        with plain_http(ClientSettings(url, key)) as http:
+            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=asked)
+        try:
+            checked(answer)
+        except NotFoundError as error:
+            if answer.json().get("code") in ("operators_only", "not_found"):
+                raise ValueError(f"{url} does not take this admin key.") from error
+            raise
+        return answer.json() if answer.content else None
+
+
 def kept_admin_key(url: str, data_dir: Path) -> str:
     """Return the operator's key of a server on this host; "" if it is unreadable or the server is remote."""
-    if urlsplit(url).hostname not in LOOPBACK:
+    if urlsplit(url).hostname not in _LOOPBACK:
         return ""
     try:
-        return (data_dir / ADMIN_KEY_FILE).read_text().strip()
+        return (data_dir / _ADMIN_KEY_FILE).read_text().strip()
     except OSError:
         return ""

@@ -35,7 +35,7 @@ from cotrain.commands.terminal import (
 from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
 from cotrain.transport.responses import reader, understood
-from cotrain.wire.status import CycleRecord, PoolStatus, ServerStatus, TenantStatus
+from cotrain.wire.admin import CycleRecord, PoolStatus, ServerStatus, TenantStatus
 
 CYCLES_SHOWN = 10
 

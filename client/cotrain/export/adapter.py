@@ -1,17 +1,21 @@
-"""A downloaded adapter: PEFT's configuration, and its two matrices of each module."""
+"""A downloaded adapter: PEFT's configuration, its two matrices of each module, and the same in Tinker's form.
+
+PEFT stacks the matrices of all experts of a layer: A is `[experts * rank, inputs]`, expert slowest, and B
+`[outputs, rank * experts]`, expert fastest. Gate and up are one matrix pair of twice the rank, whose parameter is
+wrapped by that of down, which PEFT writes as `base_layer`.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cotrain.errors import ExportFailed
-from cotrain.export.experts import at_tinker as names_of_tinker
-from cotrain.export.libraries import library
+from cotrain.export.base import library
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 UNEMBED = "lm_head"
@@ -19,6 +23,8 @@ _PREFIX = "base_model.model."
 _INNER = ".base_layer"
 _EXPERTS = re.compile(r"(?P<module>.+\.experts(\.base_layer)?)")
 _ENDS = (".lora_A.weight", ".lora_B.weight")
+#: Names of the products of an expert at Tinker.
+_GATE, _UP, _DOWN = "w1", "w3", "w2"
 
 
 @dataclass(frozen=True)
@@ -98,11 +104,7 @@ def read_adapter(folder: Path) -> Adapter:
 
 
 def _of_experts(module: str, a: Any, b: Any, rank: int) -> dict[str, tuple[Any, Any]]:
-    """Return the matrices of each expert, from PEFT's form of a parameter of all experts.
-
-    There A is `[experts * rank, inputs]`, expert slowest, and B `[outputs, rank * experts]`, expert fastest.
-    The parameter of gate and up is wrapped by that of down, which PEFT writes as `base_layer`.
-    """
+    """Return the matrices of each expert, from PEFT's form of a parameter of all experts."""
     is_gate_up = module.endswith(_INNER)
     module, width = module.removesuffix(_INNER), rank * (2 if is_gate_up else 1)
     experts = len(a) // width
@@ -123,7 +125,7 @@ def at_tinker(adapter: Adapter, *, interleaved: bool) -> Adapter:
     """Return the adapter with the names and shapes of Tinker, for `tinker_cookbook.weights`."""
     kept = ("peft_type", "task_type", "base_model_name_or_path", "r", "lora_alpha", "bias")
     config = {key: adapter.config[key] for key in kept if key in adapter.config}
-    tensors = names_of_tinker(adapter.tensors, adapter.rank, interleaved=interleaved)
+    tensors = _tinker_tensors(adapter.tensors, adapter.rank, interleaved=interleaved)
     return Adapter({**config, "target_modules": "all-linear"}, tensors, adapter.matrices)
 
 
@@ -134,3 +136,43 @@ def write_adapter(adapter: Adapter, folder: Path) -> None:
     save(tensors, folder / TENSORS, {"format": "pt"})
     config = json.dumps(dict(adapter.config), indent=2)
     (folder / CONFIG).write_text(f"{config}\n", encoding="utf-8")
+
+
+def _tinker_tensors(tensors: Mapping[str, Any], rank: int, *, interleaved: bool) -> dict[str, Any]:
+    """Return the tensors of an adapter file with the names and shapes of Tinker.
+
+    Each product has three-dimensional matrices there, with a first dimension of 1 where the experts share one.
+    `interleaved`: the rows of gate and up alternate in the model's weight.
+    """
+    found = {name: each for name, each in tensors.items() if not _is_of_experts(name)}
+    for module in {name.removesuffix(_ENDS[0]) for name in tensors if _is_of_experts(name)}:
+        if module.endswith(_ENDS[1]):
+            continue
+        a, b = (tensors[f"{module}{end}"] for end in _ENDS)
+        for product, pair in _products(module, a, b, rank, interleaved=interleaved):
+            name = f"{module.removesuffix('.base_layer')}.{product}"
+            for end, matrices in zip(_ENDS, pair, strict=True):
+                is_shared = bool((matrices == matrices[:1]).all())
+                found[f"{name}{end}"] = matrices[:1] if is_shared else matrices
+    return found
+
+
+def _products(module: str, a: Any, b: Any, rank: int, *, interleaved: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield each product with A `[experts, rank, inputs]` and B `[experts, outputs, rank]`."""
+    is_down = not module.endswith(_INNER)
+    width = rank if is_down else 2 * rank
+    a = a.reshape(-1, width, a.shape[1])
+    b = b.reshape(len(b), width, -1).permute(2, 0, 1)
+    if is_down:
+        yield _DOWN, (a, b)
+        return
+    half = b.shape[1] // 2
+    rows = (slice(half), slice(half, None))
+    if interleaved:
+        rows = slice(0, None, 2), slice(1, None, 2)
+    yield _GATE, (a[:, :rank], b[:, rows[0], :rank])
+    yield _UP, (a[:, rank:], b[:, rows[1], rank:])
+
+
+def _is_of_experts(name: str) -> bool:
+    return _EXPERTS.fullmatch(name.rsplit(".lora_", 1)[0]) is not None

@@ -1,14 +1,14 @@
-"""The base model's files on this machine: its configuration, and the position of each weight."""
+"""The base model's files on this machine: its configuration, and the position of each weight. Needs the extra `export`."""
 
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from cotrain.errors import ExportFailed
-from cotrain.export.libraries import library
+from cotrain.errors import ExportFailed, LibraryMissing
 
 CONFIG = "config.json"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -145,3 +145,15 @@ def _from_hub(name: str) -> Path:
             "base model's folder (--base FOLDER)"
         ) from error
     return Path(found)
+
+
+def library(name: str) -> Any:
+    """Import a library of the extra `export` by its name. Raises LibraryMissing with the command that installs it."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0]:
+            raise
+        raise LibraryMissing(
+            f"cotrain export needs {error.name}: pip install -c constraints.txt '.[export]'"
+        ) from error

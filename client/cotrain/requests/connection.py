@@ -1,28 +1,58 @@
-"""Connection of one client to one server: the key, the thread, the HTTP calls."""
+"""Connection of one client to one server: its thread, its HTTP calls, and its polls for results."""
 
 import asyncio
 import atexit
+import json
 import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 from typing_extensions import override
 
-from cotrain.errors import ClientClosed, NotFoundError, VersionMismatch
+from cotrain.errors import (
+    APIError,
+    APIStatusError,
+    CheckpointNotFound,
+    ClientClosed,
+    ForeignAnswer,
+    MalformedMessage,
+    NotFoundError,
+    RateLimitError,
+    RequestFailed,
+    VersionMismatch,
+)
+from cotrain.protocol import PROTOCOL, __version__
 from cotrain.requests.flow_control import Dispatch, InFlightLimit
-from cotrain.requests.polling import SampleRequests
 from cotrain.settings import ClientSettings
-from cotrain.transport.http import RetryPolicy, Transport, reader
+from cotrain.transport.http import JSON, Transport
 from cotrain.transport.progress import PROGRESS
-from cotrain.version import PROTOCOL, __version__
+from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
+from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
+from cotrain.wire.datums import ForwardBackwardOutput
+from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
+from cotrain.wire.sampling import CancelFutureRequest, SampleRequest, SampleResponse
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
 T = TypeVar("T")
-
-ENDED = "the client was closed before this ended"
+Result = TypeVar("Result", bound=BaseModel)
+POSTS_AT_ONCE = 32
+"""Maximum number of rejected samples that retry at once; all others wait."""
+_POLLS_AT_ONCE = 500
+"""Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
+_CANCEL_WITHIN_S = 5.0
+_PENDING = 408
+"""Status that the server sends at the end of a long poll while the result is pending."""
+# Message of the server for a request that loads a missing checkpoint. The server sends no code for it,
+# so a test compares the two texts.
+NOT_FOUND = "Checkpoint not found."
+# A poll is a long poll. If one is answered at once, this pause keeps the loop from spinning.
+GAP_S = 0.05
+_ENDED = "the client was closed before this ended"
 
 
 def check_not_forked(pid: int) -> None:
@@ -84,7 +114,7 @@ class BackgroundLoop:
             with PROGRESS.waiting(lambda: _name_of(work)):
                 return started.result()
         except CancelledError:
-            raise ClientClosed(ENDED) from None
+            raise ClientClosed(_ENDED) from None
 
     async def run_async(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on this loop and await its result on the caller's; cancellation is passed on.
@@ -98,7 +128,7 @@ class BackgroundLoop:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if started.cancelled() and task is not None and not task.cancelling():
-                raise ClientClosed(ENDED) from None
+                raise ClientClosed(_ENDED) from None
             raise
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -219,3 +249,113 @@ def shared_connection(settings: ClientSettings) -> Connection:
 def _close(pid: int, connection: Connection) -> None:
     if pid == os.getpid():  # a forked process inherits this handler, but not the thread
         connection.loop.close(connection.transport.close)
+
+
+# ---- Results ---------------------------------------------------------------------------------------------
+
+
+async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
+    """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
+    return await _wait(transport, request_id, ForwardBackwardOutput, decode_pass_output)
+
+
+async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
+    """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
+    return await _wait(transport, request_id, result)
+
+
+async def _wait(
+    transport: Transport, request_id: str, result: type[Result], decode: Callable[[bytes], Result] | None = None
+) -> Result:
+    def checked(response: httpx.Response) -> Result:
+        _raise_failure(response, request_id)
+        if decode and _is_binary(response):
+            return decode(response.content)
+        return read(response, result)
+
+    request = FutureRetrieveRequest(request_id=request_id)
+    patience = transport.patience()
+    while True:
+        try:
+            return await transport.post_once("retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}")
+        # The result itself; CheckpointNotFound is an APIStatusError as well.
+        except RequestFailed:
+            raise
+        except APIStatusError as error:
+            if not isinstance(error.body, dict) and transport.is_known:
+                # Not a rejection by the server, which sends JSON. Repeating the poll is harmless.
+                await patience.wait_out(ForeignAnswer(str(error)))
+            elif error.status_code == _PENDING:
+                patience.pending(error)
+                await transport.sleep(GAP_S)
+            else:
+                await patience.wait_out(error)
+        except APIError as error:
+            await patience.wait_out(error)
+
+
+def _is_binary(response: httpx.Response) -> bool:
+    return response.is_success and response.headers.get("Content-Type", "").startswith(PROTOBUF)
+
+
+def _raise_failure(response: httpx.Response, request_id: str) -> None:
+    if _is_binary(response) or not response.is_success:
+        return
+    answer = _json_object(response)
+    if not {"error", "category"} <= answer.keys():
+        return
+    try:
+        failure = RequestFailedResponse.model_validate(answer)
+    except ValidationError:
+        raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
+    if failure.error == NOT_FOUND:
+        raise CheckpointNotFound(failure.error, request_id)
+    raise RequestFailed(failure.error, request_id, failure.category)
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    try:
+        answer = json.loads(response.content)
+    except ValueError as error:
+        raise MalformedMessage("retrieve_future did not answer JSON") from error
+    if not isinstance(answer, dict):
+        raise MalformedMessage("retrieve_future did not answer a JSON object")
+    return answer
+
+
+class SampleRequests:
+    """Sample requests of all samplers of one connection."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.limit(_POLLS_AT_ONCE)
+
+    def limit(self, samples: int) -> None:
+        """Set the number of concurrent requests, from the server's configuration, before the first is sent."""
+        self._posts = asyncio.Semaphore(min(samples, POSTS_AT_ONCE))
+        self._polls = asyncio.Semaphore(min(samples, _POLLS_AT_ONCE))
+
+    async def accept(self, request: SampleRequest) -> UntypedAPIFuture:
+        """POST a sample request until the server accepts it, without a time limit while it is busy.
+
+        Every attempt has the same `seq_id`, so repeats have no effect. Raises APIError.
+        """
+        async with self._posts:
+            while True:
+                try:
+                    return await self._transport.post("asample", request, reader(UntypedAPIFuture))
+                except RateLimitError:
+                    continue  # the transport has already reported it
+
+    async def retrieve(self, request_id: str) -> SampleResponse:
+        """Wait for the result of a sample request. Raises RequestFailed or APIError."""
+        async with self._polls:
+            return await _wait(self._transport, request_id, SampleResponse, decode_sample_response)
+
+    async def cancel(self, request_id: str) -> None:
+        """Cancel a sample. If the call does not reach the server, the sample still runs."""
+        with suppress(APIError, TimeoutError):
+            async with asyncio.timeout(_CANCEL_WITHIN_S):
+                await self._transport.post_once(
+                    "cancel_future", CancelFutureRequest(request_id=request_id), acknowledged
+                )

@@ -15,17 +15,16 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.chunks import chunks_of, combine, cut
-from cotrain.requests.connection import Connection, check_not_forked
-from cotrain.requests.flow_control import SendQueue
+from cotrain.requests.connection import Connection, check_not_forked, wait_for_json, wait_for_pass
+from cotrain.requests.flow_control import SendQueue, chunks_of, combine, cut
 from cotrain.requests.futures import Future
-from cotrain.requests.polling import wait_for_json, wait_for_pass
-from cotrain.transport.http import Transport, is_transient, reader
-from cotrain.wire.datums import Datum, is_unshifted, total_weight
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import is_transient, reader
+from cotrain.wire.codec import encode_datums, wrap_datums
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.model import SequencedRequest
-from cotrain.wire.pass_codec import encode_datums, wrap_datums
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import ForwardBackwardOutput, UntypedAPIFuture
+from cotrain.wire.runs import UntypedAPIFuture
 
 POLLS_AT_ONCE = 16
 """Maximum number of a run's futures that are polled at once; each poll holds a connection."""

@@ -12,16 +12,16 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.chunks import chunks_of
-from cotrain.requests.connection import Connection
+from cotrain.requests.connection import Connection, wait_for_json, wait_for_pass
+from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
-from cotrain.requests.polling import wait_for_json, wait_for_pass
 from cotrain.requests.run_requests import RunRequests
-from cotrain.transport.http import Transport, reader
-from cotrain.wire.datums import Datum, is_unshifted, total_weight
-from cotrain.wire.pass_codec import encode_datums, wrap_datums
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import reader
+from cotrain.wire.codec import encode_datums, wrap_datums
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.proto import wire_pb2 as wire
-from cotrain.wire.runs import AdamParams, ForwardBackwardOutput, OptimStepResponse, SweepFuture, SweepFutures
+from cotrain.wire.runs import AdamParams, OptimStepResponse, SweepFuture, SweepFutures
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")

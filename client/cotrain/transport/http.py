@@ -1,7 +1,7 @@
 """HTTP transport: the key, the timeouts, the encoding of requests.
 
 Every POST may be sent twice. The server recognises a repeated request by its `seq_id` in the run. A session opened
-twice gets no heartbeats and ends. The module `retries.py` decides which calls are retried, and for how long.
+twice gets no heartbeats and ends. The module `responses.py` decides which calls are retried, and for how long.
 
 Connections are spread over small pools. The library httpx scans all connections of a pool whenever a request starts or
 ends. With a hundred requests in flight, that costs more than everything else in this client.
@@ -19,86 +19,33 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import httpx
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
+from cotrain.protocol import __version__
+from cotrain.settings import proxy_of, through_proxy, trusted
 from cotrain.transport.download import Download, size_of
-from cotrain.transport.environment import proxy_of, through_proxy, trusted
-from cotrain.transport.responses import acknowledged, is_page, read, reader, refusal, understood, unreached
-from cotrain.transport.retries import Contact, Patience, RetryPolicy, is_transient
-from cotrain.version import __version__
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.transport.responses import (
+    Contact,
+    Patience,
+    RetryPolicy,
+    acknowledged,
+    is_page,
+    refusal,
+    understood,
+    unreached,
+)
+from cotrain.wire.codec import PROTOBUF
 
 AT_ONCE = 4
 """Requests in flight, and so connections, of one pool before the next pool is used."""
 POOLS = 250
 """Maximum number of pools. More than AT_ONCE times this many requests share the pools evenly."""
-
-
-@dataclass
-class _Pool:
-    http: httpx.AsyncClient
-    in_flight: int = 0
-
-
-class ConnectionPools:
-    """Pools of connections to one server; a request uses the first pool that is not full.
-
-    Runs on the client's own loop.
-    """
-
-    def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
-        self._make_pool = make_pool
-        self._pools = [_Pool(make_pool())]
-
-    @property
-    def first(self) -> httpx.AsyncClient:
-        """The pool that always exists, used to build requests."""
-        return self._pools[0].http
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and return its response. Raises the errors of httpx."""
-        pool = self._free_pool()
-        pool.in_flight += 1
-        try:
-            return await pool.http.send(request)
-        finally:
-            pool.in_flight -= 1
-
-    async def close(self) -> None:
-        """Close every connection."""
-        for pool in self._pools:
-            await pool.http.aclose()
-
-    def _free_pool(self) -> _Pool:
-        for pool in self._pools:
-            if pool.in_flight < AT_ONCE:
-                return pool
-        if len(self._pools) == POOLS:
-            return min(self._pools, key=lambda pool: pool.in_flight)
-        self._pools.append(_Pool(self._make_pool()))
-        return self._pools[-1]
-
-
-def traceparent() -> dict[str, str]:
-    """Return the header with the caller's span, or {} without one."""
-    trace = sys.modules.get("opentelemetry.trace")
-    if trace is None:
-        return {}
-    context = trace.get_current_span().get_span_context()
-    if not context.is_valid:
-        return {}
-    flags = int(context.trace_flags)
-    return {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"}
-
-
-__all__ = ["JSON", "RetryPolicy", "Transport", "acknowledged", "is_transient", "read", "reader"]
-
 T = TypeVar("T")
-
 JSON = "application/json"
 BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
@@ -310,6 +257,68 @@ class Transport:
         answer = understood(response, reads, is_known=self.is_known)
         self._contact.answered()
         return answer
+
+
+@dataclass
+class _Pool:
+    http: httpx.AsyncClient
+    in_flight: int = 0
+
+
+class ConnectionPools:
+    """Pools of connections to one server; a request uses the first pool that is not full.
+
+    Runs on the client's own loop.
+    """
+
+    def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
+        self._make_pool = make_pool
+        self._pools = [_Pool(make_pool())]
+
+    @property
+    def first(self) -> httpx.AsyncClient:
+        """The pool that always exists, used to build requests."""
+        return self._pools[0].http
+
+    async def send(self, request: httpx.Request) -> httpx.Response:
+        """Send a request and return its response. Raises the errors of httpx."""
+        pool = self._free_pool()
+        pool.in_flight += 1
+        try:
+            return await pool.http.send(request)
+        finally:
+            pool.in_flight -= 1
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for pool in self._pools:
+            await pool.http.aclose()
+
+    def _free_pool(self) -> _Pool:
+        for pool in self._pools:
+            if pool.in_flight < AT_ONCE:
+                return pool
+        if len(self._pools) == POOLS:
+            return min(self._pools, key=lambda pool: pool.in_flight)
+        self._pools.append(_Pool(self._make_pool()))
+        return self._pools[-1]
+
+
+def url_of(*parts: str) -> str:
+    """Return a URL path of parts that may contain any character."""
+    return "/".join(quote(part, safe="") for part in parts)
+
+
+def traceparent() -> dict[str, str]:
+    """Return the header with the caller's span, or {} without one."""
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None:
+        return {}
+    context = trace.get_current_span().get_span_context()
+    if not context.is_valid:
+        return {}
+    flags = int(context.trace_flags)
+    return {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"}
 
 
 def _written(message: Message, *, zips: bool) -> bytes:

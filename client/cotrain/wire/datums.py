@@ -1,22 +1,31 @@
-"""Training data: chunks of tokens, model inputs, datums."""
+"""Data of passes: chunks of tokens, model inputs, datums, and the results of a pass over them."""
 
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Never, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, field_serializer, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+)
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.model import Listed, OneLine, in_a_sentence
-from cotrain.wire.routed_experts import RoutedExperts
-from cotrain.wire.tensors import DType, TensorData, read_numbers
+from cotrain.wire.model import Listed, OneLine, WireModel, in_a_sentence, six_digits
+from cotrain.wire.tensors import DType, RoutedExperts, TensorData, read_numbers
 
 __all__ = [
-    "Datum", "DmelChunk", "EncodedTextChunk", "ImageAssetPointerChunk", "ImageChunk", "ModelInput",
+    "Datum", "DmelChunk", "EncodedTextChunk", "ForwardBackwardOutput", "ImageAssetPointerChunk", "ImageChunk", "ModelInput",
     "ModelInputChunk",
 ]  # fmt: skip
 
@@ -216,6 +225,59 @@ class Datum(OneLine):
         if not isinstance(inputs, dict):
             return inputs
         return {name: as_tensor(name, value) for name, value in inputs.items()}
+
+
+class _Metrics(dict[str, float]):
+    """Metrics by name. A missing name is reported with the existing ones."""
+
+    def __missing__(self, name: str) -> float:
+        """Raise KeyError."""
+        hint = "; the mean loss is the result's attribute .loss" if name == "loss" else ""
+        raise KeyError(f"{name} (there are {', '.join(self)}{hint})")
+
+
+class ForwardBackwardOutput(WireModel):
+    """Result of a pass: named arrays per datum in the order sent, and metrics."""
+
+    loss_fn_output_type: str
+    loss_fn_outputs: list[dict[str, TensorData]]
+    """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
+    metrics: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=True)]], AfterValidator(_Metrics)] = Field(
+        default={}
+    )
+    """A name ends in `:` and the reduction over parts of a request: `loss:sum`, `x:mean`."""
+
+    _total_weight: float = PrivateAttr(default=0.0)
+
+    @property
+    def loss(self) -> float:
+        """`metrics["loss:sum"]`, or the mean per weighted token for cross_entropy whose datums all have weights.
+
+        That mean is `loss:sum / sum of all weights`, in nats, if that sum is above 0. The gradient is
+        always that of `loss:sum`.
+        """
+        total = self.metrics["loss:sum"]
+        return total / self._total_weight if self._total_weight > 0 else total
+
+    def __getitem__(self, name: str) -> Never:
+        """Raise TypeError, which names the attributes."""
+        raise TypeError(f"a result has no [{name!r}]: use .loss, .metrics or .loss_fn_outputs")
+
+    @override
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        if "loss:sum" in self.metrics:
+            yield "loss", six_digits(self.loss)
+        yield "datums", len(self.loss_fn_outputs)
+        arrays = [outputs["logprobs"] for outputs in self.loss_fn_outputs if "logprobs" in outputs]
+        yield "targets", sum(len(each.data) for each in arrays)
+        if "clock_cycle:unique" in self.metrics:
+            yield "cycle", int(self.metrics["clock_cycle:unique"])
+
+    def with_total_weight(self, total_weight: float) -> Self:
+        """Return the same result with `loss` per weight. For the client that sent the weights."""
+        weighted = self.model_copy()
+        weighted._total_weight = total_weight
+        return weighted
 
 
 def total_weight(data: Iterable[Datum]) -> float:

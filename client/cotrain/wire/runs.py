@@ -6,13 +6,11 @@ of single futures, and the two extensions of the `mint` SDK with its field names
 
 from collections.abc import Iterator
 from math import inf
-from typing import Annotated, Any, Literal, Never, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
-    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -20,16 +18,15 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
-from cotrain.wire.constants import MAX_SWEEP_RUNS
+from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
-from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel, six_digits
+from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.rest import Note, Tags
-from cotrain.wire.routed_experts import RoutedExperts
-from cotrain.wire.tensors import TensorData
+from cotrain.wire.tensors import RoutedExperts, TensorData
 
 __all__ = [
-    "AdamParams", "CreateModelRequest", "CreateModelResponse", "ForwardBackwardInput", "ForwardBackwardOutput",
+    "AdamParams", "CreateModelRequest", "CreateModelResponse", "ForwardBackwardInput",
     "ForwardBackwardRequest", "ForwardRequest", "FutureRetrieveRequest", "GetInfoRequest", "GetInfoResponse",
     "InterpolateResponse", "LoraConfig", "ModelData", "MuonOptimizerConfig", "MuonParams", "OptimStepRequest",
     "OptimStepResponse", "OptimizerConfig", "RequestFailedResponse", "ReverseKlDatum", "ReverseKlResponse",
@@ -109,6 +106,12 @@ class CreateModelResponse(WireModel):
 
     model_id: str
     type: Literal["create_model"] = "create_model"
+
+
+class NewRun(WireModel):
+    """Id of a new run, in the result of any request that creates one."""
+
+    model_id: str
 
 
 class GetInfoRequest(WireModel):
@@ -193,59 +196,6 @@ class ForwardRequest(SequencedRequest):
     """POST forward as JSON."""
 
     forward_input: ForwardBackwardInput
-
-
-class Metrics(dict[str, float]):
-    """Metrics by name. A missing name is reported with the existing ones."""
-
-    def __missing__(self, name: str) -> float:
-        """Raise KeyError."""
-        hint = "; the mean loss is the result's attribute .loss" if name == "loss" else ""
-        raise KeyError(f"{name} (there are {', '.join(self)}{hint})")
-
-
-class ForwardBackwardOutput(WireModel):
-    """Result of a pass: named arrays per datum in the order sent, and metrics."""
-
-    loss_fn_output_type: str
-    loss_fn_outputs: list[dict[str, TensorData]]
-    """`logprobs`: float32, in the shape of the datum's `target_tokens`."""
-    metrics: Annotated[dict[str, Annotated[float, Field(allow_inf_nan=True)]], AfterValidator(Metrics)] = Field(
-        default={}
-    )
-    """A name ends in `:` and the reduction over parts of a request: `loss:sum`, `x:mean`."""
-
-    _total_weight: float = PrivateAttr(default=0.0)
-
-    @property
-    def loss(self) -> float:
-        """`metrics["loss:sum"]`, or the mean per weighted token for cross_entropy whose datums all have weights.
-
-        That mean is `loss:sum / sum of all weights`, in nats, if that sum is above 0. The gradient is
-        always that of `loss:sum`.
-        """
-        total = self.metrics["loss:sum"]
-        return total / self._total_weight if self._total_weight > 0 else total
-
-    def __getitem__(self, name: str) -> Never:
-        """Raise TypeError, which names the attributes."""
-        raise TypeError(f"a result has no [{name!r}]: use .loss, .metrics or .loss_fn_outputs")
-
-    @override
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        if "loss:sum" in self.metrics:
-            yield "loss", six_digits(self.loss)
-        yield "datums", len(self.loss_fn_outputs)
-        arrays = [outputs["logprobs"] for outputs in self.loss_fn_outputs if "logprobs" in outputs]
-        yield "targets", sum(len(each.data) for each in arrays)
-        if "clock_cycle:unique" in self.metrics:
-            yield "cycle", int(self.metrics["clock_cycle:unique"])
-
-    def with_total_weight(self, total_weight: float) -> Self:
-        """Return the same result with `loss` per weight. For the client that sent the weights."""
-        weighted = self.model_copy()
-        weighted._total_weight = total_weight
-        return weighted
 
 
 def _finite_or_none(norm: Any) -> Any:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from cotrain.wire.constants import NO_POLICY_STEP
+from cotrain.protocol import NO_POLICY_STEP
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
-from cotrain.wire.routed_experts import RoutedExperts
-from cotrain.wire.tensors import TensorData, read_numbers
+from cotrain.wire.tensors import RoutedExperts, TensorData, read_numbers
 
 __all__ = [
     "CancelFutureRequest", "CreateSamplingSessionRequest", "CreateSamplingSessionResponse", "FutureCompletion",

@@ -1,4 +1,4 @@
-"""TensorData: an array on the wire, and its conversion from lists, NumPy arrays and torch tensors.
+"""Arrays on the wire: TensorData and RoutedExperts, and their conversion from lists, NumPy arrays and torch tensors.
 
 NumPy and torch are not imported: an array is any object with `dtype`, `shape`, `reshape()` and `tolist()`.
 """
@@ -15,24 +15,21 @@ from math import prod
 from numbers import Integral
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.model import Listed, OneLine, in_a_sentence
 
-__all__ = ["TensorData"]
-
+__all__ = ["RoutedExperts", "TensorData"]
 DType = Literal["int64", "float32"]
-
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
-
-
 _READ: dict[str, TypeAdapter[list[Any]]] = {
     "int64": TypeAdapter(list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]),
     "float32": TypeAdapter(list[float]),
 }
 """Parsers of numbers from callers. They also accept NumPy and torch scalars, and whole floats as integers."""
+_TYPECODE_OF_EXPERTS = {"int8": "b", "int16": "h"}
 
 
 class TensorData(OneLine):
@@ -187,6 +184,86 @@ class TensorData(OneLine):
             for k in range(start, end):
                 dense[row * width + columns[k]] = self.data[k]
         return dense
+
+
+class RoutedExperts(BaseModel):
+    """Experts of some tokens, in the order of the router: `[tokens, layers, experts of a token]`.
+
+    Only layers with experts count. -1 in a datum lets the router choose all experts of that token in that layer. `data` has
+    one or two bytes for each number. The sum `a + b` has the tokens of `a` and then those of `b`. The slice
+    `a[start:stop]` has some tokens.
+    """
+
+    model_config = ConfigDict(frozen=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+    data: bytes = Field(repr=False)
+    dtype: Literal["int8", "int16"]
+    shape: tuple[Size, Size, Size]
+
+    @classmethod
+    def of(cls, values: Any) -> Self:
+        """Return the experts in a nested list, a NumPy array or a torch tensor. Raises UnsupportedInput."""
+        if isinstance(values, cls):
+            return values
+        flat, shape = numbers_and_shape(values, "int64")
+        if len(shape) != 3:
+            raise UnsupportedInput(f"routed_experts must have shape [tokens, layers, experts of a token], not {shape}")
+        if flat and not (min(flat) >= -1 and max(flat) < 2**15):
+            raise UnsupportedInput("routed_experts must be numbers of experts, or -1")
+        dtype: Literal["int8", "int16"] = "int8" if max(flat, default=0) < 2**7 else "int16"
+        return cls(data=to_bytes(_TYPECODE_OF_EXPERTS[dtype], flat), dtype=dtype, shape=tuple(shape))
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens."""
+        return self.shape[0]
+
+    def tolist(self) -> list[list[list[int]]]:
+        """Return the experts as nested lists."""
+        flat, (tokens, layers, chosen) = self._numbers().tolist(), self.shape
+        rows = [flat[at : at + chosen] for at in range(0, len(flat), chosen or 1)]
+        return [rows[at * layers : (at + 1) * layers] for at in range(tokens)]
+
+    def to_numpy(self) -> Any:
+        """Return the experts as a NumPy array; needs NumPy."""
+        numpy = import_module("numpy")
+        dtype = numpy.dtype(self.dtype).newbyteorder("<")
+        return numpy.frombuffer(self.data, dtype).astype(self.dtype).reshape(self.shape)
+
+    def __add__(self, other: RoutedExperts) -> RoutedExperts:
+        if self.shape[1:] != other.shape[1:]:
+            raise UnsupportedInput(
+                f"routed_experts of shapes {list(self.shape)} and {list(other.shape)} are of other models"
+            )
+        shape = (self.tokens + other.tokens, *self.shape[1:])
+        dtype = max(self.dtype, other.dtype, key=lambda each: array(_TYPECODE_OF_EXPERTS[each]).itemsize)
+        data = b"".join(
+            each.data if each.dtype == dtype else to_bytes(_TYPECODE_OF_EXPERTS[dtype], each._numbers())
+            for each in (self, other)
+        )
+        return RoutedExperts(data=data, dtype=dtype, shape=shape)
+
+    def __getitem__(self, some: slice) -> RoutedExperts:
+        start, stop, step = some.indices(self.tokens)
+        if step != 1:
+            raise UnsupportedInput("routed_experts can be cut into adjacent tokens only")
+        stop = max(start, stop)
+        row = self._row_bytes
+        shape = (stop - start, *self.shape[1:])
+        return RoutedExperts(data=self.data[start * row : stop * row], dtype=self.dtype, shape=shape)
+
+    @property
+    def _row_bytes(self) -> int:
+        return array(_TYPECODE_OF_EXPERTS[self.dtype]).itemsize * prod(self.shape[1:])
+
+    def _numbers(self) -> array[Any]:
+        return from_bytes(_TYPECODE_OF_EXPERTS[self.dtype], self.data)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.data) != self.tokens * self._row_bytes:
+            raise ValueError(f"{len(self.data)} bytes do not fill shape {list(self.shape)} of {self.dtype}")
+        return self
 
 
 def read_numbers(values: list[Any], dtype: DType, name: str = "data") -> list[Any]:

@@ -17,7 +17,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as RequestScope
 from typing_extensions import override
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.http.auth import authenticate, check_operator
 from cotrain_server.http.error_responses import refusal

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from cotrain.errors import UnsupportedInput
+from cotrain.wire.codec import encode_pass_request
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
-from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest

@@ -10,10 +10,9 @@ from functools import partial
 import structlog
 from fastapi import APIRouter, Request, Response
 
+from cotrain.wire.codec import PROTOBUF, pass_output_to_json, sample_response_to_json
 from cotrain.wire.custom_loss import PREFIX, CreateCustomLossResponse
-from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
-from cotrain.wire.sample_codec import sample_response_to_json
 from cotrain.wire.sampling import CancelFutureRequest, FutureCompletion, RetrieveFuturesRequest, RetrieveFuturesResponse
 from cotrain_server.http.long_poll import Poll, Wait, try_again
 from cotrain_server.http.request_trace import trace_retrieval

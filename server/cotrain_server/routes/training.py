@@ -10,7 +10,7 @@ from functools import partial
 
 from fastapi import Request
 
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepRequest, SweepFutures, UntypedAPIFuture
 from cotrain_server.errors import BodyTooLarge, Invalid

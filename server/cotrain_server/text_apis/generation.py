@@ -10,7 +10,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
-from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
 from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT
 from cotrain_server.services import Services

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cotrain.version import __version__
-from cotrain.wire.admin import WorkerShown
-from cotrain.wire.status import FleetPool, FleetWorker, Restoring
+from cotrain.protocol import __version__
+from cotrain.wire.admin import FleetPool, FleetWorker, Restoring, WorkerShown
 from cotrain_server.services import Services
 from cotrain_server.views.readiness import reasons_not_ready
 from cotrain_store.messages.fleet import WorkerHeartbeat

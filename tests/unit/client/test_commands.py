@@ -1,15 +1,22 @@
+"""Commands: their output, errors and exit status."""
+
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
 from cotrain import ServiceClient
 from cotrain.cli import command_line
-from cotrain.commands import terminal
+from cotrain.commands import sample, terminal, workers
+from cotrain.commands.sample import TextRequest, stream
+from cotrain.errors import BadRequestError, InternalServerError, MalformedMessage
 from tests.support.fake_api import refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
 
@@ -164,3 +171,109 @@ def test_the_help_has_examples_and_the_variable_of_the_server() -> None:
 
 def test_a_shell_is_offered_completion() -> None:
     assert "--install-completion" in run("--help").stdout
+
+
+PASSED = {
+    "asked_at": 5.0, "at": 6.0, "took_s": 0.25, "ok": True, "problem": "", "runs": 6, "tokens": 318,
+    "tolerance": 0.0, "logprobs": 0.0, "gradients": 0.0, "weights": 0.0,
+    "samples": None,
+}  # fmt: skip
+LEAK = {**PASSED, "ok": False, "logprobs": 0.5, "problem": "The logprobs of self-check:1 differ."}
+
+
+def worker(name: str, result: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "pool": "p", "base_model": "m", "id": name, "state": "serving", "drain_asked_at": None,
+        "drain_waits": False, "heartbeat": {"self_check": result}, "open_steps": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("results", "status", "words"),
+    [
+        ({"w0": PASSED, "w1": PASSED}, 0, "passed"),
+        ({"w0": PASSED, "w1": LEAK}, 1, "w1: The logprobs of self-check:1 differ."),
+        ({"w0": PASSED, "w1": {**PASSED, "asked_at": 4.0}}, 2, "no result in time"),
+        ({"w0": LEAK, "w1": None}, 1, "FAILED"),
+        ({}, 2, "worker"),
+    ],
+)
+def test_the_exit_status_is_that_of_the_worst_worker(
+    monkeypatch: pytest.MonkeyPatch, results: dict[str, Any], status: int, words: str
+) -> None:
+    def answer(_: object, method: str, *__: str) -> dict[str, Any]:
+        workers = [worker(name, result) for name, result in results.items()]
+        return {"workers": workers} if method == "GET" else {"asked_at": 5.0}
+
+    monkeypatch.setattr(workers, "ask_admin", answer)
+    monkeypatch.setattr(workers, "POLL_S", 0.0)
+    times = iter(range(100))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(times)))
+    found: Result = CliRunner().invoke(command_line([]), ["selfcheck", "--timeout", "3"])
+    assert (found.exit_code, words in found.output) == (status, True), found.output
+
+
+ASKED = TextRequest("m")
+ONE = b'data: {"choices": [{"text": "one"}]}\n\n'
+
+
+def serving(*events: bytes, status: int = 200) -> httpx.Client:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, content=b"".join(events))
+
+    return httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server")
+
+
+def test_text_parts_are_yielded_and_keep_alive_lines_are_not() -> None:
+    chat = b'data: {"choices": [{"delta": {"role": "assistant"}}]}\n\n'
+    part = 'data: {"choices": [{"delta": {"content": "zwölf"}}]}\n\n'.encode()
+    usage = b'data: {"choices": []}\n\n'
+    done = b"data: [DONE]\n\n"
+    with serving(ONE, b": still working\n\n", chat, part, usage, done) as http:
+        assert "".join(stream(http, "x", ASKED)) == "onezwölf"
+
+
+def test_a_failure_in_the_middle_is_raised_after_the_earlier_parts() -> None:
+    came: list[str] = []
+    with (
+        serving(ONE, b'data: {"error": {"message": "The worker died."}}\n\n') as http,
+        pytest.raises(InternalServerError, match=r"^500: The worker died\.$"),
+    ):
+        came.extend(stream(http, "x", ASKED))
+    assert came == ["one"]
+
+
+def test_a_refusal_is_read_in_the_format_of_its_api() -> None:
+    with (
+        serving(b'{"error": {"message": "seed: too large", "code": "x"}}', status=400) as http,
+        pytest.raises(BadRequestError, match=r"^400: seed: too large$"),
+    ):
+        list(stream(http, "x", ASKED))
+
+
+def test_an_answer_that_is_not_json_is_reported() -> None:
+    with serving(b"data: <html>\n\n") as http, pytest.raises(MalformedMessage):
+        list(stream(http, "x", ASKED))
+
+
+def test_an_answer_interrupted_by_the_user_keeps_its_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def parts(*_: object) -> Iterator[str]:
+        yield "as far"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sample, "stream", parts)
+    with serving() as http:
+        assert sample._answer(http, [], ASKED) == "as far"
+    assert capsys.readouterr().out == "as far\n"
+
+
+def test_control_characters_of_a_model_are_not_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample._show("\x1b[2Ja\tb\n")
+    assert capsys.readouterr().out == "\x1b[2Ja\tb\n"  # a file gets it unchanged
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    sample._show("\x1b[2Ja\tb\n")
+    assert capsys.readouterr().out == "\N{REPLACEMENT CHARACTER}[2Ja\tb\n"

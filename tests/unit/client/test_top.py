@@ -18,7 +18,7 @@ from cotrain.commands.terminal import plain_http
 from cotrain.commands.top import tokens_per_s, view
 from cotrain.errors import APIConnectionError, MalformedMessage
 from cotrain.settings import ClientSettings
-from cotrain.wire.status import CycleRecord, ServerStatus
+from cotrain.wire.admin import CycleRecord, ServerStatus
 
 
 def test_a_status_is_drawn_and_its_rate_includes_pauses() -> None:

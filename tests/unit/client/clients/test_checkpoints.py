@@ -1,17 +1,21 @@
+"""Checkpoints of an account: uploads, downloads, and rules of retention."""
+
 from __future__ import annotations
 
 import io
 import json
 import tarfile
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
 
 from cotrain import BadRequestError, NotFoundError, RequestFailed, ServiceClient
-from cotrain.clients.checkpoints import PAGE
+from cotrain.clients.checkpoints import PAGE, Rule, rules_of, superfluous
 from cotrain.errors import APIConnectionError, MalformedMessage, UnsupportedInput
-from cotrain.transport.http import RetryPolicy
+from cotrain.transport.responses import RetryPolicy
+from cotrain.wire.rest import Checkpoint
 from tests.support.fake_api import Answer, refusal
 from tests.support.fake_checkpoints import FakeCheckpoints
 
@@ -252,3 +256,37 @@ async def test_every_method_of_a_run_works_in_an_event_loop_too(service: Service
     again = await run.load_state_with_optimizer_async(PATH)
     assert (await saved).path == "tinker://s1:train:0/weights/a"
     assert {(await loaded).path, (await again).path} == {"tinker://x/weights/a"}
+
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def checkpoint(age: int, **changes: object) -> Checkpoint:
+    fields = {
+        "checkpoint_id": f"weights/{age}", "checkpoint_type": "training",
+        "tinker_path": f"tinker://r/weights/{age}", "time": NOW - timedelta(days=age), **changes,
+    }  # fmt: skip
+    return Checkpoint.model_validate(fields)
+
+
+def test_a_text_is_a_list_of_rules() -> None:
+    assert rules_of("last:3, best:eval/nll:2,highest:reward:1") == [
+        Rule(3), Rule(2, "eval/nll"), Rule(1, "reward", is_highest=True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "last", "last:0", "best:2", "last:1,", "worst:a:1", "best::1"])
+def test_another_text_is_refused(text: str) -> None:
+    with pytest.raises(UnsupportedInput, match="is no rule"):
+        rules_of(text)
+
+
+def test_what_no_rule_keeps_is_superfluous() -> None:
+    kept = [
+        checkpoint(0), checkpoint(1), checkpoint(2, metrics={"loss": 1.0}),
+        checkpoint(4, public=True), checkpoint(5, expires_at=NOW),
+        checkpoint(6, checkpoint_type="sampler"), checkpoint(7, metrics={"loss": 1.5}),
+    ]  # fmt: skip
+    doomed = [checkpoint(3, metrics={"loss": 2.0}), checkpoint(8)]
+    assert superfluous([*reversed(kept), *doomed], rules_of("last:2, best:loss:2")) == doomed
+    assert superfluous(kept[:1], rules_of("highest:loss:1")) == []

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from cotrain.errors import APIConnectionError, NotFoundError, PermissionDeniedError
-from cotrain.transport.http import RetryPolicy, Transport
+from cotrain.transport.http import Transport
+from cotrain.transport.responses import RetryPolicy
 from tests.support.fake_api import Answer, refusal
 
 CONTENT = bytes(range(256)) * 20_000

@@ -27,8 +27,8 @@ from cotrain.errors import (
 )
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.transport import http as module
-from cotrain.transport.http import AT_ONCE, ConnectionPools, RetryPolicy, Transport, read, reader
-from cotrain.transport.responses import understood
+from cotrain.transport.http import AT_ONCE, ConnectionPools, Transport
+from cotrain.transport.responses import RetryPolicy, read, reader, understood
 from cotrain.types import (
     AdamParams,
     Datum,
@@ -38,7 +38,7 @@ from cotrain.types import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain.wire.pass_codec import encode_pass_request
+from cotrain.wire.codec import encode_pass_request
 from tests.support.fake_api import Answer, FakeApi, refusal
 from tests.support.swapping_proxy import FOREIGN
 from tests.support.waiting import until

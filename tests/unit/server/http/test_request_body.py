@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from bench.neighbours.attacks import deflated_json_body
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain_server.errors import BodyTooLarge, Unreadable
 from cotrain_server.http import request_body
 from cotrain_server.http.request_body import (

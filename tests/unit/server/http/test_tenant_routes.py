@@ -7,7 +7,7 @@ import json
 import pytest
 
 from cotrain.types import ForwardBackwardRequest, OptimStepRequest, SampleRequest
-from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.codec import PROTOBUF
 from cotrain_server.http.tenant_routes import body_of
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from cotrain.wire.pass_codec import decode_pass_output
+from cotrain.wire.codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies import pass_body
 from cotrain_store.bodies.pass_body import decode_pass, encode_pass_output, parse_pass

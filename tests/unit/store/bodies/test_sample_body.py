@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cotrain import RoutedExperts
+from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.proto import wire_pb2
-from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_store.bodies.sample_body import SampleBody, decode_sample, encode_sample, encode_sample_output
 from cotrain_store.errors import MalformedBody
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.wire.pass_codec import decode_pass_output
+from cotrain.wire.codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
 from cotrain_store.messages.ids import RunId, WeightsRef, encode

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.proto import wire_pb2
-from cotrain.wire.sample_codec import decode_sample_response
 from cotrain.wire.sampling import PolicySpan
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.results import ResultKind

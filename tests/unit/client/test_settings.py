@@ -1,4 +1,4 @@
-"""Proxies and certificates from the environment, and the error if they are unusable."""
+"""Server address, key, proxies and certificates, and the errors if they are unusable."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotrain import ServiceClient
 from cotrain.errors import APIConnectionError, SettingsMissing
-from cotrain.transport.environment import CERTIFICATES, proxy_of, through_proxy, trusted
-from cotrain.transport.http import RetryPolicy
+from cotrain.settings import CERTIFICATES, client_settings, proxy_of, through_proxy, trusted
+from cotrain.transport.responses import RetryPolicy
 
 PROXY = "http://proxy:3128"
 
@@ -29,6 +30,40 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trusted.cache_clear()
     yield
     trusted.cache_clear()
+
+
+def test_the_server_address_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COTRAIN_BASE_URL", "http://elsewhere:1/")
+    monkeypatch.setenv("COTRAIN_API_KEY", "tml-a_b")
+    settings = client_settings()
+    assert (settings.base_url, settings.api_key) == ("http://elsewhere:1", "tml-a_b")
+    assert client_settings("http://here").base_url == "http://here"
+    assert "tml-a_b" not in repr(settings)
+
+
+@pytest.mark.parametrize("url", ["gpu-host:8000", "127.0.0.1", "ftp://gpu-host", "http://", {"a": 1}, 8000])
+def test_an_invalid_address_is_refused_at_once(url: Any) -> None:
+    with pytest.raises(SettingsMissing, match=r"must be like http://127.0.0.1:8000, not "):
+        ServiceClient(url, "tml-key")
+
+
+def test_white_space_around_an_address_or_a_key_is_removed() -> None:
+    here = client_settings("http://here", "tml-a")
+    for address in (" http://here/ ", "http://here/api/v1", "http://here/api/v1/"):
+        assert client_settings(address, "tml-a\n") == here
+
+
+@pytest.mark.parametrize("key", ["tml-ü", "tml-a\nb", b"tml-a"])
+def test_a_key_with_invalid_characters_is_refused_and_not_shown(key: Any) -> None:
+    with pytest.raises(SettingsMissing, match="visible ASCII") as refused:
+        client_settings("http://here", key)
+    assert "tml" not in str(refused.value)
+
+
+def test_a_client_without_a_key_raises_with_how_to_set_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COTRAIN_API_KEY", raising=False)
+    with pytest.raises(SettingsMissing, match="COTRAIN_API_KEY"):
+        client_settings()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
+"""Requests of one run: many at once, and their order while the server is unreachable."""
+
 from __future__ import annotations
 
 import asyncio
 import gc
 import threading
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
-from cotrain import Datum, ModelInput, TrainingClient
+import httpx
+import pytest
+
+from cotrain import Datum, ModelInput, ServiceClient, TrainingClient
+from cotrain.errors import APIConnectionError, APIError
 from cotrain.requests.run_requests import POLLS_AT_ONCE
+from cotrain.transport.responses import RetryPolicy
 from cotrain.types import ForwardBackwardOutput
 from cotrain.wire.proto import wire_pb2 as wire
-from tests.support.fake_api import FakeApi
+from tests.support.fake_api import FakeApi, refusal
 from tests.support.waiting import until
 
 MANY = 300
@@ -85,3 +93,53 @@ def test_threads_and_a_loop_that_share_a_run_each_keep_their_order(run: Training
         orders = [*pool.map(in_a_thread, range(THREADS)), of_loop.result(WITHIN_S)]
     assert all(one == sorted(one) for one in orders)
     assert sorted(chain(*orders)) == list(range(1, (THREADS + 1) * OF_EACH + 1))
+
+
+DATUM = Datum(model_input=ModelInput.from_ints([1, 2]), loss_fn_inputs={})
+NEVER_AGAIN = RetryPolicy(give_up_after_s=-1.0)
+
+
+@pytest.fixture
+def impatient(api: FakeApi) -> Iterator[TrainingClient]:
+    with ServiceClient("http://server", "k", network=api.network, policy=NEVER_AGAIN) as service:
+        yield service.create_lora_training_client("m")
+
+
+def passes(api: FakeApi) -> list[tuple[int, int]]:
+    """Return the number and the datum count of every pass that was sent."""
+    sent = [call for call in api.calls if call.url.path.endswith("/forward_backward")]
+    messages = [wire.ForwardBackwardRequest.FromString(call.content) for call in sent]
+    return [(message.seq_id, len(message.data)) for message in messages]
+
+
+@pytest.mark.parametrize("trouble", [httpx.ConnectError("gone"), refusal(503)])
+def test_a_number_that_may_be_lost_is_filled_before_the_next_is_sent(
+    api: FakeApi, impatient: TrainingClient, trouble: httpx.Response | Exception
+) -> None:
+    api.answers["optim_step"] = [trouble]
+    with pytest.raises(APIError):
+        impatient.optim_step().result()
+    impatient.forward([DATUM], "cross_entropy").result()
+    impatient.forward([DATUM], "cross_entropy").result()
+    assert passes(api) == [(1, 0), (2, 1), (3, 1)]
+
+
+def test_a_number_that_arrived_is_not_changed(api: FakeApi, impatient: TrainingClient) -> None:
+    api.answers["optim_step"] = [httpx.ReadError("the answer is lost")]
+    api.answers["forward_backward"] = [refusal(400, "seq 1 was already used")]
+    with pytest.raises(APIError):
+        impatient.optim_step().result()
+    impatient.forward([DATUM], "cross_entropy").result()
+    assert passes(api) == [(1, 0), (2, 1)]
+
+
+def test_no_number_is_lost_while_the_server_is_unreachable(api: FakeApi, impatient: TrainingClient) -> None:
+    api.answers["optim_step"] = [httpx.ConnectError("gone")]
+    api.answers["forward_backward"] = [httpx.ConnectError("gone")] * 5
+    for _ in range(2):
+        with pytest.raises(APIConnectionError):
+            impatient.optim_step().result()
+    with pytest.raises(APIConnectionError):
+        impatient.forward([DATUM], "cross_entropy").result()
+    impatient.forward([DATUM], "cross_entropy").result()
+    assert passes(api)[-4:] == [(1, 0), (2, 0), (3, 0), (4, 1)]

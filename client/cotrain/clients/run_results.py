@@ -1,4 +1,4 @@
-"""Evaluations, own metrics and rewinds of a run."""
+"""Results of several requests of a run: training steps and evaluations. Also its own metrics, and rewinds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,52 @@ from typing import Any
 from typing_extensions import override
 
 from cotrain.errors import UnsupportedInput
-from cotrain.requests.chunks import combine
 from cotrain.requests.connection import BackgroundLoop
+from cotrain.requests.flow_control import combine
 from cotrain.requests.futures import Future, submitted
 from cotrain.requests.run_requests import RunRequests
-from cotrain.wire.datums import Datum, datums_of
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
 from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse
-from cotrain.wire.runs import ForwardBackwardOutput
+from cotrain.wire.runs import OptimStepResponse
 from cotrain.wire.tensors import TensorData
+
+
+@dataclass(frozen=True)
+class TrainOutput:
+    """Result of a training step: the losses of the pass, before the update, and the optimizer's metrics."""
+
+    forward_backward: ForwardBackwardOutput
+    optim_step: OptimStepResponse
+
+    @property
+    def loss(self) -> float:
+        """The loss of the batch; see `ForwardBackwardOutput.loss`."""
+        return self.forward_backward.loss
+
+    @property
+    def loss_fn_outputs(self) -> list[dict[str, TensorData]]:
+        """Named arrays for each datum in the order sent, as in `ForwardBackwardOutput`."""
+        return self.forward_backward.loss_fn_outputs
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of both requests. If both have a name, the pass's value is returned."""
+        return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
+
+
+def joined_step(
+    loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
+) -> Future[TrainOutput]:
+    """Combine the futures of a pass and an optimizer step, accepted and done when both are. It fails with the first failure."""
+
+    async def accept() -> None:
+        await passed.accepted_async()
+        await stepped.accepted_async()
+
+    async def finish() -> TrainOutput:
+        return TrainOutput(await passed, await stepped)
+
+    return Future(loop.start(accept()), loop.start(finish()), what="a train call")
 
 
 @dataclass(frozen=True)
@@ -48,62 +86,6 @@ class Evaluation:
         return f"Evaluation(loss={self.loss:.6g}, tokens={self.tokens})"
 
 
-def weights_of(data: Sequence[Datum]) -> tuple[float, int]:
-    """Return the sum of the weights of datums, and the number of targets that count."""
-    total, count = 0.0, 0
-    for datum in data:
-        inputs = datum.loss_fn_inputs
-        weights = inputs.get("weights")
-        if weights is not None:
-            total += math.fsum(weights.data)
-            count += sum(weight != 0 for weight in weights.data)
-            continue
-        rewards = inputs.get("advantages")
-        values = inputs["target_tokens"].data if rewards is None else rewards.data
-        counted = len(values) if rewards is None else sum(value != 0 for value in values)
-        total, count = total + counted, count + counted
-    return total, count
-
-
-def evaluated(
-    loop: BackgroundLoop,
-    data: Sequence[Datum],
-    passes: Sequence[Future[ForwardBackwardOutput]],
-    bounds: Sequence[Future[LogMetricsResponse]],
-) -> Future[Evaluation]:
-    """Combine the forwards of an evaluation into one future. It fails with the first failure."""
-    weight_sum, tokens = weights_of(data)
-
-    async def accept() -> None:
-        for bound in bounds:
-            await bound.accepted_async()
-        for each in passes:
-            await each.accepted_async()
-
-    async def finish() -> Evaluation:
-        outputs = [await each for each in passes]
-        for bound in bounds:
-            await bound
-        whole = combine(outputs)
-        return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
-
-    return Future(loop.start(accept()), loop.start(finish()), what="an evaluation")
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as finite floats. Raises UnsupportedInput, which names the metric."""
-    found = {}
-    for name, value in metrics.items():
-        try:
-            number = float(value)  # of Python, NumPy and torch
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UnsupportedInput(f"metrics[{name!r}] is {value!r:.80}: it must be a finite number")
-        found[name] = number
-    return found
-
-
 class RunRecords:
     """Calls of a run that the hosted services lack: evaluations, own metrics and rewinds."""
 
@@ -128,7 +110,7 @@ class RunRecords:
         before the next optimizer step. Values are finite numbers. There are at most 64 in a call, and 128
         names in a run. Raises UnsupportedInput for another value, ValidationError for an invalid name.
         """
-        return self._log(metrics=numbers_of(metrics))
+        return self._log(metrics=_numbers_of(metrics))
 
     log_async = submitted(log)
 
@@ -153,9 +135,65 @@ class RunRecords:
         begun = self._log(evaluation=metric)
         passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
         ended = self._log(evaluation=metric, passes=len(passes))
-        return evaluated(self._loop, data, passes, (begun, ended))
+        return _evaluated(self._loop, data, passes, (begun, ended))
 
     evaluate_async = submitted(evaluate)
 
     def _log(self, **what: Any) -> Future[LogMetricsResponse]:
         return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
+
+
+def _evaluated(
+    loop: BackgroundLoop,
+    data: Sequence[Datum],
+    passes: Sequence[Future[ForwardBackwardOutput]],
+    bounds: Sequence[Future[LogMetricsResponse]],
+) -> Future[Evaluation]:
+    """Combine the forwards of an evaluation into one future. It fails with the first failure."""
+    weight_sum, tokens = _weights_of(data)
+
+    async def accept() -> None:
+        for bound in bounds:
+            await bound.accepted_async()
+        for each in passes:
+            await each.accepted_async()
+
+    async def finish() -> Evaluation:
+        outputs = [await each for each in passes]
+        for bound in bounds:
+            await bound
+        whole = combine(outputs)
+        return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
+
+    return Future(loop.start(accept()), loop.start(finish()), what="an evaluation")
+
+
+def _weights_of(data: Sequence[Datum]) -> tuple[float, int]:
+    """Return the sum of the weights of datums, and the number of targets that count."""
+    total, count = 0.0, 0
+    for datum in data:
+        inputs = datum.loss_fn_inputs
+        weights = inputs.get("weights")
+        if weights is not None:
+            total += math.fsum(weights.data)
+            count += sum(weight != 0 for weight in weights.data)
+            continue
+        rewards = inputs.get("advantages")
+        values = inputs["target_tokens"].data if rewards is None else rewards.data
+        counted = len(values) if rewards is None else sum(value != 0 for value in values)
+        total, count = total + counted, count + counted
+    return total, count
+
+
+def _numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as finite floats. Raises UnsupportedInput, which names the metric."""
+    found = {}
+    for name, value in metrics.items():
+        try:
+            number = float(value)  # of Python, NumPy and torch
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise UnsupportedInput(f"metrics[{name!r}] is {value!r:.80}: it must be a finite number")
+        found[name] = number
+    return found

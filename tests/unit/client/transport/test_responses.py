@@ -1,12 +1,23 @@
+"""Retries and their log, and addresses with the wrong scheme: the error suggests the other one."""
+
 from __future__ import annotations
 
 import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
+from cotrain import BadRequestError, ServiceClient, SettingsMissing
+from cotrain.cli import command_line
 from cotrain.errors import APIConnectionError, APIError, APIStatusError, APITimeoutError, RateLimitError, status_error
-from cotrain.transport import retries as module
-from cotrain.transport.retries import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
+from cotrain.transport import responses as module
+from cotrain.transport.responses import WARN_AFTER_S, WARN_AGAIN_S, Contact, Patience, RetryPolicy
+from tests.support.fake_api import FakeApi
 
 URL = "http://server:8000"
 REFUSED = APIConnectionError("cannot reach http://server:8000: refused")
@@ -174,3 +185,64 @@ async def test_the_reason_of_a_pending_result_is_logged_once(time: Time, caplog:
         patience.pending(pending(reason))
     (message,) = caplog.messages
     assert message.endswith(": waiting for seq_id 3, which never came")
+
+
+AT_ONCE = RetryPolicy(give_up_after_s=0.0)
+PLAIN = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Answer every request with these bytes and close the connection. Yield host and port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            while True:
+                try:
+                    peer, _ = listener.accept()
+                except OSError:
+                    return
+                with peer, suppress(OSError):  # the client may have closed it already
+                    peer.recv(65_536)
+                    peer.sendall(answer)
+                    peer.shutdown(socket.SHUT_WR)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(timeout=120)
+
+
+def test_https_to_an_http_server_is_reported_and_not_retried() -> None:
+    with answering(PLAIN) as host, ServiceClient(f"https://{host}", "tml-a") as service:
+        message = rf"^https://{host} does not speak https: try http://{host}$"
+        with pytest.raises(SettingsMissing, match=message):
+            service.get_server_capabilities()
+
+
+def test_top_reports_a_wrong_scheme_too() -> None:
+    with answering(PLAIN) as host:
+        asked = ["top", "--once", "--base-url", f"https://{host}"]
+        result = CliRunner().invoke(command_line([]), asked)
+    assert (result.exit_code, f"try http://{host}" in result.output) == (1, True)
+
+
+def test_http_to_a_server_that_hangs_up_suggests_https() -> None:
+    with (
+        answering(b"") as host,
+        ServiceClient(f"http://{host}", "tml-a", policy=AT_ONCE) as service,
+        pytest.raises(APIConnectionError, match=f"If it speaks https, try https://{host}"),
+    ):
+        service.get_server_capabilities()
+
+
+def test_http_to_an_https_proxy_suggests_https() -> None:
+    page = "<html>400 The plain HTTP request was sent to HTTPS port</html>"
+    refusal = httpx.Response(400, text=page, headers={"Content-Type": "text/html"})
+    api = FakeApi(answers={"get_server_capabilities": [refusal]})
+    with (
+        ServiceClient("http://proxy:8443", "tml-a", network=api.network) as service,
+        pytest.raises(BadRequestError, match=r"Bad Request; try https://proxy:8443$"),
+    ):
+        service.get_server_capabilities()

@@ -1,24 +1,56 @@
-"""Datums of conversations: tokens by the tokenizer's own template, and a weight for each target.
+"""Chat data: conversations in OpenAI's format, rendered by the tokenizer's own template to datums with exact masks.
+
+from cotrain import data
+
+rendered = data.render(data.read_chat("train.jsonl"), tokenizer, train_on="all_answers")
+print(rendered.report.sentence())
+print(data.marked(rendered.datums[0], tokenizer))
 
 An answer begins after the tokens that the template gives for the messages before it, with the prompt for
 generation. So its first trained token is the first one that a sampler would generate. It ends with the
 template's end of the message. Both are found by comparing tokens, never by searching for texts.
 """
 
+import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal, get_args
 
-from cotrain.data.conversations import ASSISTANT, Conversation, conversation_of
 from cotrain.errors import TokenizerMissing, UnsupportedInput
 from cotrain.wire.datums import Datum, ModelInput, token_ids
 
+__all__ = [
+    "Conversation", "Rendered", "Report", "conversation_of", "marked", "read_chat", "render",
+]  # fmt: skip
+
+_ASSISTANT = "assistant"
+Message = Mapping[str, Any]
 TrainOn = Literal["last_answer", "all_answers", "each_answer"]
 TooLong = Literal["refuse", "cut", "drop"]
 OnRefused = Literal["raise", "skip"]
-
 log = logging.getLogger("cotrain")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages with `role` and `content`, and the tools that the model may call."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    source: str = ""
+    """Its position for messages, such as `train.jsonl:12`."""
+
+    @property
+    def answers(self) -> list[int]:
+        """Positions of the assistant's messages, without those of `weight` 0."""
+        return [
+            number
+            for number, message in enumerate(self.messages)
+            if message["role"] == _ASSISTANT and message.get("weight", 1) != 0
+        ]
 
 
 @dataclass
@@ -62,6 +94,43 @@ class Rendered:
 
     datums: list[Datum]
     report: Report
+
+
+def read_chat(file: str | Path) -> list[Conversation]:
+    """Read conversations, one JSON object in each line: `{"messages": [...], "tools": [...]}`.
+
+    Raises UnsupportedInput, which names the line and the field, or OSError.
+    """
+    found = []
+    with Path(file).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            source = f"{Path(file).name}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UnsupportedInput(f"{source} is not JSON: {error}") from None
+            found.append(conversation_of(row, source))
+    return found
+
+
+def conversation_of(row: Any, source: str = "the conversation") -> Conversation:
+    """Return the conversation of a parsed line. Raises UnsupportedInput, which names the field.
+
+    Content in parts becomes text. Arguments of tool calls become objects, because templates print them as JSON.
+    """
+    if isinstance(row, Conversation):
+        return row
+    if not isinstance(row, Mapping) or not isinstance(row.get("messages"), list | tuple):
+        keys = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+        raise UnsupportedInput(f"{source} has no list `messages` of role and content (it has {keys})")
+    messages = tuple(
+        _message(message, f"{source}: messages[{number}]") for number, message in enumerate(row["messages"])
+    )
+    if not any(message["role"] == _ASSISTANT for message in messages):
+        raise UnsupportedInput(f"{source}: messages has no answer (role assistant) to train on")
+    return Conversation(messages, tuple(row.get("tools") or ()), source)
 
 
 def render(
@@ -116,6 +185,59 @@ def render(
     return Rendered(datums, report)
 
 
+def marked(datum: Datum, tokenizer: Any) -> str:
+    """Return the text of a datum with ⟦brackets⟧ around the trained parts.
+
+    Another weight than 1 follows its opening bracket, as in `⟦0.1: text⟧`.
+    """
+    return "".join(
+        text if not weight else f"⟦{'' if weight == 1 else f'{weight:g}: '}{text}⟧"
+        for text, weight in parts(datum, tokenizer)
+    )
+
+
+def parts(datum: Datum, tokenizer: Any) -> Iterator[tuple[str, float]]:
+    """Yield texts with the weight of their tokens. The first token is no target, so its weight is 0."""
+    inputs = datum.loss_fn_inputs
+    tokens = [*datum.model_input.to_ints()[:1], *map(int, inputs["target_tokens"].data)]
+    weights = [0.0, *map(float, inputs["weights"].data)]
+    for weight, group in groupby(zip(tokens, weights, strict=True), key=lambda pair: pair[1]):
+        yield tokenizer.decode([token for token, _ in group]), weight
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise UnsupportedInput(f"{where} must be an object with a `role`")
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    content = message.get("content")
+    if content is None and not calls:
+        raise UnsupportedInput(f"{where}.content is missing")
+    given = {**message, "content": _text(content, where)}
+    return {**given, "tool_calls": calls} if calls else given
+
+
+def _text(content: Any, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise UnsupportedInput(f"{where}.content must be text, not {kind}")
+    return "".join(part["text"] for part in parts)
+
+
+def _call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 class _Template:
     """Chat template of a tokenizer."""
 
@@ -159,7 +281,7 @@ def _weighted(
 ) -> list[tuple[list[int], list[float]]]:
     """Return tokens and their weights, for each datum of a conversation."""
     messages, answers = conversation.messages, conversation.answers
-    if train_on == "last_answer" and messages[-1]["role"] != ASSISTANT:
+    if train_on == "last_answer" and messages[-1]["role"] != _ASSISTANT:
         raise UnsupportedInput(
             f"{conversation.source} ends with a message of {messages[-1]['role']!r}: last_answer needs an answer "
             "at the end"

@@ -1,1 +1,0 @@
-"""Commands `cotrain admin`: operation of a server through its admin API."""
