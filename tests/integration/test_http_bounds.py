@@ -22,7 +22,7 @@ from bench.neighbours.attacks import (
 )
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_server.limits.tenant_slots import tenant_requests
+from cotrain_server.limits import tenant_requests
 from cotrain_server.parsing.child import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis

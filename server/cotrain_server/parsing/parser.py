@@ -12,9 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from cotrain_server.limits.tenant_slots import TenantSlots
+from cotrain_server.limits import LoopSlots, TenantSlots
 from cotrain_server.parsing.child import ChildProcess
-from cotrain_server.parsing.loop_slots import LoopSlots
 from cotrain_store.messages.ids import TenantId
 
 
