@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from cotrain_server.limits import MAX_UPLOADS, FailureCounter, TenantSlots, TenantUse, body_memory, tenant_requests
-from cotrain_server.parsing.parser import Parser
+from cotrain_server.parser import Parser
 from cotrain_server.quotas import OwnQuotas
 from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer

@@ -13,7 +13,7 @@ import zstandard
 from starlette.requests import Request
 
 from cotrain_server.errors import BodyTooLarge, Unreadable
-from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
+from cotrain_server.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 

@@ -22,7 +22,7 @@ from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
+from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
 from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
 from cotrain_server.requests.pass_validation import check_adam, check_steps
