@@ -76,7 +76,7 @@ class TenantRoute(APIRoute):
         return guarded
 
     async def serve(self, scope: RequestScope, receive: Receive, send: Send) -> None:
-        """Send the answer of an endpoint that queues its request, without FastAPI (`direct_routes.py`)."""
+        """Send the answer of an endpoint that queues its request, without FastAPI (`DirectRoutes`)."""
         request = Request(scope, receive)
         try:
             queued: BaseModel = await self._guarded(request, self.endpoint)

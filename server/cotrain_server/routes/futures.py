@@ -15,8 +15,7 @@ from cotrain.wire.pass_codec import PROTOBUF, pass_output_to_json
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sample_codec import sample_response_to_json
 from cotrain.wire.sampling import CancelFutureRequest, FutureCompletion, RetrieveFuturesRequest, RetrieveFuturesResponse
-from cotrain_server.http.long_poll import Poll, Wait, try_again
-from cotrain_server.http.request_trace import trace_retrieval
+from cotrain_server.http.long_poll import Poll, Wait, trace_retrieval, try_again
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key
 from cotrain_server.parser import JSON_VALUE_WEIGHT
 from cotrain_server.services import Services
