@@ -8,7 +8,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cotrain.version import __version__
 from cotrain_server.adapter_upload.pending_files import expiring
-from cotrain_server.http import error_responses
+from cotrain_server.http import responses
 from cotrain_server.http.middleware import DirectRoutes, OtherMethods, PathPrefix, RequestMiddleware, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
@@ -81,7 +81,7 @@ ROUTERS = (
 )
 
 #: Error formats of other APIs, by the start of their paths.
-FORMATS: dict[str, error_responses.ErrorFormat] = {
+FORMATS: dict[str, responses.ErrorFormat] = {
     "/oai/": openai.OpenAIRoute.error_outside,
     "/anthropic/": anthropic.AnthropicRoute.error_outside,
 }
@@ -93,7 +93,7 @@ FREQUENT = tuple(
     and route.endpoint in (training.forward_backward, training.forward, training.optim_step, samplers.asample)
 )
 #: Built on the first use, once for all applications of a process.
-ROUTES = APIRouter(responses=error_responses.ERROR_RESPONSES)
+ROUTES = APIRouter(responses=responses.ERROR_RESPONSES)
 for router in ROUTERS:
     ROUTES.include_router(router)
 
@@ -140,5 +140,5 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     if prefix := path_prefix(settings.public_url):
         app.add_middleware(PathPrefix, prefix=prefix)
-    error_responses.install(app, FORMATS)
+    responses.install(app, FORMATS)
     return app

@@ -23,8 +23,8 @@ from cotrain.wire.model import WireModel
 from cotrain.wire.runs import TryAgainResponse
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.error_responses import refusal, schema_refusal
 from cotrain_server.http.request_body import FEW, BodyReader, is_json
+from cotrain_server.http.responses import refusal, schema_refusal
 from cotrain_server.services import Services
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.messages.ids import RequestId, TenantId

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.error_responses import internal_error_at
+from cotrain_server.http.responses import internal_error_at
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import looks_like_key

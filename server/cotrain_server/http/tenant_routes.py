@@ -20,8 +20,8 @@ from typing_extensions import override
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.http.auth import authenticate, check_operator
-from cotrain_server.http.error_responses import refusal
 from cotrain_server.http.request_body import FEW, MANY, BodyReader, JsonLimits, is_json
+from cotrain_server.http.responses import refusal
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.errors import Refused, StoreError, StoreUnavailable

@@ -15,7 +15,7 @@ from fastapi import Request
 
 from cotrain_server.errors import Invalid, InvalidToken
 from cotrain_server.http.auth import identify
-from cotrain_server.http.finite_json import finite
+from cotrain_server.http.responses import finite
 from cotrain_server.services import Services
 from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, MalformedPath, WeightsDeleted
 from cotrain_store.messages.ids import TenantId
