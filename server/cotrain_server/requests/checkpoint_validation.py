@@ -86,6 +86,19 @@ async def check_loadable(services: Services, checkpoint: CheckpointRecord) -> No
         )
 
 
+async def quota_reached(services: Services, tenant: TenantId) -> str:
+    """Return the sentence for a tenant that has reached its quota of stored checkpoints, else ""."""
+    quotas = await services.quotas.of(tenant)
+    count, size_bytes = await services.checkpoints.stored_bytes(tenant)
+    if count >= quotas.checkpoints:
+        limit = f"{quotas.checkpoints} checkpoints"
+    elif size_bytes >= quotas.checkpoint_bytes:
+        limit = f"{quotas.checkpoint_bytes} bytes"
+    else:
+        return ""
+    return f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
+
+
 def check_optimizer(weights: WeightsRecord, *, optimizer: bool) -> None:
     """Raise Invalid if an optimizer state is requested but was not saved."""
     if optimizer and not weights.has_optimizer:

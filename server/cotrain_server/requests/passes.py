@@ -20,7 +20,7 @@ from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
+from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
@@ -210,12 +210,17 @@ def rewind_op(request: AddressedFields) -> Op:
 def _step_op(fields: dict[str, Any]) -> Op:
     request = OptimStepRequest.model_validate(_with_default_seq(fields))
     if request.adam_params is not None:
-        check_adam(request.adam_params)
-        body = request.adam_params.model_dump_json().encode()
-    else:
-        assert request.optimizer_params is not None  # the wire type requires one of them
-        check_steps("optimizer_params", request.optimizer_params)
-        body = json.dumps(_muon_fields(request.optimizer_params)).encode()
+        return adam_op(request.adam_params)
+    assert request.optimizer_params is not None  # the wire type requires one of them
+    check_steps("optimizer_params", request.optimizer_params)
+    body = json.dumps(_muon_fields(request.optimizer_params)).encode()
+    return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def adam_op(params: AdamParams) -> Op:
+    """Check the parameters of an AdamW step and return its op. Raises Invalid."""
+    check_adam(params)
+    body = params.model_dump_json().encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
 
 

@@ -28,9 +28,9 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
 from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, tenant_router
 from cotrain_server.http.upload_body import file_in_form, received
-from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
+from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl, quota_reached
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.submission import new_run, quota_reached
+from cotrain_server.requests.submission import new_run
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UPLOAD_LIFE_S, Link, StartedUpload
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import
