@@ -20,7 +20,7 @@ from typing_extensions import override
 from cotrain.wire.pass_codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.http.auth import authenticate, check_operator
-from cotrain_server.http.request_body import FEW, MANY, BodyReader, JsonLimits, is_json
+from cotrain_server.http.request_body import FEW, MANY, BodyReader, CheckedRequest, JsonLimits, is_json
 from cotrain_server.http.responses import refusal
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
@@ -42,19 +42,6 @@ OPERATOR_BODY_BYTES = 64 * 1024
 _OPERATOR = TenantId("operator")
 #: For the OpenAPI page only. The route classes check the key.
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
-
-
-class CheckedRequest(Request):
-    """A request whose body was decompressed and measured before its route runs."""
-
-    def __init__(self, request: Request, body: bytes) -> None:
-        super().__init__(request.scope, request.receive)
-        self._checked_body = body
-
-    @override
-    async def body(self) -> bytes:
-        """Return the checked body."""
-        return self._checked_body
 
 
 class TenantRoute(APIRoute):
@@ -97,8 +84,8 @@ class TenantRoute(APIRoute):
         ):
             reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
             try:
-                body = await reader.read(request)
-                return await endpoint(CheckedRequest(request, body), services, tenant)
+                checked = CheckedRequest(request, await reader.read(request))
+                return await endpoint(checked, services, tenant)
             except Refused as refused:
                 services.refusals.note(tenant.id, refused)
                 raise

@@ -23,10 +23,10 @@ from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
 from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
-from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
+from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
 from cotrain_server.requests.pass_validation import check_adam, check_steps
-from cotrain_store.bodies.pass_body import has_images, parse_pass
+from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import encode
 from cotrain_store.messages.ops import OpKind
@@ -83,12 +83,7 @@ def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_F
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return _parsed(address, message, "", canonical(message))
-
-
-def _parsed(address: RunRequest, message: PassMessage | None, refusal: str, content: bytes) -> ParsedPass:
-    with_images = message is not None and has_images(message)
-    return ParsedPass(address.model_id, address.seq_id, message, refusal, content, has_images=with_images)
+    return ParsedPass.of(address.model_id, address.seq_id, message)
 
 
 def read_sweep_pass(body: bytes) -> ParsedPass:
@@ -105,8 +100,7 @@ def read_sweep_pass(body: bytes) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if message.model_id or message.seq_id:
         raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    content = canonical(message)
-    return ParsedPass("", None, message, "", content, has_images=has_images(message))
+    return ParsedPass.of("", None, message)
 
 
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
@@ -135,15 +129,15 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     """
     fields = json_object(body)
     address = parse_run_and_seq(RunRequest, fields)
-    message, refusal = None, ""
     try:
         message = _pass_message(fields, forward_only=forward_only)
     except ValidationError as error:
         refusal = sentence(error.errors(include_url=False, include_input=False))
     except UnsupportedInput as error:
         refusal = str(error)
-    content = canonical_json(fields) if message is None else canonical(message)
-    return _parsed(address, message, refusal, content)
+    else:
+        return ParsedPass.of(address.model_id, address.seq_id, message)
+    return ParsedPass(address.model_id, address.seq_id, None, refusal, canonical_json(fields))
 
 
 def read_fields(body: bytes) -> AddressedFields:
