@@ -1,8 +1,9 @@
 """ASGI middleware around the application, in the order in which a request passes it.
 
-`RequestMiddleware` assigns an id, measures, traces and catches unexpected errors. `OtherMethods` answers HEAD and OPTIONS.
-`DirectRoutes` answers the most frequent requests in front of the framework. `PathPrefix` is outside of them, behind a
-proxy that serves this server below a path.
+* `RequestMiddleware`: id, measurements, span, and the answer to an unexpected error.
+* `OtherMethods`: HEAD and OPTIONS.
+* `DirectRoutes`: the most frequent requests, answered in front of the framework.
+* `PathPrefix`: outermost, if a proxy serves this server below a path.
 """
 
 import itertools
