@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 COTRAIN = Path(sys.executable).with_name("cotrain")
 #: Part of the command line of each process of a server.
 ROLES = {
-    "redis": "redis-server", "parser": "cotrain_server.parsing", "api": "-m cotrain_server",
+    "redis": "redis-server", "parser": "cotrain_server.parser_child", "api": "-m cotrain_server",
     "scheduler": "-m cotrain_scheduler", "worker": "-m cotrain_workers",
 }  # fmt: skip
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

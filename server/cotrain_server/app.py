@@ -13,6 +13,10 @@ from cotrain_server.http.direct_routes import DirectRoutes
 from cotrain_server.http.middleware import RequestMiddleware
 from cotrain_server.http.other_methods import OtherMethods
 from cotrain_server.http.path_prefix import PathPrefix, path_prefix
+from cotrain.version import __version__
+from cotrain_server.adapter_upload.adapter_files import expiring
+from cotrain_server.http import responses
+from cotrain_server.http.middleware import DirectRoutes, OtherMethods, PathPrefix, RequestMiddleware, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
     anthropic,
@@ -84,7 +88,7 @@ ROUTERS = (
 )
 
 #: Error formats of other APIs, by the start of their paths.
-FORMATS: dict[str, error_responses.ErrorFormat] = {
+FORMATS: dict[str, responses.ErrorFormat] = {
     "/oai/": openai.OpenAIRoute.error_outside,
     "/anthropic/": anthropic.AnthropicRoute.error_outside,
 }
@@ -96,7 +100,7 @@ FREQUENT = tuple(
     and route.endpoint in (training.forward_backward, training.forward, training.optim_step, samplers.asample)
 )
 #: Built on the first use, once for all applications of a process.
-ROUTES = APIRouter(responses=error_responses.ERROR_RESPONSES)
+ROUTES = APIRouter(responses=responses.ERROR_RESPONSES)
 for router in ROUTERS:
     ROUTES.include_router(router)
 
@@ -143,5 +147,5 @@ def create_app(settings: ServerSettings, long_poll_s: float = LONG_POLL_S) -> Fa
     app.add_middleware(RequestMiddleware, access_log=settings.access_log)
     if prefix := path_prefix(settings.public_url):
         app.add_middleware(PathPrefix, prefix=prefix)
-    error_responses.install(app, FORMATS)
+    responses.install(app, FORMATS)
     return app

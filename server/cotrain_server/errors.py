@@ -1,4 +1,4 @@
-"""Typed refusals of the HTTP layer. `http/error_responses.py` has their responses.
+"""Typed refusals of the HTTP layer. `http/responses.py` has their responses.
 
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """

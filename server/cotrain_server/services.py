@@ -12,11 +12,9 @@ from typing import Any
 
 import structlog
 
-from cotrain_server.admin_key import admin_key
-from cotrain_server.limits.failures import FailureCounter
-from cotrain_server.limits.own_quotas import OwnQuotas
-from cotrain_server.limits.tenant_slots import MAX_UPLOADS, TenantSlots, TenantUse, body_memory, tenant_requests
-from cotrain_server.parsing.parser import Parser
+from cotrain_server.limits import MAX_UPLOADS, FailureCounter, TenantSlots, TenantUse, body_memory, tenant_requests
+from cotrain_server.parser import Parser
+from cotrain_server.quotas import OwnQuotas
 from cotrain_server.settings import ServerSettings
 from cotrain_server.signed_tokens import Signer
 from cotrain_store.disk.spool import new_writer
@@ -143,7 +141,7 @@ async def open_services(settings: ServerSettings, long_poll_s: float = LONG_POLL
             services = Services(
                 settings=settings,
                 long_poll_s=long_poll_s,
-                admin_key=await asyncio.to_thread(admin_key, settings),
+                admin_key=await asyncio.to_thread(settings.read_admin_key),
                 connection=connection,
                 tenants=tenants,
                 policies=policies,

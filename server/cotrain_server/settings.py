@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import secrets
+from contextlib import suppress
 from ipaddress import ip_network
 from pathlib import Path  # pydantic reads the annotation at run time
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator
 
-from cotrain_store.messages.runs import HISTORY_POINTS
-from cotrain_store.oplog.submission import TenantLimits
-from cotrain_store.sampling.intake import SampleLimits
+from cotrain_server.quotas import Quotas
 from cotrain_store.settings.store import StoreSettings
 from cotrain_store.tenants.api_keys import MIN_CHARACTERS, ChosenKey, read_chosen_keys
-from cotrain_store.tenants.records import RecordLimits
 
+#: File name in the data folder, where `cotrain top` reads it.
+ADMIN_KEY_FILE = "admin-key"
 MIB = 1024**2
-
-#: Lua scripts count exactly up to 2**53.
-LIMITS = 10**15
-AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
 
 Words = tuple[str, ...]
 """A list in one variable, separated by commas or white space."""
@@ -31,68 +28,7 @@ def split_words(text: str) -> list[str]:
     return text.replace(",", " ").split()
 
 
-class Quotas(BaseModel):
-    """Quotas of one tenant. Requests above them are refused or wait, see docs/operate/limits.md."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ops: AtLeastOne = 512
-    """Pending requests in one pool, with limits on their `tokens` and `bytes`."""
-    tokens: AtLeastOne = 8_000_000
-    bytes: AtLeastOne = 1_000_000_000
-    runs: AtLeastOne = 1_000
-    run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
-    """Bytes of live runs, each with its state once in memory and twice on disk. 0: 200 GB or, if
-    larger, eight runs of the largest rank on the largest base model.
-    """
-    unread_bytes: AtLeastOne = 2_000_000_000
-    """Bytes of unfetched results. Above it, new requests are refused."""
-    record_bytes: AtLeastOne = 200_000_000
-    """Bytes of sessions and runs with their metadata, including ended ones: Redis keeps them in memory."""
-    history_points: AtLeastOne = HISTORY_POINTS
-    """Points of the histories of all runs, about 80 bytes each in Redis. Above it, the least
-    recently extended histories are deleted. Applied from the next run on.
-    """
-    sessions: AtLeastOne = 10_000
-    """Sessions with a live client."""
-    samplers: AtLeastOne = 10_000
-    sampler_bytes: AtLeastOne = 100_000_000_000
-    """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are replaced by new ones.
-    """
-    polls: AtLeastOne = 2_000
-    """Open polls in one API process."""
-    samples: AtLeastOne = 2_000
-    """Sample requests that are waiting or running. Above it, clients slow down."""
-    sample_tokens: AtLeastOne = 16_000_000
-    """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it, clients slow down."""
-    checkpoints: AtLeastOne = 10_000
-    checkpoint_bytes: AtLeastOne = 100_000_000_000
-    """Stored checkpoints and their bytes. Above it, saves fail."""
-
-    def over(self, own: Mapping[str, int]) -> Quotas:
-        """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
-        return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
-
-    @property
-    def tenant_limits(self) -> TenantLimits:
-        """Limits on one tenant's pending requests."""
-        return TenantLimits(
-            self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
-            self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
-        )  # fmt: skip
-
-    @property
-    def sample_limits(self) -> SampleLimits:
-        """Limits on one tenant's waiting and running sample requests."""
-        return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
-
-    @property
-    def record_limits(self) -> RecordLimits:
-        """Limits on one tenant's sessions, samplers and records."""
-        return RecordLimits(self.sessions, self.samplers, self.record_bytes)
-
-
-def read_quotas(given: object) -> object:
+def _read_quotas(given: object) -> object:
     """Parse `ops=1000,tokens=16000000`. Omitted quotas keep their defaults. Raises ValueError: an unknown quota or a
     number below 1; the message names it.
     """
@@ -143,7 +79,7 @@ class ServerSettings(StoreSettings):
     """Maximum size of a request in bytes, as sent and once decompressed."""
     max_upload_bytes: Annotated[int, Field(ge=1024)] = 512 * MIB
     """Maximum size of an uploaded adapter in bytes, as sent and once unpacked."""
-    quotas: Annotated[Quotas, BeforeValidator(read_quotas)] = Quotas()
+    quotas: Annotated[Quotas, BeforeValidator(_read_quotas)] = Quotas()
     """Quotas of each tenant, `NAME=NUMBER` separated by commas or white space."""
 
     @field_validator("base_models", "api_keys", "trusted_proxies", "webhook_networks", "cors_origins", mode="before")
@@ -178,3 +114,35 @@ class ServerSettings(StoreSettings):
         if self.api_keys_file is not None:
             written += split_words(self.api_keys_file.read_text())
         return read_chosen_keys(written)
+
+    def read_admin_key(self) -> str:
+        """Return the configured admin key, otherwise that of the data folder, which is created if missing.
+
+        An address proves nothing: behind a proxy on this host that adds no header, every client appears to come from
+        loopback.
+
+        Raises:
+            OSError: the file cannot be read or created.
+            ValueError: the file contains no key.
+        """
+        if self.admin_key is not None:
+            return self.admin_key.get_secret_value()
+        path = self.data_dir / ADMIN_KEY_FILE
+        if not path.exists():
+            _make_key(path)
+        key = path.read_text().strip()
+        if len(key) < MIN_CHARACTERS:
+            raise ValueError(f"{path} holds no key. Delete it: the next start makes one.")
+        return key
+
+
+def _make_key(path: Path) -> None:
+    """Write a key that only the owner of the folder can read. Another process may do the same concurrently."""
+    temporary = path.with_suffix(f".{secrets.token_hex(8)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secrets.token_urlsafe(32)}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    with suppress(FileExistsError):
+        os.link(temporary, path)
+    temporary.unlink()

@@ -11,7 +11,7 @@ import jwt
 import pytest
 from tinker.lib._jwt_auth import JwtAuthProvider
 
-from cotrain_server.limits.failures import FAILURES_PER_MINUTE
+from cotrain_server.limits import FAILURES_PER_MINUTE
 from cotrain_server.signed_tokens import TOKEN_LIFE_S, Signer, Token
 from cotrain_store.messages.ids import TenantId
 from tests.support.http_api import ALICE, BOB, Api, running_api

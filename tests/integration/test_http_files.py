@@ -17,7 +17,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from cotrain.transport.http import Transport
-from cotrain_server.limits.tenant_slots import TenantSlots
+from cotrain_server.limits import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import TenantId, WeightsRef

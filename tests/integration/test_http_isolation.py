@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cotrain_server.app import create_app
-from cotrain_server.limits.failures import FAILURES_PER_MINUTE
+from cotrain_server.limits import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
 from cotrain_store.keys import fleet_keys
 from tests.support.draws import variant

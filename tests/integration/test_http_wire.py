@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_server.limits.failures import FAILURES_PER_MINUTE
+from cotrain_server.limits import FAILURES_PER_MINUTE
 from tests.support.http_api import ALICE
 from tests.support.redis_server import EmbeddedRedis
 from tests.warm.popen import Popen, run

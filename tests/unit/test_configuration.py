@@ -11,7 +11,8 @@ import pytest
 from pydantic import SecretStr
 from pydantic_settings import BaseSettings
 
-from cotrain_server.settings import Quotas, ServerSettings
+from cotrain_server.quotas import Quotas
+from cotrain_server.settings import ServerSettings
 from cotrain_store.settings.scheduler import SchedulerSettings
 from cotrain_store.settings.store import PREFIX, StoreSettings
 from cotrain_store.settings.worker import WorkerSettings

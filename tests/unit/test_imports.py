@@ -70,7 +70,7 @@ NOT_AT_START = {
     "cotrain_scheduler.__main__": {*CLIENT, "PIL", "cotrain.wire", "google", "numpy"},
     "cotrain_server.__main__": {*CLIENT, "PIL", "llguidance"},
     # The second module is that of its calls for passes.
-    "cotrain_server.parsing.child_main, cotrain_server.requests.pass_ops": {
+    "cotrain_server.parser_child, cotrain_server.requests.pass_ops": {
         *CLIENT, "PIL", "asyncio", "cotrain.wire.model", "fastapi", "prometheus_client", "pydantic", "redis",
         "rich", "structlog",
     },

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field, create_model
 
 from cotrain.wire.admin import Change, KeyRequest, KeyShown, NewKey
+from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
-from cotrain_server.settings import Quotas
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WEIGHT
 from cotrain_store.messages.ids import TenantId

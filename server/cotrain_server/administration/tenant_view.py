@@ -8,8 +8,8 @@ from typing import Any
 
 from cotrain.wire.admin import DayUsage, Pause, QuotaUse, TenantDetail, TenantList, TenantRow
 from cotrain_server.administration.tenant_grants import list_keys
+from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
-from cotrain_server.settings import Quotas
 from cotrain_server.views.usage import total_of
 from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.messages.fleet import WEIGHT

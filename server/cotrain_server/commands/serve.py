@@ -9,10 +9,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from cotrain_server.admin_key import FILE as ADMIN_KEY
 from cotrain_server.commands import options
 from cotrain_server.commands.keys import all_keys, out_of_sight
-from cotrain_server.settings import split_words
+from cotrain_server.settings import ADMIN_KEY_FILE, split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
@@ -132,6 +131,6 @@ def _announce(data_dir: Path, announcement: Announcement) -> None:
         console.print(f"API key, shown only now: [bold]{announcement.new_key}[/bold]")
     console.print(f"[bold green]cotrain ready at {announcement.address}[/bold green]")
     is_set = os.environ.get(f"{PREFIX}ADMIN_KEY")
-    key = "the key in COTRAIN_ADMIN_KEY" if is_set else f"the admin key in {data_dir / ADMIN_KEY}"
+    key = "the key in COTRAIN_ADMIN_KEY" if is_set else f"the admin key in {data_dir / ADMIN_KEY_FILE}"
     console.print(f"Dashboard: {announcement.address}/ui")
     console.print(f"Log in with {key}, or as a tenant with its API key.")

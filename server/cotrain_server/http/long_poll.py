@@ -1,4 +1,4 @@
-"""Long polls in front of the framework (`direct_routes.py`): authenticate, read, wait, send.
+"""Long polls in front of the framework (`DirectRoutes`): authenticate, read, wait, send.
 
 Thousands are open at once. Under the layers of a route (body, dependencies, routing) each took 36
 KB, and twice that during the Redis lookup of its key. After a restart all of them arrive at once.
@@ -8,6 +8,7 @@ is answered as "not yet".
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,12 +23,14 @@ from cotrain.wire.model import WireModel
 from cotrain.wire.runs import TryAgainResponse
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.error_responses import refusal, schema_refusal
 from cotrain_server.http.request_body import FEW, BodyReader, is_json
+from cotrain_server.http.responses import refusal, schema_refusal
 from cotrain_server.services import Services
 from cotrain_store.errors import StoreError, StoreUnavailable
-from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.ids import RequestId, TenantId
+from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import Tenant
+from cotrain_store.monitoring.tracing import current_traceparent, record, tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 
 Answer = TypeVar("Answer")
@@ -112,6 +115,26 @@ def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResp
         {"request_id": request_id, "queue_state": queue_state, "queue_state_reason": reason}
     )
     return JSONResponse(body.model_dump(), status_code=408)
+
+
+async def trace_retrieval(
+    services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
+) -> None:
+    """Record the poll that delivered a result, as a child of its client's span, or else of the span
+    of its op.
+    """
+    traces = tracer()
+    if traces is None:
+        return
+    op_span = await services.futures.trace_of(tenant, request)
+    parent = current_traceparent() or op_span
+    if not parent:
+        return
+    is_failure = result.kind is ResultKind.FAILURE
+    record(
+        traces, "retrieve_future", began, time.time(), parent, links=[op_span] if parent != op_span else [],
+        request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
+    )  # fmt: skip
 
 
 async def _prepare(poll: Poll, request: Request) -> Response | Wait:

@@ -1,10 +1,9 @@
-"""Outermost layer of HTTP: assigns request ids, measures requests, and catches unexpected errors.
+"""ASGI middleware around the application, in the order in which a request passes it.
 
-This is one of two places that may catch every exception. It logs the location of the error, never
-the message of an exception, which may quote a tenant's data.
-
-The request id appears in the answer, in the log and in traces. It is the client's own id or a
-generated one.
+* `RequestMiddleware`: id, measurements, span, and the answer to an unexpected error.
+* `OtherMethods`: HEAD and OPTIONS.
+* `DirectRoutes`: the most frequent requests, answered in front of the framework.
+* `PathPrefix`: outermost, if a proxy serves this server below a path.
 """
 
 import itertools
@@ -12,38 +11,30 @@ import re
 import secrets
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
+from typing import Protocol
+from urllib.parse import urlsplit
 
 import structlog
+from opentelemetry.context import attach
+from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.error_responses import internal_error_at
-from cotrain_server.http.request_trace import REPEATED, begin_request, end_request
+from cotrain_server.http.responses import internal_error_at
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import looks_like_key
+from cotrain_store.monitoring.tracing import context_of, named, trace_id, traceparent_of, tracer
 
-HEADER = b"x-request-id"
+log = structlog.get_logger()
+
+_ID_HEADER = b"x-request-id"
 #: Characters that are safe in a log line, a header and a shell.
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 #: Generated ids: the start is of this process, and the rest counts, without a call of the kernel for each request.
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
-
-
-def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the `X-Request-Id` of a request if it is 1 to 64 safe characters and no key; else a
-    new id.
-    """
-    given = [value.decode("latin-1") for name, value in headers if name == HEADER]
-    if len(given) == 1 and _SAFE.fullmatch(given[0]) and not looks_like_key(given[0]):
-        return given[0]
-    return f"{_PROCESS}{next(_NUMBERS):08x}"
-
-
-log = structlog.get_logger()
-
 #: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready"
 #: to a waiting probe.
 _NOT_LOGGED = {
@@ -52,10 +43,24 @@ _NOT_LOGGED = {
     ("/api/v1/asample", 429),
     ("/readyz", 503),
 }
+_TRACED = ("/api/v1/", "/oai/", "/anthropic/")
+#: Paths of requests that waiting clients and health checks repeat every few seconds. They have no span, and start at once.
+_REPEATED = frozenset(
+    f"/api/v1/{name}"
+    for name in (
+        "retrieve_future", "retrieve_futures", "cancel_future", "session_heartbeat", "healthz",
+        "telemetry",
+    )
+)  # fmt: skip
+_SERVER_ERROR = 500
 
 
 class RequestMiddleware:
-    """ASGI middleware around the whole application."""
+    """Layer around all requests: ids, metrics, spans, log lines, and answers to unexpected errors.
+
+    This is one of two places that may catch every exception. It logs the location of the error, never the message of an
+    exception, which may quote a tenant's data.
+    """
 
     def __init__(self, app: ASGIApp, *, access_log: bool = False) -> None:
         self.app = app
@@ -66,24 +71,25 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        services: Services | None = getattr(scope["app"].state, "services", None)
         request_id = request_id_of(scope["headers"])
         scope.setdefault("state", {})["request_id"] = request_id
         structlog.contextvars.clear_contextvars()
         structlog.contextvars.bind_contextvars(http_request=request_id)
-        span = begin_request(scope)
+        span = _begin_span(scope)
         started_at, statuses = time.perf_counter(), list[int]()
 
         async def send_noted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
-                added = [(HEADER, request_id.encode())]
-                if _is_leaving(scope):
-                    added.append((b"connection", b"close"))
+                added = [(_ID_HEADER, request_id.encode())]
+                if services is not None and services.draining:
+                    added.append((b"connection", b"close"))  # a repeated request must reach another process
                 message["headers"] = [*message["headers"], *added]
             await send(message)
 
         try:
-            if (services := _services(scope)) and scope["path"] not in REPEATED:
+            if services is not None and scope["path"] not in _REPEATED:
                 await services.parser.loop_slots.take()
             await self.app(scope, receive, send_noted)
         except ClientDisconnect:
@@ -97,7 +103,7 @@ class RequestMiddleware:
         route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]
         self._note(scope, route, status, time.perf_counter() - started_at)
         if span is not None:
-            end_request(span, scope, route, status)
+            _end_span(span, scope, route, status)
 
     def _note(self, scope: Scope, route: str, status: int, duration_s: float) -> None:
         metrics.HTTP_REQUESTS.labels(route, status).inc()
@@ -108,17 +114,53 @@ class RequestMiddleware:
             _log_answer("request_answered", scope, route, status, duration_s)
 
 
-def _is_leaving(scope: Scope) -> bool:
-    """Return True if this process drains: a repeated request must not reach a connection that is
-    being closed.
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the `X-Request-Id` of a request if it is 1 to 64 safe characters and no key, else a new id.
+
+    It appears in the answer, in the log and in traces.
     """
-    services = _services(scope)
-    return services is not None and services.draining
+    given = [value.decode("latin-1") for name, value in headers if name == _ID_HEADER]
+    if len(given) == 1 and _SAFE.fullmatch(given[0]) and not looks_like_key(given[0]):
+        return given[0]
+    return f"{_PROCESS}{next(_NUMBERS):08x}"
 
 
-def _services(scope: Scope) -> Services | None:
-    services: Services | None = getattr(scope["app"].state, "services", None)
-    return services
+def _begin_span(scope: Scope) -> Span | None:
+    """Start the span of a request as a child of its client's span, and return it; None if tracing is off.
+
+    Polls have none either, because most deliver no result. `trace_retrieval` reports the poll that does.
+
+    The header `traceparent` names the client's span. OpenTelemetry's current span becomes the new
+    one, or the client's if there is no new one. Log lines contain the trace id of a new span.
+    """
+    traces = tracer()
+    if traces is None:
+        return None
+    sent = [value for name, value in scope["headers"] if name == b"traceparent"]
+    parent = context_of(sent[0].decode("latin-1") if len(sent) == 1 else "")
+    if not scope["path"].startswith(_TRACED) or scope["path"] in _REPEATED:
+        attach(parent)
+        return None
+    span = traces.start_span(scope["method"], parent, SpanKind.SERVER)
+    attach(set_span_in_context(span, parent))
+    if traceparent := traceparent_of(span):
+        structlog.contextvars.bind_contextvars(trace_id=trace_id(traceparent))
+    return span
+
+
+def _end_span(span: Span, scope: Scope, route: str, status: int) -> None:
+    """End the span of a request, with the ids that its log lines contain. Status 0: no answer."""
+    bound = structlog.contextvars.get_contextvars()
+    ids = {name: bound[name] for name in ("http_request", "tenant", "run", "seq") if name in bound}
+    http = {
+        "http.request.method": scope["method"], "http.route": route,
+        "http.response.status_code": status,
+    }  # fmt: skip
+    span.update_name(f"{scope['method']} {route}")
+    span.set_attributes(named(**http, **ids))
+    if status >= _SERVER_ERROR or not status:
+        span.set_status(StatusCode.ERROR)
+    span.end()
 
 
 def _log_answer(event: str, scope: Scope, route: str, status: int, duration_s: float) -> None:
@@ -138,3 +180,156 @@ def _log_crash(error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
     where = [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames]
     log.error("request_crashed", error=type(error).__name__, where=where)
+
+
+class OtherMethods:
+    """ASGI middleware that answers HEAD as GET, and OPTIONS with the methods of a path.
+
+    The web server drops the body of an answer to HEAD.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        method = scope.get("method")
+        if method not in ("HEAD", "OPTIONS"):
+            await self.app(scope, receive, send)
+            return
+        inner = {**scope, "method": "GET"} if method == "HEAD" else {**scope}
+        try:
+            await self.app(inner, receive, send if method == "HEAD" else _allowing(send))
+        finally:
+            # The layers outside read the route that the router found.
+            scope["route"] = inner.get("route")
+
+
+def _allowing(send: Send) -> Send:
+    """Turn a refusal of the method into an empty answer with the methods that the path has."""
+    is_refused = False
+
+    async def send_allowed(message: Message) -> None:
+        nonlocal is_refused
+        if message["type"] == "http.response.start" and message["status"] == 405:
+            is_refused = True
+            allowed = [each for each in message["headers"] if each[0].lower() == b"allow"]
+            message = {**message, "status": 204, "headers": allowed}
+        elif is_refused and message["type"] == "http.response.body":
+            message = {**message, "body": b""}
+        await send(message)
+
+    return send_allowed
+
+
+class DirectRoute(Protocol):
+    """An endpoint of one path, for POST."""
+
+    @property
+    def path(self) -> str:
+        """Path of the endpoint."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the key, read the body, and send the answer, also that of an error."""
+
+
+class DirectRoutes:
+    """ASGI middleware that passes the POSTs of some paths to their endpoints, and all other requests on.
+
+    They are polls, passes, optimizer steps and samples. They are declared as routes too, for the OpenAPI page and for
+    other methods. The framework's routing, dependencies and serialization took a third of the processor time of a small
+    pass.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[DirectRoute]) -> None:
+        self.app = app
+        self._route_by_path = {route.path: route for route in routes}
+
+    # No coroutine of its own, because thousands of polls wait here.
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Serve one request."""
+        route = self._route_by_path.get(scope["path"]) if scope["type"] == "http" else None
+        if route is None or scope["method"] != "POST":
+            return self.app(scope, receive, send)
+        scope["route"] = route
+        return route.serve(scope, receive, send)
+
+
+#: Headers that contain an address.
+_LEADING = (b"location", b"hx-redirect")
+#: Attributes that contain one of our addresses. Templates escape the quotes of all values.
+_LINK = b'="/ui'
+
+
+def path_prefix(public_url: str | None) -> str:
+    """Return the path of an address without a trailing slash, or "" if it has none."""
+    return urlsplit(public_url or "").path.rstrip("/")
+
+
+class PathPrefix:
+    """ASGI middleware for the path of `COTRAIN_PUBLIC_URL`, which starts with a slash and has no trailing one.
+
+    Routes, templates and cookies are written for the root. This layer removes the prefix from a request, if the proxy
+    has not, and adds it to every address that leads a browser to another page.
+    """
+
+    def __init__(self, app: ASGIApp, *, prefix: str) -> None:
+        self.app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request as if it had arrived at the root."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        scope = self._at_the_root(scope)
+        if not _is_page(scope["path"]):
+            await self.app(scope, receive, send)
+            return
+        start: list[Message] = []
+
+        async def send_below(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                start.append({**message, "headers": self._headers(message["headers"])})
+            elif start and _is_html(start[0]) and not message.get("more_body"):
+                body = message["body"].replace(_LINK, b'="' + self._prefix.encode() + b"/ui")
+                await send(_of_length(start.pop(), len(body)))
+                await send({**message, "body": body})
+            else:
+                if start:
+                    await send(start.pop())
+                await send(message)
+
+        await self.app(scope, receive, send_below)
+
+    def _at_the_root(self, scope: Scope) -> Scope:
+        path: str = scope["path"]
+        if path != self._prefix and not path.startswith(f"{self._prefix}/"):
+            return scope
+        raw = scope.get("raw_path") or path.encode()
+        cut = {"path": path[len(self._prefix) :] or "/", "raw_path": raw[len(self._prefix) :] or b"/"}
+        return {**scope, **cut}
+
+    def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        prefix = self._prefix.encode()
+        return [
+            (name, prefix + value)
+            if name.lower() in _LEADING and value.startswith(b"/")
+            else (name, value.replace(b"Path=/ui", b"Path=" + prefix + b"/ui"))
+            if name.lower() == b"set-cookie"
+            else (name, value)
+            for name, value in headers
+        ]
+
+
+def _is_page(path: str) -> bool:
+    return path in ("/", "/ui") or path.startswith("/ui/")
+
+
+def _is_html(start: Message) -> bool:
+    return any(name.lower() == b"content-type" and value.startswith(b"text/html") for name, value in start["headers"])
+
+
+def _of_length(start: Message, length: int) -> Message:
+    others = [each for each in start["headers"] if each[0].lower() != b"content-length"]
+    return {**start, "headers": [*others, (b"content-length", str(length).encode())]}

@@ -1,7 +1,6 @@
-"""Reading of request bodies within limits on bytes, values and nesting depth, safe against
-compression bombs.
+"""Reader of request bodies within limits on bytes, values and nesting depth, safe against compression bombs.
 
-This module handles sizes and encodings. `requests/` interprets the content.
+It handles sizes and encodings. `requests/` interprets the content.
 """
 
 import asyncio
@@ -11,13 +10,40 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 from starlette.requests import Request
+from typing_extensions import override
 
 from cotrain_server.errors import BodyTooLarge, Unreadable
-from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
+from cotrain_server.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 
+#: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the
+#: connection.
+RECEIVE_TIMEOUT_S = 60.0
+#: Size from which received chunks are no longer gathered in one buffer.
+_GATHERED_BYTES = 64 * 1024
+#: Maximum decoder memory that a frame may request. The SDK's level 3 needs 2 MiB.
+MAX_WINDOW_BYTES = 8 * 1024 * 1024
+#: Maximum number of frames of a body. Tools that write several frames put 64 KiB into each. An
+#: empty frame takes 9 bytes and 2 µs.
+MAX_FRAMES = 4096
+#: A body of at most this size, compressed and decompressed, waits for no other body.
+SMALL_BYTES = 16 * 1024
+#: `max_output_size` is no protection: it is ignored when a frame declares its size. So the input is
+#: decompressed in slices. The smallest zstd block is 4 bytes and expands to at most 128 KiB. A
+#: slice can therefore exceed the limit by at most 16 MiB before it is refused.
+SLICE_BYTES = 512
+
 MAX_JSON_DEPTH = 32
+_BLOCK_BYTES = 1 << 20
+#: Body that cannot exceed the limits if it has at most MAX_JSON_DEPTH brackets.
+_FLAT_BYTES = 4 * 1024
+_STEP_BY_SYMBOL = np.zeros(256, np.int8)
+_STEP_BY_SYMBOL[[ord("["), ord("{")]] = 1
+_STEP_BY_SYMBOL[[ord("]"), ord("}")]] = -1
+_BEFORE_VALUE = np.zeros(256, np.bool_)
+_BEFORE_VALUE[[ord("["), ord("{"), ord(","), ord(":")]] = True
+_QUOTE = ord('"')
 
 
 @dataclass(frozen=True)
@@ -36,86 +62,6 @@ FEW = JsonLimits(values=20_000, containers=20_000)
 MANY = JsonLimits(values=4 * 1024**2, containers=256 * 1024)
 #: A chat of thousands of messages, or 256 prompts of tokens.
 CHATS = JsonLimits(values=4 * 1024**2, containers=16 * 1024)
-
-_BLOCK_BYTES = 1 << 20
-#: Body that cannot exceed the limits if it has at most MAX_JSON_DEPTH brackets.
-_FLAT_BYTES = 4 * 1024
-_STEP_BY_SYMBOL = np.zeros(256, np.int8)
-_STEP_BY_SYMBOL[[ord("["), ord("{")]] = 1
-_STEP_BY_SYMBOL[[ord("]"), ord("}")]] = -1
-_BEFORE_VALUE = np.zeros(256, np.bool_)
-_BEFORE_VALUE[[ord("["), ord("{"), ord(","), ord(":")]] = True
-_QUOTE = ord('"')
-
-
-def count_json(body: bytes, limits: JsonLimits) -> int:
-    """Return the number of values of a JSON body. The result is arbitrary if the body is not JSON.
-
-    The body is not parsed yet: a list takes 2 bytes on the wire and 56 in memory. Counting takes time and memory proportional to the body size for any
-    content. A regular expression does not, if a string is unterminated. A small flat body is counted 20 times faster,
-    with the symbols in its texts.
-
-    Raises:
-        BodyTooLarge: the body exceeds the limits.
-        Unreadable: brackets nest deeper than MAX_JSON_DEPTH.
-    """
-    opened = body.count(b"[") + body.count(b"{")
-    if opened <= min(MAX_JSON_DEPTH, limits.containers) and len(body) <= _FLAT_BYTES <= limits.values:
-        return opened + body.count(b",") + body.count(b":")
-    depth = quotes = containers = values = 0
-    for block in _blocks(body):
-        # Remove escaped backslashes first. Then a quote after a backslash is escaped, and any other
-        # quote ends a string.
-        symbols = np.frombuffer(block.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-        if not len(symbols):
-            continue
-        quotes_before = quotes + np.cumsum(symbols == _QUOTE, dtype=np.int32)
-        is_outside = quotes_before % 2 == 0
-        steps = np.where(is_outside, _STEP_BY_SYMBOL[symbols], 0)
-        depths = depth + np.cumsum(steps, dtype=np.int32)
-        if depths.max() > MAX_JSON_DEPTH:
-            raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
-        containers += int(np.count_nonzero(steps > 0))
-        values += int(np.count_nonzero(_BEFORE_VALUE[symbols] & is_outside))
-        if containers > limits.containers:
-            raise BodyTooLarge(f"The JSON body holds more than {limits.containers} lists and objects.")
-        if values > limits.values:
-            raise BodyTooLarge(f"The JSON body holds more than {limits.values} values.")
-        depth, quotes = int(depths[-1]), int(quotes_before[-1])
-    return values
-
-
-def _blocks(body: bytes) -> Iterator[bytes]:
-    """Yield the body in blocks that do not split an escape. The arrays of a count take several
-    times the size of its block.
-    """
-    start = 0
-    while start < len(body):
-        end = start + _BLOCK_BYTES
-        block = body[start:end]
-        if (len(block) - len(block.rstrip(b"\\"))) % 2:
-            end += 1
-            block = body[start:end]
-        yield block
-        start = end
-
-
-#: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the
-#: connection.
-RECEIVE_TIMEOUT_S = 60.0
-#: Size from which received chunks are no longer gathered in one buffer.
-_GATHERED_BYTES = 64 * 1024
-#: Maximum decoder memory that a frame may request. The SDK's level 3 needs 2 MiB.
-MAX_WINDOW_BYTES = 8 * 1024 * 1024
-#: Maximum number of frames of a body. Tools that write several frames put 64 KiB into each. An
-#: empty frame takes 9 bytes and 2 µs.
-MAX_FRAMES = 4096
-#: A body of at most this size, compressed and decompressed, waits for no other body.
-SMALL_BYTES = 16 * 1024
-#: `max_output_size` is no protection: it is ignored when a frame declares its size. So the input is
-#: decompressed in slices. The smallest zstd block is 4 bytes and expands to at most 128 KiB. A
-#: slice can therefore exceed the limit by at most 16 MiB before it is refused.
-SLICE_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -185,6 +131,19 @@ class BodyReader:
         return await self.parser.run(self.tenant, heavy, decompress, body, self.limit_bytes)
 
 
+class CheckedRequest(Request):
+    """A request whose body was read before its route runs."""
+
+    def __init__(self, request: Request, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self._checked_body = body
+
+    @override
+    async def body(self) -> bytes:
+        """Return the checked body."""
+        return self._checked_body
+
+
 def body_weight(request: Request) -> int:
     """Return the weight of a body that was read, in the units of `Parser`."""
     weight: int = request.state.body_weight
@@ -206,6 +165,10 @@ def is_json(request: Request) -> bool:
 def is_protobuf(request: Request) -> bool:
     """Return True if the content type of a request is protobuf."""
     return _media_type(request) == "application/x-protobuf"
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def decompress_small(body: bytes) -> bytes:
@@ -259,5 +222,53 @@ def _too_large(subject: str, limit_bytes: int) -> str:
     return f"{subject} exceeds {limit_bytes / 1024**2:g} MiB."
 
 
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+def count_json(body: bytes, limits: JsonLimits) -> int:
+    """Return the number of values of a JSON body. The result is arbitrary if the body is not JSON.
+
+    The body is not parsed yet: a list takes 2 bytes on the wire and 56 in memory. Counting takes time and memory proportional to the body size for any
+    content. A regular expression does not, if a string is unterminated. A small flat body is counted 20 times faster,
+    with the symbols in its texts.
+
+    Raises:
+        BodyTooLarge: the body exceeds the limits.
+        Unreadable: brackets nest deeper than MAX_JSON_DEPTH.
+    """
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= min(MAX_JSON_DEPTH, limits.containers) and len(body) <= _FLAT_BYTES <= limits.values:
+        return opened + body.count(b",") + body.count(b":")
+    depth = quotes = containers = values = 0
+    for block in _blocks(body):
+        # Remove escaped backslashes first. Then a quote after a backslash is escaped, and any other
+        # quote ends a string.
+        symbols = np.frombuffer(block.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+        if not len(symbols):
+            continue
+        quotes_before = quotes + np.cumsum(symbols == _QUOTE, dtype=np.int32)
+        is_outside = quotes_before % 2 == 0
+        steps = np.where(is_outside, _STEP_BY_SYMBOL[symbols], 0)
+        depths = depth + np.cumsum(steps, dtype=np.int32)
+        if depths.max() > MAX_JSON_DEPTH:
+            raise Unreadable(f"The JSON body is nested deeper than {MAX_JSON_DEPTH} levels.")
+        containers += int(np.count_nonzero(steps > 0))
+        values += int(np.count_nonzero(_BEFORE_VALUE[symbols] & is_outside))
+        if containers > limits.containers:
+            raise BodyTooLarge(f"The JSON body holds more than {limits.containers} lists and objects.")
+        if values > limits.values:
+            raise BodyTooLarge(f"The JSON body holds more than {limits.values} values.")
+        depth, quotes = int(depths[-1]), int(quotes_before[-1])
+    return values
+
+
+def _blocks(body: bytes) -> Iterator[bytes]:
+    """Yield the body in blocks that do not split an escape. The arrays of a count take several
+    times the size of its block.
+    """
+    start = 0
+    while start < len(body):
+        end = start + _BLOCK_BYTES
+        block = body[start:end]
+        if (len(block) - len(block.rstrip(b"\\"))) % 2:
+            end += 1
+            block = body[start:end]
+        yield block
+        start = end

@@ -20,8 +20,8 @@ from typing_extensions import override
 from cotrain.wire.codec import PROTOBUF
 from cotrain.wire.rest import MAX_PAGE, AccessScope
 from cotrain_server.http.auth import authenticate, check_operator
-from cotrain_server.http.error_responses import refusal
-from cotrain_server.http.request_body import FEW, MANY, BodyReader, JsonLimits, is_json
+from cotrain_server.http.request_body import FEW, MANY, BodyReader, CheckedRequest, JsonLimits, is_json
+from cotrain_server.http.responses import refusal
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.errors import Refused, StoreError, StoreUnavailable
@@ -44,19 +44,6 @@ _OPERATOR = TenantId("operator")
 api_key = Security(APIKeyHeader(name="X-API-Key", auto_error=False))
 
 
-class CheckedRequest(Request):
-    """A request whose body was decompressed and measured before its route runs."""
-
-    def __init__(self, request: Request, body: bytes) -> None:
-        super().__init__(request.scope, request.receive)
-        self._checked_body = body
-
-    @override
-    async def body(self) -> bytes:
-        """Return the checked body."""
-        return self._checked_body
-
-
 class TenantRoute(APIRoute):
     """A route with a tenant's key and a small body. It sets `request.state.tenant`.
 
@@ -76,7 +63,7 @@ class TenantRoute(APIRoute):
         return guarded
 
     async def serve(self, scope: RequestScope, receive: Receive, send: Send) -> None:
-        """Send the answer of an endpoint that queues its request, without FastAPI (`direct_routes.py`)."""
+        """Send the answer of an endpoint that queues its request, without FastAPI (`DirectRoutes`)."""
         request = Request(scope, receive)
         try:
             queued: BaseModel = await self._guarded(request, self.endpoint)
@@ -97,8 +84,8 @@ class TenantRoute(APIRoute):
         ):
             reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
             try:
-                body = await reader.read(request)
-                return await endpoint(CheckedRequest(request, body), services, tenant)
+                checked = CheckedRequest(request, await reader.read(request))
+                return await endpoint(checked, services, tenant)
             except Refused as refused:
                 services.refusals.note(tenant.id, refused)
                 raise

@@ -15,7 +15,7 @@ from fastapi import Request
 
 from cotrain_server.errors import Invalid, InvalidToken
 from cotrain_server.http.auth import identify
-from cotrain_server.http.finite_json import finite
+from cotrain_server.http.responses import finite
 from cotrain_server.services import Services
 from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, MalformedPath, WeightsDeleted
 from cotrain_store.messages.ids import TenantId
@@ -84,6 +84,19 @@ async def check_loadable(services: Services, checkpoint: CheckpointRecord) -> No
         raise Invalid(
             "Encrypted external_weights are for download only; load or sample from weights or sampler_weights."
         )
+
+
+async def quota_reached(services: Services, tenant: TenantId) -> str:
+    """Return the sentence for a tenant that has reached its quota of stored checkpoints, else ""."""
+    quotas = await services.quotas.of(tenant)
+    count, size_bytes = await services.checkpoints.stored_bytes(tenant)
+    if count >= quotas.checkpoints:
+        limit = f"{quotas.checkpoints} checkpoints"
+    elif size_bytes >= quotas.checkpoint_bytes:
+        limit = f"{quotas.checkpoint_bytes} bytes"
+    else:
+        return ""
+    return f"Checkpoint storage quota reached ({limit}). Delete some that are not needed."
 
 
 def check_optimizer(weights: WeightsRecord, *, optimizer: bool) -> None:

@@ -90,6 +90,11 @@ class ParsedPass:
     has_images: bool = False
     """True: `pass_op` decodes images, which only a child process may do. Unknown before it is parsed."""
 
+    @classmethod
+    def of(cls, model_id: str, seq: int | None, message: PassMessage) -> Self:
+        """Return the request of a message."""
+        return cls(model_id, seq, message, "", canonical(message), has_images=has_images(message))
+
 
 def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
     """Check a pass against its run's base model and return its op. Parse it first if necessary."""
@@ -100,7 +105,7 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
     try:
         _refuse_vast_shapes(request.message)
         body = request.sent or request.content
-        if has_images(request.message):
+        if request.has_images:
             locate_images(request.message, image_reader(pool, "data"))
             body = canonical(request.message)
         decoded = decode_pass(request.message)
@@ -131,7 +136,7 @@ def _read_all(request: ParsedPass) -> ParsedPass:
         return replace(request, refusal="model_id and seq_id: given twice.", is_read=True)
     is_sent = lean is request.content and message.forward_only >= request.forward_only
     message.forward_only |= request.forward_only
-    return replace(request, message=message, content=canonical(message), sent=lean if is_sent else b"", is_read=True)
+    return replace(ParsedPass.of(request.model_id, request.seq, message), sent=lean if is_sent else b"")
 
 
 def _refuse_vast_shapes(message: PassMessage) -> None:

@@ -20,13 +20,13 @@ from cotrain.wire.codec import encode_pass_request
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
-from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
+from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, sentence
-from cotrain_server.parsing.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
-from cotrain_server.requests.pass_ops import Op, ParsedPass, canonical, digest_of
+from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
+from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
 from cotrain_server.requests.pass_validation import check_adam, check_steps
-from cotrain_store.bodies.pass_body import has_images, parse_pass
+from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import encode
 from cotrain_store.messages.ops import OpKind
@@ -83,12 +83,7 @@ def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_F
         raise Unreadable(str(error)) from error
     address = _address_in(message)
     message.forward_only |= forward_only
-    return _parsed(address, message, "", canonical(message))
-
-
-def _parsed(address: RunRequest, message: PassMessage | None, refusal: str, content: bytes) -> ParsedPass:
-    with_images = message is not None and has_images(message)
-    return ParsedPass(address.model_id, address.seq_id, message, refusal, content, has_images=with_images)
+    return ParsedPass.of(address.model_id, address.seq_id, message)
 
 
 def read_sweep_pass(body: bytes) -> ParsedPass:
@@ -105,8 +100,7 @@ def read_sweep_pass(body: bytes) -> ParsedPass:
         raise Unreadable(str(error)) from error
     if message.model_id or message.seq_id:
         raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    content = canonical(message)
-    return ParsedPass("", None, message, "", content, has_images=has_images(message))
+    return ParsedPass.of("", None, message)
 
 
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
@@ -135,15 +129,15 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     """
     fields = json_object(body)
     address = parse_run_and_seq(RunRequest, fields)
-    message, refusal = None, ""
     try:
         message = _pass_message(fields, forward_only=forward_only)
     except ValidationError as error:
         refusal = sentence(error.errors(include_url=False, include_input=False))
     except UnsupportedInput as error:
         refusal = str(error)
-    content = canonical_json(fields) if message is None else canonical(message)
-    return _parsed(address, message, refusal, content)
+    else:
+        return ParsedPass.of(address.model_id, address.seq_id, message)
+    return ParsedPass(address.model_id, address.seq_id, None, refusal, canonical_json(fields))
 
 
 def read_fields(body: bytes) -> AddressedFields:
@@ -210,12 +204,17 @@ def rewind_op(request: AddressedFields) -> Op:
 def _step_op(fields: dict[str, Any]) -> Op:
     request = OptimStepRequest.model_validate(_with_default_seq(fields))
     if request.adam_params is not None:
-        check_adam(request.adam_params)
-        body = request.adam_params.model_dump_json().encode()
-    else:
-        assert request.optimizer_params is not None  # the wire type requires one of them
-        check_steps("optimizer_params", request.optimizer_params)
-        body = json.dumps(_muon_fields(request.optimizer_params)).encode()
+        return adam_op(request.adam_params)
+    assert request.optimizer_params is not None  # the wire type requires one of them
+    check_steps("optimizer_params", request.optimizer_params)
+    body = json.dumps(_muon_fields(request.optimizer_params)).encode()
+    return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
+
+
+def adam_op(params: AdamParams) -> Op:
+    """Check the parameters of an AdamW step and return its op. Raises Invalid."""
+    check_adam(params)
+    body = params.model_dump_json().encode()
     return Op(OpKind.OPTIM_STEP, body, 0, digest_of(body))
 
 

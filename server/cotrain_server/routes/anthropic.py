@@ -9,9 +9,9 @@ from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.finite_json import FiniteJSONResponse
+from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
-from cotrain_server.requests.sample_validation import is_sampleable
+from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import AnthropicError, CountRequest, MessageRequest, anthropic_error
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
 from cotrain_server.text_apis.generation import Generation

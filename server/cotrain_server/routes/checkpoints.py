@@ -13,8 +13,15 @@ from fastapi import Header, HTTPException, Request
 from cotrain.wire.checkpoints import CheckpointTtlRequest, CopyWeightsRequest, CopyWeightsResponse
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
-from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, check_ttl, find_source, path_of, reader_of
-from cotrain_server.requests.submission import quota_reached
+from cotrain_server.requests.checkpoint_validation import (
+    CHECKPOINT,
+    Source,
+    check_ttl,
+    find_source,
+    path_of,
+    quota_reached,
+    reader_of,
+)
 from cotrain_server.services import Services
 from cotrain_store.errors import MalformedPath, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id

@@ -14,10 +14,9 @@ from cotrain.wire.codec import PROTOBUF, pass_output_to_json, sample_response_to
 from cotrain.wire.custom_loss import PREFIX, CreateCustomLossResponse
 from cotrain.wire.runs import FutureRetrieveRequest, TryAgainResponse
 from cotrain.wire.sampling import CancelFutureRequest, FutureCompletion, RetrieveFuturesRequest, RetrieveFuturesResponse
-from cotrain_server.http.long_poll import Poll, Wait, try_again
-from cotrain_server.http.request_trace import trace_retrieval
+from cotrain_server.http.long_poll import Poll, Wait, trace_retrieval, try_again
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key
-from cotrain_server.parsing.parser import JSON_VALUE_WEIGHT
+from cotrain_server.parser import JSON_VALUE_WEIGHT
 from cotrain_server.services import Services
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId

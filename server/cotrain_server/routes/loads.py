@@ -23,8 +23,7 @@ from cotrain_server.requests.checkpoints import load_body, load_op, read_as
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import canonical_json, json_object, read_fields
-from cotrain_server.requests.submission import new_run, submit
-from cotrain_server.requests.sweeps import sweep_future
+from cotrain_server.requests.submission import new_run, submit, sweep_future
 from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id

@@ -8,11 +8,11 @@ from cotrain.wire.runs import InterpolateRequest, ReverseKlRequest, UntypedAPIFu
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, TenantRoute, api_key, queued_body
-from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable
-from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
+from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable, quota_reached
+from cotrain_server.requests.checkpoints import check_mix, mix_body, mix_save_body, mixed_lora
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, refused_reverse_kl, reverse_kl_op
-from cotrain_server.requests.submission import idempotency_key, new_run, quota_reached, submit
+from cotrain_server.requests.submission import idempotency_key, new_run, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import TenantId, WeightsRef, request_id

@@ -12,10 +12,10 @@ from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST
-from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.request_body import body_weight
+from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
-from cotrain_server.requests.sample_validation import is_sampleable
+from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.services import Services
 from cotrain_server.text_apis import responses_objects
 from cotrain_server.text_apis.generation import Event, Generation

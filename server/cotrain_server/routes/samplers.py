@@ -19,8 +19,7 @@ from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, queued_body, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_loadable
 from cotrain_server.requests.images import insert_images
-from cotrain_server.requests.sample_validation import check_sample, check_sampleable
-from cotrain_server.requests.samples import read_sample
+from cotrain_server.requests.samples import check_sample, check_sampleable, read_sample
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import TenantId, sampler_id

@@ -15,7 +15,7 @@ from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_notes
 from cotrain_server.requests.pass_scan import MAX_DATUMS
-from cotrain_server.requests.sample_validation import is_sampleable
+from cotrain_server.requests.samples import is_sampleable
 
 router = tenant_router("sessions")
 

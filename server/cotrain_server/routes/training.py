@@ -16,11 +16,10 @@ from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepR
 from cotrain_server.errors import BodyTooLarge, Invalid
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, body_of, queued_body, tenant_router
-from cotrain_server.parsing.parser import SHARED_ABOVE
+from cotrain_server.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
 from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
-from cotrain_server.requests.submission import idempotency_key, submit
-from cotrain_server.requests.sweeps import SweepEntry, joint_ops, read_sweep, sweep_future
+from cotrain_server.requests.submission import SweepEntry, idempotency_key, joint_ops, read_sweep, submit, sweep_future
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId

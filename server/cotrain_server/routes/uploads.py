@@ -21,17 +21,16 @@ from fastapi.routing import APIRoute
 from typing_extensions import override
 
 from cotrain.wire import checkpoints as wire
-from cotrain_server.adapter_upload.archive import unpack
-from cotrain_server.adapter_upload.peft_config import CONFIG, read_adapter
-from cotrain_server.adapter_upload.pending_files import PendingFiles, limits_of
-from cotrain_server.adapter_upload.strict_json import read_object
+from cotrain_server.adapter_upload.adapter_files import PendingFiles, limits_of, unpack
+from cotrain_server.adapter_upload.peft_config import CONFIG, read_object
+from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
 from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, tenant_router
 from cotrain_server.http.upload_body import file_in_form, received
-from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl
+from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl, quota_reached
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.submission import new_run, quota_reached
+from cotrain_server.requests.submission import new_run
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UPLOAD_LIFE_S, Link, StartedUpload
 from cotrain_store.bodies.import_body import PeftAdapter, encode_import

@@ -13,10 +13,10 @@ from cotrain.wire.runs import UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.http.request_body import json_body
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
-from cotrain_server.requests.checkpoint_validation import find_source
+from cotrain_server.requests.checkpoint_validation import find_source, quota_reached
 from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
-from cotrain_server.requests.submission import quota_reached, submit
+from cotrain_server.requests.submission import submit
 from cotrain_server.services import Services
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.messages.saves import CheckpointKind

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from cotrain_server.probe import probe
-from cotrain_server.problems import write_troubles
+from cotrain_server.probe import probe, write_troubles
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.environment import NewLines, follow
 from cotrain_server.supervisor.process import CannotServe, Child, Program

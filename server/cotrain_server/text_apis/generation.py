@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-from cotrain_server.parsing.parser import BINARY_BYTE_WEIGHT
+from cotrain_server.parser import BINARY_BYTE_WEIGHT
 from cotrain_server.services import Services
 from cotrain_server.text_apis.prompts import Target
 from cotrain_store.bodies.sample_body import SampleBody

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from cotrain_server.errors import Invalid, PromptTooLong
-from cotrain_server.parsing.parser import THREAD_ABOVE
+from cotrain_server.parser import THREAD_ABOVE
 from cotrain_server.requests.checkpoint_validation import check_loadable
-from cotrain_server.requests.sample_validation import check_sample, check_sampleable
+from cotrain_server.requests.samples import check_sample, check_sampleable
 from cotrain_server.services import Services
 from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import answer_grammar, check_grammar

@@ -14,9 +14,9 @@ from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
 from cotrain_server.errors import Invalid, PromptTooLong, sentence
-from cotrain_server.http.finite_json import FiniteJSONResponse, finite_json
 from cotrain_server.http.long_poll import while_connected
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
+from cotrain_server.http.responses import FiniteJSONResponse, finite_json
 from cotrain_server.http.tenant_routes import DataRoute, Handler
 from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation, GenerationFailed

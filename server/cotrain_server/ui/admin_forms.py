@@ -13,9 +13,9 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration.tenant_grants import TenantChange
 from cotrain_server.errors import Invalid, sentence
+from cotrain_server.quotas import Quotas
 from cotrain_server.routes.admin import tenants, workers
 from cotrain_server.services import Services
-from cotrain_server.settings import Quotas
 from cotrain_server.ui.access.session import Visitor, check_operator, form_of
 from cotrain_server.ui.navigation import PAGES
 from cotrain_server.ui.page import page_context

@@ -13,7 +13,7 @@ from fastapi.responses import RedirectResponse
 from starlette.datastructures import QueryParams
 
 from cotrain_server.errors import NotLoggedIn
-from cotrain_server.http.finite_json import FiniteJSONResponse
+from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.services import Services
 from cotrain_server.ui.access.login import LOGIN
 from cotrain_server.ui.access.session import Visitor, check_operator, visitor_of

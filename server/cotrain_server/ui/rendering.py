@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from cotrain.protocol import __version__
 from cotrain_server.errors import status_of
-from cotrain_server.http.finite_json import finite_json
+from cotrain_server.http.responses import finite_json
 from cotrain_server.ui import number_format
 from cotrain_store.errors import Refused, StoreUnavailable
 from cotrain_store.redis_client.connection import CONNECTION_LOST

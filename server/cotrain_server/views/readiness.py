@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 
-from cotrain_server.problems import read_troubles
+from cotrain_server.probe import read_troubles
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.messages.fleet import restoring_text

@@ -1,15 +1,17 @@
-"""Health probe, with real answers and with none."""
+"""Health probe, with real answers and with none, and problems that a supervisor writes for the API."""
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 from typing_extensions import override
 
-from cotrain_server.probe import main, probe
+from cotrain_server.probe import main, probe, read_troubles, write_troubles
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -46,3 +48,22 @@ def test_the_probe_of_an_unready_server_exits_with_1_and_the_reason(
 
 def test_without_a_listener_the_status_is_zero() -> None:
     assert probe("http://127.0.0.1:1/healthz") == (0, b"")
+
+
+def test_problems_are_reported_per_process(tmp_path: Path) -> None:
+    assert read_troubles(tmp_path) == []
+    write_troubles(tmp_path, {"worker": "died.", "redis": "died, too."})
+    assert read_troubles(tmp_path) == ["redis: died, too.", "worker: died."]
+    write_troubles(tmp_path, {})
+    assert read_troubles(tmp_path) == []
+
+
+def test_a_full_disk_does_not_stop_a_process_that_writes_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", no_space)
+    write_troubles(tmp_path, {"redis": "died."})
+    assert read_troubles(tmp_path) == []

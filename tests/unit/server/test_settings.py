@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_server.settings import Quotas, ServerSettings
+from cotrain_server.quotas import Quotas
+from cotrain_server.settings import ServerSettings
 from cotrain_store.sampling.intake import SampleLimits
 
 

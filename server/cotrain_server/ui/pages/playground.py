@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from cotrain_server.administration.tenant_grants import find_tenant
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
-from cotrain_server.http.finite_json import FiniteJSONResponse
+from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
 from cotrain_server.text_apis.generation import Generation

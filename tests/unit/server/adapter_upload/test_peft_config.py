@@ -6,7 +6,8 @@ from typing import Any, NoReturn
 import pytest
 from typing_extensions import override
 
-from cotrain_server.adapter_upload.peft_config import _first_match, read_adapter
+from cotrain_server.adapter_upload.peft_config import _first_match
+from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_server.errors import Invalid
 from tests.support.uploads import PREFIX, config, q_proj, raw_safetensors, safetensors
 

@@ -31,7 +31,7 @@ from cotrain_server.http.request_body import (
     decompress,
     decompress_small,
 )
-from cotrain_server.parsing.parser import Parser
+from cotrain_server.parser import Parser
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from tests.support.refusals import refused

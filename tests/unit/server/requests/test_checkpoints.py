@@ -1,4 +1,4 @@
-"""Conversion of the fields of a save or a load to an op of the log."""
+"""Conversion of the fields of a save, a load or an interpolation to an op of the log."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pyrage
 import pytest
+from pydantic import ValidationError
 
 from cotrain.wire.checkpoints import LoadWeightsRequest
+from cotrain.wire.runs import InterpolateRequest
 from cotrain_server.errors import Invalid
-from cotrain_server.requests.checkpoints import load_op, save_op
+from cotrain_server.requests.checkpoints import check_mix, load_op, mix_body, mix_save_body, mixed_lora, save_op
 from cotrain_server.requests.pass_ops import Op
 from cotrain_server.requests.passes import read_fields
-from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.messages.saves import CheckpointKind, LoadRequest, LoadSource, SaveRequest, WeightsRecord
@@ -201,3 +203,90 @@ def test_a_missing_optimizer_state_is_not_loaded() -> None:
     with pytest.raises(Invalid, match="no optimizer state"):
         load(bare)
     assert load(bare, optimizer=False).kind is OpKind.LOAD
+
+
+PATHS = ["tinker://a:train:0/sampler_weights/one", "tinker://b:train:0/weights/two"]
+
+
+def mix_request(**changes: Any) -> InterpolateRequest:
+    return InterpolateRequest.model_validate(
+        {"source_paths": PATHS, "coefficients": [0.9, 0.1], "output_path": "ema-0010", **changes}
+    )
+
+
+def source(ref: str, lora: LoraSpec, base_model: str = "tiny/model") -> WeightsRecord:
+    return WeightsRecord(
+        ref=WeightsRef(ref),
+        run=RunId(ref.rpartition(":")[0]),
+        tenant=TenantId("t"),
+        pool=PoolId("p"),
+        worker=WorkerId("w"),
+        base_model=base_model,
+        lora=lora,
+        created_at=1.0,
+    )
+
+
+SOURCES = [
+    source("a:train:0:3", LoraSpec(4, 7, train_unembed=False)),
+    source("b:train:0:9", LoraSpec(8, 8, train_attn=False, train_mlp=False)),
+]
+
+
+def test_an_interpolation_loads_all_sources_into_a_new_adapter() -> None:
+    load = LoadRequest.parse(mix_body(mix_request(), SOURCES))
+
+    assert load.sources == (LoadSource(WeightsRef("a:train:0:3"), 0.9), LoadSource(WeightsRef("b:train:0:9"), 0.1))
+    assert not load.optimizer
+    assert load.lora == mixed_lora(SOURCES) == LoraSpec(rank=12, seed=7)
+
+
+def test_the_save_of_an_interpolation_has_the_answer_of_mint_and_closes_the_run() -> None:
+    save = SaveRequest.parse(mix_save_body(mix_request()))
+
+    assert (save.name, save.kind, save.last) == ("ema-0010", "sampler_weights", True)
+    assert save.answer == {
+        "checkpoint_type": "sampler",
+        "source_paths": PATHS,
+        "coefficients": [0.9, 0.1],
+        "has_rank_shards": False,
+        "type": "mint_interpolate_checkpoints",
+    }
+
+
+def test_the_server_chooses_a_name_if_the_client_has_none() -> None:
+    assert SaveRequest.parse(mix_save_body(mix_request(output_path=None))).name == "interpolated"
+
+
+@pytest.mark.parametrize("coefficient", [float("nan"), float("inf"), -1e7, None])
+def test_a_coefficient_is_a_number_of_reasonable_size(coefficient: float | None) -> None:
+    with pytest.raises(ValidationError, match=r"coefficients\.1"):
+        mix_request(coefficients=[1.0, coefficient])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source_paths": [], "coefficients": []}, "source_paths must have 1 to 64 entries."),
+        ({"coefficients": [1.0]}, "coefficients has 1 entries for 2 sources."),
+        ({"output_path": "tinker://a:train:0/sampler_weights/x"}, "must be a plain name"),
+        ({"output_path": "../x"}, "must be a plain name"),
+        ({"output_path": ""}, "must be a name of 1 to 128"),
+        ({"output_path": "a..b"}, "must be a name of 1 to 128"),
+    ],
+)
+def test_an_invalid_request_is_refused_with_the_reason(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(Invalid, match=message):
+        check_mix(mix_request(**changes))
+
+
+def test_a_valid_request_is_accepted() -> None:
+    check_mix(mix_request())
+    check_mix(mix_request(source_paths=PATHS[:1], coefficients=[1.0], output_path=None))
+
+
+def test_checkpoints_of_two_base_models_cannot_be_mixed() -> None:
+    foreign = source("c:train:0:1", LoraSpec(4, 7), "other/model")
+
+    with pytest.raises(Invalid, match=r"several base models \(tiny/model, other/model\)"):
+        mix_body(mix_request(), [SOURCES[0], foreign])

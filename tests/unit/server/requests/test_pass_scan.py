@@ -29,7 +29,7 @@ from cotrain_server.requests.pass_scan import (
     strip_unknown_fields,
 )
 from cotrain_server.requests.passes import FEW_FIELDS, read_binary_pass
-from cotrain_server.requests.sweeps import read_sweep
+from cotrain_server.requests.submission import read_sweep
 from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ops import OpKind

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from cotrain_server.errors import Invalid
-from cotrain_server.parsing.parser import THREAD_ABOVE
+from cotrain_server.parser import THREAD_ABOVE
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis import prompts
 from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, CompletionRequest

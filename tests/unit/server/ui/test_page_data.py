@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
-from cotrain_server.settings import Quotas
+from cotrain_server.quotas import Quotas
 from cotrain_server.ui.admin_forms import _number
 from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
 from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of

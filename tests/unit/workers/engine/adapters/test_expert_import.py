@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save
 
-from cotrain_server.adapter_upload.peft_config import read_adapter
+from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_server.errors import Invalid
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import encode_import

@@ -15,7 +15,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
-from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE, read_adapter
+from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE
+from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import PeftAdapter as Upload
 from cotrain_store.bodies.import_body import encode_import

@@ -1,5 +1,7 @@
-"""Responses of all errors, and their handlers."""
+"""JSON responses: of all errors, with their handlers, and of values that may contain tenants' data."""
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import override
 
 from cotrain_server.errors import InvalidToken, sentence
 from cotrain_store.errors import Refused, StoreError, StoreUnavailable
@@ -118,3 +121,45 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     answer = error_at(request.scope, error.status_code, message, code, request.state.request_id)
     answer.headers.update(error.headers or {})
     return answer
+
+
+class FiniteJSONResponse(JSONResponse):
+    """JSON response for any numbers and texts: without NaN and infinity, which JSON lacks."""
+
+    @override
+    def render(self, content: Any) -> bytes:
+        """Return the content as JSON."""
+        return finite_json(content).encode()
+
+
+def finite_json(value: Any) -> str:
+    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and
+    infinities become null.
+    """
+    try:
+        return _written(value)
+    except ValueError:
+        return _written(finite(value))
+
+
+def finite(value: Any) -> Any:
+    """Return a JSON value with None for NaN, infinities, and integers beyond the range of a double."""
+    if isinstance(value, dict):
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value if _is_double(value) else None
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+def _is_double(value: Any) -> bool:
+    """Return True if a value is not a number, or is within the range of a double."""
+    if not isinstance(value, int | float):
+        return True
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False

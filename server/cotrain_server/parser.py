@@ -1,34 +1,35 @@
-"""Execution of work on request bodies: small bodies in the event loop, large ones in threads or child processes.
+"""Parser of request bodies: small ones in the event loop, large ones in threads or child processes.
 
 Each tenant has one large task at a time, and AT_ONCE tenants have one concurrently. Two hostile tenants therefore leave
 capacity.
+
+A parser in C holds the interpreter lock from the first byte to the last: a million numbers block all other threads of a
+process for 0.1 s. So large JSON is parsed in a child process, whose program is `parser_child.py`.
 """
 
 import asyncio
 import ctypes
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
-from cotrain_server.limits.tenant_slots import TenantSlots
-from cotrain_server.parsing.child import ChildProcess
-from cotrain_server.parsing.loop_slots import LoopSlots
+import structlog
+
+from cotrain_server.errors import BodyTooLarge
+from cotrain_server.limits import LoopSlots, TenantSlots
+from cotrain_server.parser_child import TOO_LARGE
 from cotrain_store.messages.ids import TenantId
 
-
-def trim_heap() -> None:
-    """Return free heap memory to the host. Does nothing if the C library has no such call (musl, macOS).
-
-    Other threads continue. A heap of one gigabyte takes some milliseconds.
-    """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
-
-
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-
+log = structlog.get_logger()
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -53,6 +54,16 @@ _TRIM_AFTER_S = 1.0
 #: Idle time after which a child process is stopped, in seconds. An idle process costs 30 MB of memory and more, and
 #: starting one takes 0.2 s of processor time.
 _CHILD_IDLE_S = 30.0
+#: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
+MAX_CPU_S = 15.0
+#: Size of each pipe, where the system allows it. A body fills the default, 64 KB, many times.
+PIPE_BYTES = 1024**2
+#: Settings of the C library: freed memory stays in the process until it is stopped. To get it back from the kernel for
+#: each body takes a third of the processor time.
+_KEEPS_MEMORY = {
+    "MALLOC_TRIM_THRESHOLD_": str(256 * 1024**2), "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
+}  # fmt: skip
+_TOO_LONG = "The request body takes more than {:g} s of processor time to read. Send it in several requests."
 
 
 class Parser:
@@ -183,3 +194,85 @@ class Parser:
     def _trim_now(self) -> None:
         self._trim = None
         self._threads.submit(trim_heap)
+
+
+class ChildProcess:
+    """One child process, started on first use and controlled through pipes. Only one thread may use it at a time.
+
+    Its memory is freed when it exits. The kernel kills it if one call takes too much memory or processor time.
+    """
+
+    def __init__(self, max_cpu_s: float = MAX_CPU_S) -> None:
+        self._max_cpu_s = max_cpu_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._used_at = time.monotonic()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None if it is not running."""
+        return None if self._process is None else self._process.pid
+
+    def run(self, work: Callable[..., Answer], *args: Any) -> Answer:
+        """Call a module-level function in the child. Return its result or raise its exception. Raises BodyTooLarge:
+        more than MAX_BYTES or MAX_CPU_S, or the process crashed. The next call starts another process.
+        """
+        process = self._process = self._process or _started(self._max_cpu_s)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump((work, args), process.stdin, pickle.HIGHEST_PROTOCOL)
+            process.stdin.flush()
+            has_worked, answer = pickle.load(process.stdout)  # noqa: S301  # of the same program
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError) as crashed:
+            self.stop()
+            log.warning("parser_crashed", status=process.returncode)
+            is_late = process.returncode == -signal.SIGPROF
+            reason = _TOO_LONG.format(self._max_cpu_s) if is_late else TOO_LARGE
+            raise BodyTooLarge(reason) from crashed
+        finally:
+            self._used_at = time.monotonic()
+        if not has_worked:
+            raise answer
+        return answer  # type: ignore[no-any-return]  # as the function gave it
+
+    def kill(self) -> None:
+        """Kill the process during a call, which then raises. Any thread may call this."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def stop(self, idle_s: float = 0.0) -> None:
+        """Kill the process if it was idle for `idle_s`, and free its memory. Idempotent."""
+        process = self._process
+        if process is not None and time.monotonic() - self._used_at >= idle_s:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with suppress(BrokenPipeError):  # unread input
+                    pipe.close()  # type: ignore[union-attr]
+            self._process = None
+
+
+def _started(max_cpu_s: float) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "cotrain_server.parser_child", str(max_cpu_s)]
+    # A separate process group: Ctrl-C is for the parent only, and the child exits when its pipe closes. Not a separate
+    # session, between which Linux shares the processors equally, whatever their priorities.
+    return subprocess.Popen(  # noqa: S603  # ourselves
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**_KEEPS_MEMORY, **os.environ},
+        process_group=0,
+        pipesize=PIPE_BYTES,
+    )
+
+
+def trim_heap() -> None:
+    """Return free heap memory to the host. Does nothing if the C library has no such call (musl, macOS).
+
+    Other threads continue. A heap of one gigabyte takes some milliseconds.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

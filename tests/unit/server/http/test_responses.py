@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_server.http.finite_json import FiniteJSONResponse, finite, finite_json
+from cotrain_server.http.responses import FiniteJSONResponse, finite, finite_json
 from cotrain_server.text_apis.route import event
 from cotrain_server.ui.rendering import _environment
 

@@ -1,8 +1,4 @@
-"""Slots of a tenant, whose requests wait only for its own. State is kept only for requests in
-progress.
-
-Memory limit of one tenant's bodies in one process.
-"""
+"""Limits in one process. State is kept only for requests in progress."""
 
 from __future__ import annotations
 
@@ -10,12 +6,42 @@ import asyncio
 
 import pytest
 
-from cotrain_server.limits.tenant_slots import TenantSlots, body_memory
+from cotrain_server.errors import TooManyFailures
+from cotrain_server.limits import AT_ONCE, FAILURES_PER_MINUTE, FailureCounter, LoopSlots, TenantSlots, body_memory
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from tests.support.refusals import refused
 
 A, B = TenantId("a"), TenantId("b")
+
+
+async def test_few_requests_start_in_one_iteration_and_in_order_of_arrival() -> None:
+    slots, started = LoopSlots(), list[int]()
+
+    async def request(number: int) -> None:
+        await slots.take()
+        started.append(number)
+
+    tasks = [asyncio.create_task(request(number)) for number in range(10 * AT_ONCE)]
+    most = 0
+    while len(started) < len(tasks):
+        before = len(started)
+        await asyncio.sleep(0)
+        most = max(most, len(started) - before)
+
+    assert (most, started) == (AT_ONCE, list(range(len(tasks))))
+
+
+async def test_a_client_that_disconnects_takes_no_slot() -> None:
+    slots = LoopSlots()
+    tasks = [asyncio.create_task(slots.take()) for _ in range(4 * AT_ONCE)]
+    await asyncio.sleep(0)
+    for task in tasks[AT_ONCE : 3 * AT_ONCE]:
+        task.cancel()
+
+    await asyncio.wait_for(asyncio.gather(*tasks[:AT_ONCE], *tasks[3 * AT_ONCE :]), 5)
+    assert [task.cancelled() for task in tasks] == [AT_ONCE <= number < 3 * AT_ONCE for number in range(len(tasks))]
+    await asyncio.wait_for(slots.take(), 5)
 
 
 async def test_the_requests_of_a_tenant_are_limited_and_run_in_order() -> None:
@@ -76,3 +102,15 @@ def test_a_refused_body_leaves_no_state() -> None:
     with pytest.raises(ZeroDivisionError):
         broken()
     assert not memory
+
+
+def test_the_eleventh_failure_in_a_minute_is_refused() -> None:
+    now = [0.0]
+    failures = FailureCounter(lambda: now[0])
+    for _ in range(FAILURES_PER_MINUTE):
+        failures.note("192.0.2.1")
+    with pytest.raises(TooManyFailures):
+        failures.note("192.0.2.1")
+    failures.note("192.0.2.2")
+    now[0] = 61.0
+    failures.note("192.0.2.1")

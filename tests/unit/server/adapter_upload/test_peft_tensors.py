@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from cotrain_server.adapter_upload.safetensors_header import MAX_HEADER_BYTES, named, read_header
+from cotrain_server.adapter_upload.peft_config import named
+from cotrain_server.adapter_upload.peft_tensors import MAX_HEADER_BYTES, read_header
 from cotrain_server.errors import Invalid
 from tests.support.draws import examples
 from tests.support.uploads import raw_safetensors
@@ -26,7 +27,8 @@ def entry(shape: Any = (2,), offsets: Any = (0, 8), dtype: Any = "F32") -> dict[
 
 def test_a_file_of_the_library_is_accepted() -> None:
     tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(2, np.float16), "c": np.zeros((0, 4), np.float32)}
-    entries = read_header(save(tensors, {"format": "pt"}))
+    entries, metadata = read_header(save(tensors, {"format": "pt"}))
+    assert metadata == {"format": "pt"}
     assert {name: (e.dtype, e.shape) for name, e in entries.items()} == {
         "a": ("F32", (3, 5)),
         "b": ("F16", (2,)),
@@ -99,7 +101,7 @@ def test_the_library_reads_an_accepted_header_equally(damage: list[tuple[int, in
     for index, value in damage:
         content[index] = value
     try:
-        entries = read_header(bytes(content))
+        entries, _ = read_header(bytes(content))
     except Invalid:
         return
     try:
@@ -128,7 +130,7 @@ _JSON = st.recursive(
 )
 def test_any_json_is_either_read_or_refused(entries: dict[str, Any], content: bytes) -> None:
     try:
-        found = read_header(file(entries, content))
+        found, _ = read_header(file(entries, content))
     except Invalid:
         return
     assert sum(each.end - each.begin for each in found.values()) == len(content)

@@ -1,4 +1,4 @@
-"""Program of a child process that parses: `python -m cotrain_server.parsing.child_main`.
+"""Program of a child process of the parser: `python -m cotrain_server.parser_child`.
 
 It imports little, so that several start quickly for a burst. The modules of a call are imported with its function.
 """

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
-from cotrain_server.parsing.child import ChildProcess
-from cotrain_server.parsing.parser import CHILD_ABOVE, THREAD_ABOVE, Parser, trim_heap
+from cotrain_server.parser import CHILD_ABOVE, THREAD_ABOVE, ChildProcess, Parser, trim_heap
 from cotrain_server.requests.passes import json_object
 from cotrain_store.messages.ids import TenantId
 

@@ -1,1 +1,0 @@
-"""Limits that one process counts and enforces on its own."""

@@ -1,0 +1,127 @@
+"""Quotas of tenants: the defaults of the settings, overridden by the operator's grants."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cotrain_store.messages.ids import TenantId
+from cotrain_store.messages.runs import HISTORY_POINTS
+from cotrain_store.oplog.submission import TenantLimits
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.sampling.intake import SampleLimits
+from cotrain_store.tenants.policies import Policies
+from cotrain_store.tenants.records import RecordLimits
+
+#: Lua scripts count exactly up to 2**53.
+LIMITS = 10**15
+AtLeastOne = Annotated[int, Field(ge=1, le=LIMITS)]
+
+#: Maximum delay until a change by the operator takes effect in every API process, in seconds.
+CACHE_S = 1.0
+_CACHE_SIZE = 10_000
+
+
+class Quotas(BaseModel):
+    """Quotas of one tenant. Requests above them are refused or wait, see docs/operate/limits.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ops: AtLeastOne = 512
+    """Pending requests in one pool, with limits on their `tokens` and `bytes`."""
+    tokens: AtLeastOne = 8_000_000
+    bytes: AtLeastOne = 1_000_000_000
+    runs: AtLeastOne = 1_000
+    run_bytes: Annotated[int, Field(ge=0, le=LIMITS)] = 0
+    """Bytes of live runs, each with its state once in memory and twice on disk. 0: 200 GB or, if
+    larger, eight runs of the largest rank on the largest base model.
+    """
+    unread_bytes: AtLeastOne = 2_000_000_000
+    """Bytes of unfetched results. Above it, new requests are refused."""
+    record_bytes: AtLeastOne = 200_000_000
+    """Bytes of sessions and runs with their metadata, including ended ones: Redis keeps them in memory."""
+    history_points: AtLeastOne = HISTORY_POINTS
+    """Points of the histories of all runs, about 80 bytes each in Redis. Above it, the least
+    recently extended histories are deleted. Applied from the next run on.
+    """
+    sessions: AtLeastOne = 10_000
+    """Sessions with a live client."""
+    samplers: AtLeastOne = 10_000
+    sampler_bytes: AtLeastOne = 100_000_000_000
+    """Bytes of weights from saves without a name. Above it, samplers unused for half an hour are replaced by new ones.
+    """
+    polls: AtLeastOne = 2_000
+    """Open polls in one API process."""
+    samples: AtLeastOne = 2_000
+    """Sample requests that are waiting or running. Above it, clients slow down."""
+    sample_tokens: AtLeastOne = 16_000_000
+    """Maximum tokens of these requests: prompts plus `num_samples` times `max_tokens`. Above it, clients slow down."""
+    checkpoints: AtLeastOne = 10_000
+    checkpoint_bytes: AtLeastOne = 100_000_000_000
+    """Stored checkpoints and their bytes. Above it, saves fail."""
+
+    def over(self, own: Mapping[str, int]) -> Quotas:
+        """Return these quotas overridden by a tenant's own. Names of other versions are ignored."""
+        return self.model_copy(update={n: v for n, v in own.items() if n in Quotas.model_fields})
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """Limits on one tenant's pending requests."""
+        return TenantLimits(
+            self.ops, self.tokens, self.bytes, self.runs, self.unread_bytes, self.samplers,
+            self.sampler_bytes, self.run_bytes, self.record_bytes, self.history_points,
+        )  # fmt: skip
+
+    @property
+    def sample_limits(self) -> SampleLimits:
+        """Limits on one tenant's waiting and running sample requests."""
+        return SampleLimits(self.samples, self.bytes, self.unread_bytes, self.sample_tokens)
+
+    @property
+    def record_limits(self) -> RecordLimits:
+        """Limits on one tenant's sessions, samplers and records."""
+        return RecordLimits(self.sessions, self.samplers, self.record_bytes)
+
+
+class OwnQuotas:
+    """Cached quotas of tenants, each read at most once per CACHE_S."""
+
+    def __init__(self, policies: Policies, defaults: Quotas, clock: Callable[[], float] = time.monotonic) -> None:
+        self.defaults = defaults
+        self._policies = policies
+        self._clock = clock
+        self._known: dict[TenantId, tuple[float, Quotas]] = {}
+
+    async def of(self, tenant: TenantId) -> Quotas:
+        """Return a tenant's quotas, up to CACHE_S old. If Redis is unavailable, return the last known or default ones."""
+        at, quotas = self._known.get(tenant, (-math.inf, self.defaults))
+        if self._clock() - at < CACHE_S:
+            return quotas
+        try:
+            quotas = self.defaults.over(await self._policies.limits(tenant))
+        except CONNECTION_LOST:
+            return quotas
+        if len(self._known) >= _CACHE_SIZE:
+            self._known.clear()
+        self._known[tenant] = self._clock(), quotas
+        return quotas
+
+    def forget(self, tenant: TenantId) -> None:
+        """Drop a tenant's cached quotas after a change."""
+        self._known.pop(tenant, None)
+
+    async def tenant_limits(self, tenant: TenantId) -> TenantLimits:
+        """Return the limits on a tenant's pending requests."""
+        return (await self.of(tenant)).tenant_limits
+
+    async def sample_limits(self, tenant: TenantId) -> SampleLimits:
+        """Return the limits on a tenant's sample requests."""
+        return (await self.of(tenant)).sample_limits
+
+    async def record_limits(self, tenant: TenantId) -> RecordLimits:
+        """Return the limits on a tenant's sessions, samplers and records."""
+        return (await self.of(tenant)).record_limits
