@@ -24,8 +24,8 @@ from bench.support.timing import percentile
 from cotrain_scheduler.clock import RENEW_S
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
 from cotrain_store.messages.ops import OpKind, Step, Wake
@@ -193,7 +193,7 @@ class World:
             tick_at = await self._advance(tick_at)
             if self._served > kill_at:  # the killed one leaves nothing, and its lease expires
                 kill_at, tick_at = math.inf, self.now
-                await self._scheduler.delete(fleet_keys.scheduler_lease())
+                await self._scheduler.delete(redis_keys.scheduler_lease())
                 await self._scheduler.aclose()
                 self._new_scheduler("second")
         await self._scheduler.aclose()

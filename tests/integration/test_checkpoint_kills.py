@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.keys.run_keys import log
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.redis_keys import log
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.weights.checkpoints import Checkpoints

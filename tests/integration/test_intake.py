@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict
-from cotrain_store.keys import run_keys
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
@@ -63,7 +63,7 @@ async def test_a_repeat_without_a_stored_digest_is_not_run_again(log: Log) -> No
     run = await log.new_run()
     once = await log.submit(run, 1)
     await log.run_all()
-    log.redis.hdel(run_keys.digests(POOL, run.id), 1)
+    log.redis.hdel(redis_keys.digests(POOL, run.id), 1)
     before = log.everything()
     assert await log.submit(run, 1) == once
     assert log.everything() == before
@@ -276,7 +276,7 @@ async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> N
     step = await log.plan()
     assert [op.ref == "inline" for op in step.ops] == [True, True, False]
     assert log.execution.bodies(step.ops)[1:] == [b"small", LARGE]
-    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), 2)
+    assert not log.redis.hexists(redis_keys.bodies(POOL, run.id), 2)
 
 
 @pytest.mark.parametrize("body", [b"small", LARGE])

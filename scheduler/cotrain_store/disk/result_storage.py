@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool
-from cotrain_store.keys import result_keys
 from cotrain_store.messages.results import Result, ResultKind
 
 #: Result of requests of a run that was closed before they were planned.
@@ -59,11 +59,11 @@ def stored_results(
 
 
 def _small(result: Result) -> tuple[bytes, int]:
-    return result.encode(), result_keys.SMALL_RESULT_TTL_MS
+    return result.encode(), redis_keys.SMALL_RESULT_TTL_MS
 
 
 def _large(result: Result, ref: str) -> tuple[bytes, int]:
-    return Result(_SPOOLED[result.kind], ref.encode()).encode(), result_keys.LARGE_RESULT_TTL_MS
+    return Result(_SPOOLED[result.kind], ref.encode()).encode(), redis_keys.LARGE_RESULT_TTL_MS
 
 
 def is_spooled(result: Result) -> bool:

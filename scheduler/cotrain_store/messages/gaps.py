@@ -2,14 +2,14 @@
 
 import math
 
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId, RunId
 from cotrain_store.redis_client.connection import Connection
 
 
 async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:
     """Return the client's seq for a seq of the log: the client does not count unnumbered ops."""
-    unnumbered = await connection.zrange(run_keys.unnumbered_ops(pool, run), 0, -1)
+    unnumbered = await connection.zrange(redis_keys.unnumbered_ops(pool, run), 0, -1)
     return log_seq - sum(int(op) < log_seq for op in unnumbered)
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Refused
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.tenants.usage import minute_of
 
 #: Window of `recent_failures` in minutes.
 MINUTES = 15
@@ -45,15 +46,15 @@ class TenantFailures:
 
 async def recent_failures(connection: Connection, now_s: float) -> dict[TenantId, TenantFailures]:
     """Return the tenants with failed or refused requests in the last MINUTES, most requests first."""
-    newest = fleet_keys.minute_of(now_s)
+    newest = minute_of(now_s)
     pipeline = connection.pipeline(transaction=False)
     for back in range(MINUTES):
-        pipeline.hgetall(fleet_keys.failures(newest - 60 * back))
+        pipeline.hgetall(redis_keys.failures(newest - 60 * back))
     counts: Counter[str] = Counter()
     for row in await pipeline.execute():
         counts.update({field.decode(): int(count) for field, count in row.items()})
     fields = list(counts)
-    found = await connection.hmget(fleet_keys.newest_failures(), fields) if fields else []
+    found = await connection.hmget(redis_keys.newest_failures(), fields) if fields else []
     texts = {field: json.loads(text) for field, text in zip(fields, found, strict=True) if text}
     tenants = {TenantId(field.partition("|")[2]) for field in fields}
     rows = {tenant: _of(tenant, counts, texts) for tenant in tenants}
@@ -76,7 +77,7 @@ def _of(tenant: TenantId, counts: Mapping[str, int], texts: Mapping[str, Mapping
 async def most_failures(connection: Connection, most: int) -> dict[PoolId, list[tuple[TenantId, int]]]:
     """Return the tenants of each pool with the most failed requests in total, at most `most`."""
     found: dict[PoolId, list[tuple[TenantId, int]]] = {}
-    for field, count in (await connection.hgetall(fleet_keys.failure_totals())).items():
+    for field, count in (await connection.hgetall(redis_keys.failure_totals())).items():
         pool, _, tenant = field.decode().rpartition("|")
         found.setdefault(PoolId(pool), []).append((TenantId(tenant), int(count)))
     return {pool: sorted(rows, key=lambda row: (-row[1], row[0]))[:most] for pool, rows in found.items()}
@@ -115,16 +116,16 @@ class Refusals:
         counts, messages, now_s = self._counts.copy(), dict(self._messages), time.time()
         if not counts:
             return
-        minute = fleet_keys.failures(fleet_keys.minute_of(now_s))
+        minute = redis_keys.failures(minute_of(now_s))
         newest = {
             f"refused|{tenant}": json.dumps({"at": now_s, "message": message}) for tenant, message in messages.items()
         }
         pipeline = self._redis.pipeline(transaction=False)
         for tenant, count in counts.items():
             pipeline.hincrby(minute, f"refused|{tenant}", count)
-        pipeline.expire(minute, fleet_keys.MINUTE_TTL_S)
-        pipeline.hset(fleet_keys.newest_failures(), mapping=newest)
-        pipeline.expire(fleet_keys.newest_failures(), fleet_keys.MINUTE_TTL_S)
+        pipeline.expire(minute, redis_keys.MINUTE_TTL_S)
+        pipeline.hset(redis_keys.newest_failures(), mapping=newest)
+        pipeline.expire(redis_keys.newest_failures(), redis_keys.MINUTE_TTL_S)
         await pipeline.execute()
         self._counts -= counts
         self._messages = {each: self._messages[each] for each in self._counts}

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WorkerExit, WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId, decode, encode
 from cotrain_store.redis_client.connection import CONNECTION_LOST, SyncConnection
@@ -46,13 +46,13 @@ def note_silent_exit(
 
 
 def _last(connection: SyncConnection, base_model: str, worker: WorkerId) -> WorkerExit | None:
-    text = connection.hget(fleet_keys.worker_exits(base_model), worker)
+    text = connection.hget(redis_keys.worker_exits(base_model), worker)
     return decode(WorkerExit, json.loads(text)) if text else None
 
 
 def _store(connection: SyncConnection, base_model: str, worker: WorkerId, reason: str, now_s: float) -> None:
-    last, key = _last(connection, base_model, worker), fleet_keys.worker_exits(base_model)
+    last, key = _last(connection, base_model, worker), redis_keys.worker_exits(base_model)
     since = last.since if last and now_s - last.at < _SERIES_S else now_s
     made = WorkerExit(now_s, last.count + 1 if last else 1, reason[:_CHARACTERS], since)
     connection.hset(key, worker, encode(made))
-    connection.expire(key, fleet_keys.EXITS_TTL_S)
+    connection.expire(key, redis_keys.EXITS_TTL_S)

@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.capacity import Capacity, StoreBody
 from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
 from cotrain_store.messages.results import Result
@@ -198,8 +198,8 @@ class Intake:
         Raises:
             CONNECTION_LOST: retry later.
         """
-        before = await self._redis.zcount(run_keys.unnumbered_ops(run.pool, run.id), "-inf", seq)
-        known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
+        before = await self._redis.zcount(redis_keys.unnumbered_ops(run.pool, run.id), "-inf", seq)
+        known = await self._redis.hget(redis_keys.digests(run.pool, run.id), str(seq + before))
         return request_id(run.id, seq + before) if known == digest.encode() else None
 
     async def close_run(self, run: RunRecord) -> RequestId:
@@ -211,12 +211,12 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [run_keys.run(run.id), result_keys.notify_results()]
+        script_keys = [redis_keys.run(run.id), redis_keys.notify_results()]
         args = {
-            "run": run.id, "tenant": run.tenant, "prefix": fleet_keys.prefix(run.pool),
+            "run": run.id, "tenant": run.tenant, "prefix": redis_keys.prefix(run.pool),
             "state": RunState.CLOSED, "failure": UNLOADED.encode().decode(),
             "request": request, "result": result.encode().decode(),
-            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+            "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
         answer = await self._close(script_keys, args)
         if answer == b"GONE":
@@ -250,7 +250,7 @@ class Intake:
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
-                pool_tag=fleet_keys.hash_tag(run.pool), weighs=weighs,
+                pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
                 limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
@@ -276,7 +276,7 @@ class Intake:
         return request
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
-        rows = await self._redis.hvals(fleet_keys.pools())
+        rows = await self._redis.hvals(redis_keys.pools())
         pools = {pool.id: pool for pool in map(pool_record, rows)}
         if run.pool not in pools:
             return None
@@ -311,7 +311,7 @@ def rejection(run: RunId, failure: Result) -> dict[str, Any]:
     op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
     return {
         "result": failure.encode().decode(),
-        "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+        "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         "body": failure.payload.decode(),
         "envelope": op.envelope(),
     }

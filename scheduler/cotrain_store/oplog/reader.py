@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
+from cotrain_store import redis_keys
 from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.history import read_metric, read_points
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
@@ -69,7 +69,7 @@ class RunLogs:
 
     def position(self, run: RunId) -> LogPosition | None:
         """Return the position of a run's log, or None if it has none."""
-        raw = self._redis.hgetall(run_keys.log(self._pool, run))
+        raw = self._redis.hgetall(redis_keys.log(self._pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
         return log_position(row) if row else None
 
@@ -78,8 +78,8 @@ class RunLogs:
         folder.
         """
         files: set[bytes | None] = set()
-        for pool in self._redis.hkeys(fleet_keys.pools()):
-            log = run_keys.log(PoolId(pool.decode()), run)
+        for pool in self._redis.hkeys(redis_keys.pools()):
+            log = redis_keys.log(PoolId(pool.decode()), run)
             files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
         return frozenset(file.decode() for file in files if file)
 
@@ -92,7 +92,7 @@ class RunLogs:
         if last < first:
             return []
         seqs = range(first, last + 1)
-        envelopes = self._redis.hmget(run_keys.ops(self._pool, run), [str(seq) for seq in seqs])
+        envelopes = self._redis.hmget(redis_keys.ops(self._pool, run), [str(seq) for seq in seqs])
         ops = []
         for seq, envelope in zip(seqs, envelopes, strict=True):
             if envelope is None:
@@ -110,7 +110,7 @@ class RunLogs:
         pipeline = self._redis.pipeline(transaction=False)
         for run, seq in last.items():
             seqs = range(seq + 1, seq + 1 + most)
-            pipeline.hmget(run_keys.ops(self._pool, run), [str(each) for each in seqs])
+            pipeline.hmget(redis_keys.ops(self._pool, run), [str(each) for each in seqs])
         found = []
         for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
             waiting = itertools.takewhile(lambda each: each is not None, envelopes)
@@ -122,14 +122,14 @@ class RunLogs:
 
         The next plan may include some of them, for this worker or another one.
         """
-        found = self._redis.zrange(run_keys.ready(self._pool), 0, most - 1)
+        found = self._redis.zrange(redis_keys.ready(self._pool), 0, most - 1)
         return [RunId(run.decode()) for run in found]
 
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Return the whole committed result of an op, or None if it has expired or its file is
         missing.
         """
-        value = self._redis.get(result_keys.result(op.request_id))
+        value = self._redis.get(redis_keys.result(op.request_id))
         if not value:
             return None
         result = Result.decode(value)
@@ -144,9 +144,9 @@ class RunLogs:
 
         The seq of its weights is the seq after which a checkpoint was made.
         """
-        names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
+        names = self._redis.zrange(redis_keys.run_checkpoints(run), 0, -1)
         of_training = [name.decode() for name in names if name.startswith(b"weights/")]
-        rows = self._redis.mget([weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""])
+        rows = self._redis.mget([redis_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""])
         found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
         own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
         return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
@@ -180,7 +180,7 @@ def _numbered(row: Mapping[str, str], prefix: str) -> dict[int, int]:
 
 async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int | None:
     """Return the oldest optimizer step to which a run can go back; None if there is none."""
-    raw = await connection.hgetall(run_keys.log(pool, run))
+    raw = await connection.hgetall(redis_keys.log(pool, run))
     if not raw:
         return None
     position = log_position({name.decode(): value.decode() for name, value in raw.items()})
@@ -189,7 +189,7 @@ async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int
 
 async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:
     """Return the names of a run's own metrics. The caller has checked the tenant."""
-    return frozenset(name.decode() for name in await connection.hkeys(run_keys.metric_names(run)))
+    return frozenset(name.decode() for name in await connection.hkeys(redis_keys.metric_names(run)))
 
 
 async def read_metrics(connection: Connection, run: RunId, after_step: int = -1) -> dict[str, list[MetricPoint]]:
@@ -199,7 +199,7 @@ async def read_metrics(connection: Connection, run: RunId, after_step: int = -1)
     names = sorted(await metric_names(connection, run))
     pipeline = connection.pipeline(transaction=True)
     for name in names:
-        pipeline.lrange(run_keys.metric(run, name), 0, -1)
+        pipeline.lrange(redis_keys.metric(run, name), 0, -1)
     rows = await pipeline.execute() if names else []
     found = {
         name: [point for point in read_metric(row) if point.step > after_step]
@@ -213,8 +213,8 @@ async def read_history(connection: Connection, run: RunId, after_step: int = -1)
     tenant.
     """
     pipeline = connection.pipeline(transaction=True)  # a transaction, because a rollback cuts both lists at once
-    pipeline.lrange(run_keys.steps(run), 0, -1)
-    pipeline.lrange(run_keys.evaluations(run), 0, -1)
+    pipeline.lrange(redis_keys.steps(run), 0, -1)
+    pipeline.lrange(redis_keys.evaluations(run), 0, -1)
     steps, evaluations = await pipeline.execute()
     points = read_points("optim_step", steps) + read_points("forward", evaluations)
     return sorted((p for p in points if p.step > after_step), key=lambda point: point.seq)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SamplerId, TenantId, WeightsRef
 from cotrain_store.messages.runs import HISTORY_POINTS, RunRecord
 from cotrain_store.tenants.run_bytes import RunWeight
@@ -74,7 +74,7 @@ class Submission:
     forks: bool = False
     """True for an op that creates a run from weights that may be in the memory of one worker only."""
     max_seq_gap: int = MAX_SEQ_GAP
-    sampler_idle_ms: int = run_keys.EPHEMERAL_SAMPLER_IDLE_MS
+    sampler_idle_ms: int = redis_keys.EPHEMERAL_SAMPLER_IDLE_MS
     sampler_rest_ms: int = SAMPLER_REST_MS
 
 
@@ -82,11 +82,11 @@ def submission_keys(run: RunRecord) -> list[str]:
     """Return the keys of `submit.lua`, in its order."""
     pool, tenant = run.pool, run.tenant
     return [
-        run_keys.run(run.id), run_keys.log(pool, run.id), run_keys.ops(pool, run.id),
-        run_keys.bodies(pool, run.id), run_keys.digests(pool, run.id), run_keys.ready(pool),
-        run_keys.gaps(pool), run_keys.queue(pool, tenant), run_keys.queue_tenants(pool),
-        result_keys.spool_segment_refs(), tenant_keys.session_runs(run.session),
-        tenant_keys.tenant_runs(tenant), fleet_keys.notify_scheduler(),
-        run_keys.unnumbered_ops(pool, run.id), tenant_keys.training_runs(tenant),
-        tenant_keys.all_training_runs(),
+        redis_keys.run(run.id), redis_keys.log(pool, run.id), redis_keys.ops(pool, run.id),
+        redis_keys.bodies(pool, run.id), redis_keys.digests(pool, run.id), redis_keys.ready(pool),
+        redis_keys.gaps(pool), redis_keys.queue(pool, tenant), redis_keys.queue_tenants(pool),
+        redis_keys.spool_segment_refs(), redis_keys.session_runs(run.session),
+        redis_keys.tenant_runs(tenant), redis_keys.notify_scheduler(),
+        redis_keys.unnumbered_ops(pool, run.id), redis_keys.training_runs(tenant),
+        redis_keys.all_training_runs(),
     ]  # fmt: skip

@@ -22,8 +22,8 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys, result_keys
 from cotrain_store.redis_client.address import RedisAddress, parse_address, sentinel_pool, sync_sentinel_pool
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
@@ -155,8 +155,8 @@ def _questions(connection: Connection | SyncConnection) -> Any:
     for name in DURABLE:
         pipeline.config_get(name)
     pipeline.execute_command("COMMAND INFO", "WAITAOF")
-    pipeline.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
-    pipeline.get(fleet_keys.schema())
+    pipeline.set(redis_keys.schema(), redis_keys.SCHEMA_VERSION, nx=True)
+    pipeline.get(redis_keys.schema())
     return pipeline
 
 
@@ -179,7 +179,7 @@ def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, acc
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
             "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
         )
-    ours, theirs = fleet_keys.SCHEMA_VERSION, version.decode() if version else "none"
+    ours, theirs = redis_keys.SCHEMA_VERSION, version.decode() if version else "none"
     if theirs != ours:
         raise UnsafeRedis(
             f"This Redis holds a store of schema version {theirs}; this program reads and writes "
@@ -189,9 +189,9 @@ def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, acc
 
 async def clock_ms(connection: Connection) -> int:
     """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
-    return parse_ms(await connection.get(result_keys.clock()))
+    return parse_ms(await connection.get(redis_keys.clock()))
 
 
 def parse_ms(value: bytes | None) -> int:
-    """Return the ms in a value of `result_keys.clock`; the host's time if it is missing."""
+    """Return the ms in a value of `redis_keys.clock`; the host's time if it is missing."""
     return int(time.time() * 1000) if value is None else int(value)

@@ -12,7 +12,7 @@ without removing them from the waiting client.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cotrain_store.keys import result_keys, run_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
@@ -35,7 +35,7 @@ READ_AFTER_S = 600.0
 FLUSH_EVERY_S = 1.0
 #: Maximum number of results in one script call; it blocks Redis.
 _AT_ONCE = 1_000
-_FORGET_AFTER_S = result_keys.SMALL_RESULT_TTL_MS / 1000
+_FORGET_AFTER_S = redis_keys.SMALL_RESULT_TTL_MS / 1000
 
 
 @dataclass
@@ -104,14 +104,14 @@ class DeliveryLog:
         owners = await session_owners(self._redis, {session for _, _, session in read})
         own = [name for name, key_id, session in read if is_owner(key_id, owners[session])]
         if own:
-            args = {"requests": own, "ttl_ms": result_keys.READ_RESULT_TTL_MS}
+            args = {"requests": own, "ttl_ms": redis_keys.READ_RESULT_TTL_MS}
             await self._results_read([], args)
 
     async def _newest_seqs(self) -> dict[RunId, int | None]:
         runs = {sent.run: sent.pool for sent in self._ops.values()}
         async with self._redis.pipeline(transaction=False) as pipeline:
             for run, pool in runs.items():
-                pipeline.hget(run_keys.log(pool, run), "last")
+                pipeline.hget(redis_keys.log(pool, run), "last")
             rows = await pipeline.execute()
         return {run: None if row is None else int(row) for run, row in zip(runs, rows, strict=True)}
 
@@ -126,8 +126,8 @@ class DeliveryLog:
         if read:
             args = {
                 "requests": [sample_id(*name) for name in read],
-                "ttl_ms": result_keys.READ_RESULT_TTL_MS,
-                "record_ms": run_keys.SAMPLE_RECORD_EXTRA_MS,
+                "ttl_ms": redis_keys.READ_RESULT_TTL_MS,
+                "record_ms": redis_keys.SAMPLE_RECORD_EXTRA_MS,
             }
             await self._sample_read([], args)
         for sent in old:
@@ -136,13 +136,13 @@ class DeliveryLog:
 
     async def _alive(self, sessions: set[SessionId]) -> set[SessionId]:
         asked = sorted(sessions)
-        heartbeats = await self._redis.mget([tenant_keys.session_heartbeat(session) for session in asked])
+        heartbeats = await self._redis.mget([redis_keys.session_heartbeat(session) for session in asked])
         return {session for session, at in zip(asked, heartbeats, strict=True) if at is not None}
 
 
 async def max_unread(connection: Connection, most: int) -> dict[TenantId, int]:
     """Return the bytes of unread results of the tenants that have the most."""
-    names = await connection.zrange(result_keys.unread_tenants(), 0, most - 1, desc=True)
+    names = await connection.zrange(redis_keys.unread_tenants(), 0, most - 1, desc=True)
     return await unread_bytes(connection, [TenantId(name.decode()) for name in names])
 
 

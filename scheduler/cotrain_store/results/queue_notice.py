@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WEIGHT, PlanPolicy, restoring_text
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
 from cotrain_store.redis_client.connection import Connection
@@ -120,14 +120,14 @@ class Backlogs:
         return backlog
 
     async def _now(self, pool: PoolId) -> Backlog:
-        tenants = _names(await self._redis.smembers(run_keys.queue_tenants(pool)))
-        workers = _names(await self._redis.smembers(fleet_keys.workers(pool)))
+        tenants = _names(await self._redis.smembers(redis_keys.queue_tenants(pool)))
+        workers = _names(await self._redis.smembers(redis_keys.workers(pool)))
         pipeline = self._redis.pipeline(transaction=False)
         for name in tenants:
-            pipeline.hget(run_keys.queue(pool, TenantId(name)), "tokens")
-            pipeline.hmget(run_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
+            pipeline.hget(redis_keys.queue(pool, TenantId(name)), "tokens")
+            pipeline.hmget(redis_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
         for name in workers:
-            pipeline.get(fleet_keys.worker(pool, WorkerId(name)))
+            pipeline.get(redis_keys.worker(pool, WorkerId(name)))
         rows: list[Any] = await pipeline.execute()
         policy = PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
         queued, given = rows[: 2 * len(tenants)], rows[2 * len(tenants) :]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from cotrain_store.keys import result_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, parse_sample, sample_id
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
@@ -50,7 +50,7 @@ class Completions(ChannelSubscriber):
         self._redis = connection
         self._read = async_script(connection, "sample_read")
         self._waiters: defaultdict[tuple[SamplerId, int], set[asyncio.Event]] = defaultdict(set)
-        super().__init__(connection, result_keys.notify_results(), self._receive)
+        super().__init__(connection, redis_keys.notify_results(), self._receive)
         self._released = False
 
     @override
@@ -104,18 +104,18 @@ class Completions(ChannelSubscriber):
             some = own[start : start + ACKNOWLEDGED_AT_ONCE]
             args = {
                 "requests": some,
-                "ttl_ms": result_keys.READ_RESULT_TTL_MS,
-                "record_ms": run_keys.SAMPLE_RECORD_EXTRA_MS,
+                "ttl_ms": redis_keys.READ_RESULT_TTL_MS,
+                "record_ms": redis_keys.SAMPLE_RECORD_EXTRA_MS,
             }
             await self._read([], args)
 
     async def _ended(self, sampler: SamplerId, clone: int, after: int) -> tuple[list[Completion], int]:
-        name, read = run_keys.completions(sampler, clone), min(after, _LARGEST)
+        name, read = redis_keys.completions(sampler, clone), min(after, _LARGEST)
         rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=LIMITS, withscores=True)
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:
-                pipeline.hmget(run_keys.sample(request), ["failed", "size"])
+                pipeline.hmget(redis_keys.sample(request), ["failed", "size"])
             facts = await pipeline.execute()
         ended = [
             Completion(request, failed == b"1", int(size or 0))

@@ -8,8 +8,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeAlias, TypeVar
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
-from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
 from cotrain_store.messages.runs import RunRecord
@@ -30,30 +30,30 @@ class Policies:
 
     async def limits(self, tenant: TenantId) -> dict[str, int]:
         """Return a tenant's own limits by the names of quotas."""
-        row = await self._redis.hgetall(tenant_keys.limits(tenant))
+        row = await self._redis.hgetall(redis_keys.limits(tenant))
         return {name.decode(): int(number) for name, number in row.items()}
 
     async def set_limits(self, tenant: TenantId, given: Mapping[str, int | None]) -> None:
         """Set the given limits atomically; None restores the default."""
         numbers = {quota: str(number) for quota, number in given.items() if number is not None}
         back = sorted(given.keys() - numbers.keys())
-        await self._tenant_limits([tenant_keys.limits(tenant)], {"numbers": numbers, "back": back})
+        await self._tenant_limits([redis_keys.limits(tenant)], {"numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
         """Return a tenant's weight."""
-        return float(await self._redis.hget(tenant_keys.weights(), tenant) or WEIGHT)
+        return float(await self._redis.hget(redis_keys.tenant_weights(), tenant) or WEIGHT)
 
     async def set_weight(self, tenant: TenantId, weight: float) -> None:
         """Set a tenant's weight. The default weight deletes the record."""
         if weight == WEIGHT:
-            await self._redis.hdel(tenant_keys.weights(), tenant)
+            await self._redis.hdel(redis_keys.tenant_weights(), tenant)
         else:
-            await self._redis.hset(tenant_keys.weights(), tenant, repr(weight))
+            await self._redis.hset(redis_keys.tenant_weights(), tenant, repr(weight))
 
 
 async def read_weights(connection: Connection) -> dict[TenantId, float]:
     """Return the weights of all tenants whose weight differs from the default."""
-    rows = await connection.hgetall(tenant_keys.weights())
+    rows = await connection.hgetall(redis_keys.tenant_weights())
     return {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
 
 
@@ -67,28 +67,28 @@ class PauseRecords:
     async def pause_tenant(self, tenant: TenantId, reason: str = "") -> None:
         """Exclude a tenant's ops and sample requests from now on; planned or claimed ones finish as usual."""
         pause = encode(Pause(time.time(), reason))
-        await self._redis.hset(tenant_keys.paused_tenants(), tenant, pause)
+        await self._redis.hset(redis_keys.paused_tenants(), tenant, pause)
 
     async def resume_tenant(self, tenant: TenantId) -> bool:
         """Resume a tenant. Return False if it was not paused."""
-        return bool(await self._redis.hdel(tenant_keys.paused_tenants(), tenant))
+        return bool(await self._redis.hdel(redis_keys.paused_tenants(), tenant))
 
     async def pause_run(self, run: RunRecord, reason: str = "") -> None:
         """Exclude the ops of a run from now on; raises RunClosed if it has ended."""
-        script_keys = [run_keys.log(run.pool, run.id), tenant_keys.paused_runs()]
+        script_keys = [redis_keys.log(run.pool, run.id), redis_keys.paused_runs()]
         pause = encode(Pause(time.time(), reason, run.tenant))
         if await self._pause_run(script_keys, {"run": run.id, "pause": pause}) == b"CLOSED":
             raise RunClosed
 
     async def resume_run(self, run: RunRecord) -> bool:
         """Resume a run. Return False if it was not paused."""
-        return bool(await self._redis.hdel(tenant_keys.paused_runs(), run.id))
+        return bool(await self._redis.hdel(redis_keys.paused_runs(), run.id))
 
 
 async def read_pauses(connection: Connection) -> Pauses:
     """Return the paused tenants and runs."""
-    tenants = await connection.hgetall(tenant_keys.paused_tenants())
-    runs = await connection.hgetall(tenant_keys.paused_runs())
+    tenants = await connection.hgetall(redis_keys.paused_tenants())
+    runs = await connection.hgetall(redis_keys.paused_runs())
     return Pauses(
         {TenantId(name): pause for name, pause in _pauses(tenants).items()},
         {RunId(name): pause for name, pause in _pauses(runs).items()},

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import LoraSpec, PoolRecord
 from cotrain_store.redis_client.connection import Connection
@@ -64,10 +64,10 @@ def weigh_run(
 
 async def run_bytes(connection: Connection, tenant: TenantId) -> int:
     """Return the bytes that a tenant's runs hold."""
-    return int(await connection.zscore(tenant_keys.run_bytes(), tenant) or 0)
+    return int(await connection.zscore(redis_keys.run_bytes(), tenant) or 0)
 
 
 async def largest_run_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
     """Return the bytes held by runs, for the tenants with the most."""
-    rows = await connection.zrange(tenant_keys.run_bytes(), 0, most - 1, desc=True, withscores=True)
+    rows = await connection.zrange(redis_keys.run_bytes(), 0, most - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(weight) for name, weight in rows}

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cotrain.wire.rest import HistoryPoint
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
-from cotrain_store.keys import run_keys, tenant_keys
-from cotrain_store.keys.tenant_keys import usage_field, usage_hour
 from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import run_record, tags_of
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.tenants.usage import usage_field, usage_hour
 
 #: Maximum number of records read for one page. A rare match may be several pages later.
 LOOKED_AT = 1_000
@@ -64,7 +64,7 @@ class RunList:
 
         A cursor identifies the last run read, so that new runs do not shift pages.
         """
-        key = tenant_keys.training_runs(tenant) if tenant else tenant_keys.all_training_runs()
+        key = redis_keys.training_runs(tenant) if tenant else redis_keys.all_training_runs()
         start = await self._start(key, cursor)
         total = await self._redis.zcard(key)
         found: list[RunRecord] = []
@@ -86,7 +86,7 @@ class RunList:
         """Return the runs of these ids. Missing ones are left out."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hgetall(run_keys.run(run))
+            pipeline.hgetall(redis_keys.run(run))
         return [run_record(row) for row in (await pipeline.execute() if runs else []) if row]
 
     async def positions(self, runs: Sequence[RunRecord], now_s: float) -> dict[RunId, RunPosition]:
@@ -95,16 +95,16 @@ class RunList:
         tenants = sorted({run.tenant for run in runs})
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hmget(run_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"])
-            pipeline.zscore(run_keys.ready(run.pool), run.id)
-            pipeline.zscore(run_keys.gaps(run.pool), run.id)
+            pipeline.hmget(redis_keys.log(run.pool, run.id), ["last", "next", "done", "worker", "failed"])
+            pipeline.zscore(redis_keys.ready(run.pool), run.id)
+            pipeline.zscore(redis_keys.gaps(run.pool), run.id)
             # Decoding the last point requires the one before it.
-            pipeline.lrange(run_keys.steps(run.id), -2, -1)
+            pipeline.lrange(redis_keys.steps(run.id), -2, -1)
         for tenant in tenants:
             own = [run for run in runs if run.tenant == tenant]
             fields = [usage_field("device_s", run.base_model, run.id) for run in own]
             for hour in hours:
-                pipeline.hmget(tenant_keys.usage(tenant, hour), fields)
+                pipeline.hmget(redis_keys.usage(tenant, hour), fields)
         rows = await pipeline.execute() if runs else []
         used = _seconds_by_run(runs, tenants, rows[4 * len(runs) :])
         found = {}
@@ -194,7 +194,7 @@ class RunLabels:
             args["note"] = note
         if tags is not None:
             args["tags"] = json.dumps(list(dict.fromkeys(tags))) if tags else ""
-        script_keys = [run_keys.run(run.id), tenant_keys.labelled_runs(run.tenant)]
+        script_keys = [redis_keys.run(run.id), redis_keys.labelled_runs(run.tenant)]
         answer = await self._label(script_keys, args)
         if answer == b"GONE":
             raise RunNotFound
@@ -203,7 +203,7 @@ class RunLabels:
 
     async def matching(self, tenant: TenantId, query: LabelQuery) -> frozenset[str]:
         """Return the labelled runs of a tenant that match. Runs without labels never match."""
-        names = await self._redis.zrange(tenant_keys.labelled_runs(tenant), 0, -1)
+        names = await self._redis.zrange(redis_keys.labelled_runs(tenant), 0, -1)
         found: set[str] = set()
         for first in range(0, len(names), LABELS_READ_AT_ONCE):
             part = [RunId(name.decode()) for name in names[first : first + LABELS_READ_AT_ONCE]]
@@ -215,6 +215,6 @@ class RunLabels:
         """Return the notes and tags of runs, which must have been read through their tenant."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hmget(run_keys.run(run), ["note", "tags"])
+            pipeline.hmget(redis_keys.run(run), ["note", "tags"])
         rows = await pipeline.execute() if runs else []
         return {run: ((note or b"").decode(), tags_of(tags)) for run, (note, tags) in zip(runs, rows, strict=True)}

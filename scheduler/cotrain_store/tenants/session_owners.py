@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.redis_client.connection import Connection
 
@@ -15,7 +15,7 @@ async def session_owners(connection: Connection, sessions: Iterable[SessionId]) 
     asked = sorted(sessions)
     async with connection.pipeline(transaction=False) as pipeline:
         for session in asked:
-            pipeline.hget(tenant_keys.session(session), "key")
+            pipeline.hget(redis_keys.session(session), "key")
         rows = await pipeline.execute()
     return {session: (row or b"").decode() for session, row in zip(asked, rows, strict=True)}
 

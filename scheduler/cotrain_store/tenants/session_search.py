@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cotrain_store.keys import run_keys, tenant_keys, weights_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.ops import session_record
 from cotrain_store.messages.runs import RunState, SessionRecord
@@ -61,9 +61,9 @@ class SessionSearch:
         pipeline = self._redis.pipeline(transaction=False)
         for found in cursors:
             session = SessionId(found.session)
-            pipeline.hgetall(tenant_keys.session(session))
-            pipeline.exists(tenant_keys.session_heartbeat(session))
-            pipeline.smembers(tenant_keys.session_runs(session))
+            pipeline.hgetall(redis_keys.session(session))
+            pipeline.exists(redis_keys.session_heartbeat(session))
+            pipeline.smembers(redis_keys.session_runs(session))
         answers = await pipeline.execute()
         runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)
         failed = await self._first_failed(runs)
@@ -81,7 +81,7 @@ class SessionSearch:
     async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
         """Return the number and bytes of the checkpoints of each session."""
         await self._checkpoints.strike_expired(tenant)
-        sizes = await self._redis.hgetall(weights_keys.checkpoint_sizes(tenant))
+        sizes = await self._redis.hgetall(redis_keys.checkpoint_sizes(tenant))
         by_session: dict[SessionId, Stored] = {}
         for member, size in sizes.items():
             session = SessionId(member.decode().partition(":")[0])
@@ -90,7 +90,7 @@ class SessionSearch:
 
     async def _cursors(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[Cursor]:
         """Return cursors after `cursor`. Those of the same µs are read again and filtered."""
-        name = tenant_keys.tenant_sessions(tenant)
+        name = redis_keys.tenant_sessions(tenant)
         if cursor is None:
             rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
             return [_cursor(*row) for row in rows]
@@ -107,7 +107,7 @@ class SessionSearch:
         """Return the first run of each session that the server stopped."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hget(run_keys.run(run), "state")
+            pipeline.hget(redis_keys.run(run), "state")
         states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
         failed = RunState.FAILED.encode()
         return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}

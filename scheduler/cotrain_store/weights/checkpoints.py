@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
-from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
@@ -33,8 +33,8 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        args = {"tenant": tenant, "member": weights_keys.checkpoint_member(run, kind, name)}
-        if await self._delete([weights_keys.checkpoint(run, kind, name)], args) == b"GONE":
+        args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
+        if await self._delete([redis_keys.checkpoint(run, kind, name)], args) == b"GONE":
             raise CheckpointNotFound
 
     async def publish(
@@ -45,7 +45,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        key = weights_keys.checkpoint(run, kind, name)
+        key = redis_keys.checkpoint(run, kind, name)
         return await self._change(tenant, key, lambda record: replace(record, public=public))
 
     async def set_ttl(
@@ -56,7 +56,7 @@ class Checkpoints:
         Raises:
             CheckpointNotFound: unknown, expired, or another tenant's.
         """
-        key, expires_at = weights_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
+        key, expires_at = redis_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
         return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
 
     async def copy(
@@ -81,11 +81,11 @@ class Checkpoints:
             expires_at=_expiry(ttl_seconds), public=False,
         )  # fmt: skip
         script_keys = [
-            weights_keys.checkpoint(source.run, source.kind, source.name),
-            run_keys.run(destination.id), tenant_keys.session_runs(destination.session),
-            tenant_keys.training_runs(destination.tenant),
-            weights_keys.checkpoint(copy.run, copy.kind, copy.name),
-            tenant_keys.all_training_runs(),
+            redis_keys.checkpoint(source.run, source.kind, source.name),
+            redis_keys.run(destination.id), redis_keys.session_runs(destination.session),
+            redis_keys.training_runs(destination.tenant),
+            redis_keys.checkpoint(copy.run, copy.kind, copy.name),
+            redis_keys.all_training_runs(),
         ]  # fmt: skip
         args = {
             "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
@@ -101,7 +101,7 @@ class Checkpoints:
 
     async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
         """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
-        script_keys = [weights_keys.checkpoint_sizes(tenant), weights_keys.unstored_checkpoints(tenant)]
+        script_keys = [redis_keys.checkpoint_sizes(tenant), redis_keys.unstored_checkpoints(tenant)]
         count, size = await self._totals(script_keys, {"tenant": tenant})
         return count, size
 
@@ -133,6 +133,6 @@ def _expiry(ttl_seconds: int | None) -> float | None:
 
 async def largest_checkpoint_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
     """Return the checkpoint bytes of the `count` tenants with the most of them."""
-    key = weights_keys.checkpoint_bytes()
+    key = redis_keys.checkpoint_bytes()
     rows = await connection.zrange(key, 0, count - 1, desc=True, withscores=True)
     return {TenantId(name.decode()): int(size) for name, size in rows}

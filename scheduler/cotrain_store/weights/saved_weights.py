@@ -10,15 +10,15 @@ import time
 from dataclasses import replace
 from functools import cached_property
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.result_storage import UNLOADED
-from cotrain_store.keys import fleet_keys, result_keys, tenant_keys, weights_keys
-from cotrain_store.keys.tenant_keys import usage_field, usage_hour
 from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
 from cotrain_store.messages.ops import WEIGHTS_FIELDS, weights_record
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.tenants.usage import usage_field, usage_hour
 
 LEASE_MS = 60_000
 _RENEW_S = 20.0
@@ -65,7 +65,7 @@ class SavedWeights:
         self._worker = worker
         self._epoch = epoch
         self._cursor = 0
-        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
+        self._epoch_key = redis_keys.worker_epoch(pool, worker)
         self._stored = sync_script(connection, "weights_stored")
         self._lost = sync_script(connection, "weights_lost")
         self._list_unused = sync_script(connection, "weights_unused")
@@ -73,14 +73,14 @@ class SavedWeights:
 
     def weights(self, ref: WeightsRef) -> WeightsRecord | None:
         """Return the record of weights, or None if they were deleted."""
-        row = self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
+        row = self._redis.hmget(redis_keys.weights(ref), WEIGHTS_FIELDS)
         return weights_record(row) if row[0] else None
 
     def unstored(self) -> list[WeightsRecord]:
         """Return the weights that only this worker has in memory, oldest first. After a crash, a replay of
         the log recreates them.
         """
-        members = self._redis.smembers(weights_keys.unstored_weights(self._pool, self._worker))
+        members = self._redis.smembers(redis_keys.unstored_weights(self._pool, self._worker))
         found = [self.weights(WeightsRef(member.decode())) for member in members]
         return sorted((w for w in found if w), key=lambda weights: weights.created_at)
 
@@ -95,19 +95,19 @@ class SavedWeights:
         checkpoint, result = self._kept_back(ref, size)
         tenant = checkpoint.tenant if checkpoint else TenantId("")
         script_keys = [
-            self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
-            weights_keys.content(pool, digest),
-            weights_keys.unstored_weights(pool, self._worker),
-            weights_keys.optimizer_content(pool, optimizer_digest), result_keys.notify_results(),
-            tenant_keys.usage(tenant, usage_hour(now)),
+            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
+            redis_keys.content(pool, digest),
+            redis_keys.unstored_weights(pool, self._worker),
+            redis_keys.optimizer_content(pool, optimizer_digest), redis_keys.notify_results(),
+            redis_keys.usage(tenant, usage_hour(now)),
         ]  # fmt: skip
         args = {
             "epoch": str(self._epoch), "ref": ref, "digest": digest, "size": size,
-            "optimizer": optimizer_digest, "prefix": fleet_keys.prefix(pool),
+            "optimizer": optimizer_digest, "prefix": redis_keys.prefix(pool),
             "checkpoint": encode(checkpoint) if checkpoint else "",
             "closing": UNLOADED.encode().decode(),
             "used": usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
-            "usage_ttl_s": tenant_keys.USAGE_TTL_S,
+            "usage_ttl_s": redis_keys.USAGE_TTL_S,
         }  # fmt: skip
         return bool(self._stored(script_keys, args, result) == b"OK")
 
@@ -116,7 +116,7 @@ class SavedWeights:
 
         Only this worker changes them. A script that finds the weights deleted uses neither.
         """
-        text, value = self._redis.hmget(weights_keys.weights(ref), ["checkpoint", "result"])
+        text, value = self._redis.hmget(redis_keys.weights(ref), ["checkpoint", "result"])
         if text is None:
             return None, b""
         checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
@@ -132,14 +132,14 @@ class SavedWeights:
         """
         pool = self._pool
         script_keys = [
-            self._epoch_key, weights_keys.weights(ref), result_keys.notify_results(),
-            weights_keys.unstored_weights(pool, self._worker), weights_keys.pool_weights(pool),
-            weights_keys.external_folders(pool), weights_keys.weights_users(ref),
+            self._epoch_key, redis_keys.weights(ref), redis_keys.notify_results(),
+            redis_keys.unstored_weights(pool, self._worker), redis_keys.pool_weights(pool),
+            redis_keys.external_folders(pool), redis_keys.weights_users(ref),
         ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "ref": ref, "prefix": fleet_keys.prefix(pool),
+            "epoch": str(self._epoch), "ref": ref, "prefix": redis_keys.prefix(pool),
             "result": Result.failed(message, "server").encode().decode(),
-            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
+            "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
             "folder": external_folder(ref),
         }  # fmt: skip
         self._lost(script_keys, args)
@@ -150,14 +150,12 @@ class SavedWeights:
         It checks weights that lost a reference since the last call, and a rotating part of all weights. The
         cost does not depend on their number.
         """
-        self._cursor, some = self._redis.sscan(
-            weights_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE
-        )
+        self._cursor, some = self._redis.sscan(redis_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE)
         rows: dict[bytes, list[bytes]] = {}
         refs = [ref.decode() for ref in some]
         for _ in range(LOOKS):
             looked, *unused = self._list_unused(
-                [weights_keys.released_weights(self._pool)],
+                [redis_keys.released_weights(self._pool)],
                 {"refs": refs, "most": WEIGHTS_AT_ONCE, "again_ms": LOOK_AGAIN_MS},
             )
             rows |= {row[0]: row for row in unused}
@@ -174,32 +172,32 @@ class SavedWeights:
         """
         pool = self._pool
         script_keys = [
-            self._epoch_key, weights_keys.weights(ref), weights_keys.weights_users(ref),
-            weights_keys.pool_weights(pool), weights_keys.external_folders(pool),
+            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
+            redis_keys.pool_weights(pool), redis_keys.external_folders(pool),
         ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "ref": ref,
+            "epoch": str(self._epoch), "prefix": redis_keys.prefix(pool), "ref": ref,
             "folder": external_folder(ref),
         }  # fmt: skip
         return bool(self._forget(script_keys, args) == b"LAST")
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease to sweep this pool's files."""
-        return SweepLease(self._redis, fleet_keys.pool_sweeper(self._pool), self._worker)
+        return SweepLease(self._redis, redis_keys.pool_sweeper(self._pool), self._worker)
 
     def knows(self, digest: str) -> bool:
         """Return True if any weights have this content. A folder without weights is an orphan."""
-        return bool(self._redis.exists(weights_keys.content(self._pool, digest)))
+        return bool(self._redis.exists(redis_keys.content(self._pool, digest)))
 
     def knows_optimizer(self, digest: str) -> bool:
         """Return True if any weights have this optimizer state. A file without weights is an orphan."""
-        return bool(self._redis.exists(weights_keys.optimizer_content(self._pool, digest)))
+        return bool(self._redis.exists(redis_keys.optimizer_content(self._pool, digest)))
 
     def knows_external(self, folder: str) -> bool:
         """Return True if any weights have this folder (`external_folder`) of encrypted files."""
-        return bool(self._redis.sismember(weights_keys.external_folders(self._pool), folder))
+        return bool(self._redis.sismember(redis_keys.external_folders(self._pool), folder))
 
     @cached_property
     def _base_model(self) -> str:
-        row = self._redis.hget(fleet_keys.pools(), self._pool)
+        row = self._redis.hget(redis_keys.pools(), self._pool)
         return str(json.loads(row)["base_model"])

@@ -24,9 +24,9 @@ from cotrain_server.supervisor.environment import NewLines, follow
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.redis_log import mend_log
+from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.keys import fleet_keys
 from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.messages.ids import encode
@@ -212,11 +212,11 @@ class Supervisor:
 async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:
     """Store the last exit of a worker for the pages. Without Redis it is not stored."""
     connection = open_connection(redis_url)
-    key = fleet_keys.worker_exits(base_model)
+    key = redis_keys.worker_exits(base_model)
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             await connection.hset(key, worker, encode(last))
-            await connection.expire(key, fleet_keys.EXITS_TTL_S)
+            await connection.expire(key, redis_keys.EXITS_TTL_S)
     except (TimeoutError, *CONNECTION_LOST):
         pass
     finally:

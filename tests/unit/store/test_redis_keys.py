@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args, get_origin, get_type_hints
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.oplog.commit_rows import Commit
 from cotrain_store.oplog.submission import Submission
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.sampling.intake import SampleSubmission
 
-KEY_FILES = (fleet_keys, result_keys, run_keys, tenant_keys, weights_keys)
 ALL_SCRIPTS = sorted(SCRIPTS.rglob("*.lua"))
 ARGUMENTS: dict[str, type[Any]] = {"submit": Submission, "sample_submit": SampleSubmission, "commit": Commit}
 
@@ -20,10 +19,9 @@ ARGUMENTS: dict[str, type[Any]] = {"submit": Submission, "sample_submit": Sample
 def makers() -> list[tuple[Callable[..., str], list[str]]]:
     """Return every key template, with the types of its arguments."""
     return [
-        (getattr(file, name), [given.__name__ for given in get_args(hint)[0]])
-        for file in KEY_FILES
-        for name, hint in get_type_hints(file).items()
-        if get_origin(hint) is Callable
+        (getattr(redis_keys, name), [given.__name__ for given in get_args(hint)[0]])
+        for name, hint in get_type_hints(redis_keys).items()
+        if get_origin(hint) is Callable and name != "hash_tag"  # part of a key
     ]
 
 
@@ -54,7 +52,7 @@ _PART = re.compile(r"\.\.\s*(?:'([^']*)'|[\w.]+(?:\[\w+\])?)")
 def built_in(text: str) -> set[str]:
     found = set()
     for match in _BUILT.finditer(text):
-        start = fleet_keys.prefix(PoolId("*")) if match["start"][0] == "p" else "cotrain:"
+        start = redis_keys.prefix(PoolId("*")) if match["start"][0] == "p" else "cotrain:"
         rest = "".join("*" if part is None else part for part in _parts(match["rest"]))
         filled_in = "*" if match["start"] == "'^cotrain:" else ""  # a pattern: anything may follow
         found.add(pattern(start + match["literal"] + rest + filled_in))
