@@ -179,7 +179,7 @@ MUTANTS = {
     "no turns": Mutant(
         [
             Edit(
-                f"{SCHEDULER}/fair_queue.py",
+                f"{SCHEDULER}/queue.py",
                 "return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)",
                 "return 0",
             )

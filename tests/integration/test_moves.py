@@ -169,9 +169,9 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
     redis: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     url = empty_redis.url
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.placement.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(url, tmp_path, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)

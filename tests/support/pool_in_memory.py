@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotrain_scheduler.cycle_start import GATHER_S
+from cotrain_scheduler.planner import GATHER_S
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
