@@ -28,8 +28,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind, Step, Wake
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result, Step, Wake
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog import intake
 from cotrain_store.oplog.dispatch import Dispatch

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import external_folder
+from cotrain_store.messages.runs import external_folder
 from cotrain_store.redis_client.connection import SyncConnection
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import PageRequest

@@ -10,7 +10,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.redis_client.connection import clock_ms

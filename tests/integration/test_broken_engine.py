@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import RUN_STOPPED
+from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.runs import RunRecord

@@ -29,10 +29,8 @@ from typing_extensions import override
 from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WeightsRef
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
+from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunState, SaveRecords
 from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.draws import examples
 from tests.support.log import record_of

@@ -12,8 +12,7 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.results.futures import Pending
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import LOST

@@ -12,8 +12,7 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
 from cotrain_store.messages.ids import TenantId, WeightsRef
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.weights.checkpoints import Checkpoints
 from tests.support.log import record_of
 from tests.support.samples import Samples

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import RUN_STOPPED, encoded_results
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.storage import RUN_STOPPED, encoded_results
 from cotrain_store.errors import PlanOutdated, Reason, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import encode, request_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
 from cotrain_store.messages.runs import RunRecord, RunState
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log

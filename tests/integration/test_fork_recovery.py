@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import RequestId, SamplerId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.oplog.joint_intake import JointOp
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.engine.engine import Engine

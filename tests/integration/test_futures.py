@@ -14,10 +14,10 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.gaps import not_yet_here, still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
+from cotrain_store.results.queue_notice import not_yet_here, still_waiting
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log, open_log

@@ -12,8 +12,7 @@ from cotrain_scheduler.clock import Clock
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.settings.scheduler import SchedulerSettings
 from tests.support.log import Log, open_log

@@ -10,7 +10,7 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.saves import LoadRequest
 from tests.support.checkpoint_requests import LOCKED
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 from tests.support.kl_bodies import kl_body

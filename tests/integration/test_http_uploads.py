@@ -21,11 +21,9 @@ from cotrain_server.adapter_upload.pending_files import delete_expired
 from cotrain_server.http import upload_body as uploads
 from cotrain_server.signed_tokens import Link
 from cotrain_store import redis_keys
-from cotrain_store.bodies.import_body import decode_import
+from cotrain_store.bodies.adapter_bodies import SaveRequest, decode_import
 from cotrain_store.messages.ids import RequestId, RunId, WeightsRef
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from cotrain_store import redis_keys
-from cotrain_store.messages.results import SampleUsage
+from cotrain_store.messages.ops import SampleUsage
 from cotrain_store.tenants.audit_log import AuditEvent
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, sample_body
 from tests.support.stand_in import DEVICE_S, FILES, StandIn

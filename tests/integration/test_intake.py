@@ -12,8 +12,7 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST
@@ -328,7 +327,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
+        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
             with refused(Reason.STORE_FULL):
@@ -336,7 +335,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
             assert log.everything() == before
             await full.run_all()
             assert full.result(run, 1) is not None
-        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1.0)
+        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1.0)
         async with open_log(empty_redis.url, tmp_path) as emptied:
             await emptied.submit(run, 2)
 

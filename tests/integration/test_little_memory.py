@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cotrain_store import redis_keys
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed

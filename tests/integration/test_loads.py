@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource
 from cotrain_store.errors import RunClosed, SeqConflict, WeightsDeleted
 from cotrain_store.messages.ids import RequestId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord
 from tests.support.log import record_of
 from tests.support.samples import Samples, sampler_record
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
-from cotrain_store.disk.result_storage import is_spooled
+from cotrain_store.disk.storage import is_spooled
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WeightsRef, encode, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.ops import OpKind, ResultKind
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState
 from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences

@@ -11,10 +11,15 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, Fenced
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, external_folder
+from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.runs import (
+    CheckpointKind,
+    CheckpointRecord,
+    RunRecord,
+    RunState,
+    SaveRecords,
+    external_folder,
+)
 from cotrain_store.results.futures import Pending
 from cotrain_store.weights.checkpoints import Checkpoints
 from cotrain_store.weights.saved_weights import SavedWeights

@@ -12,8 +12,7 @@ import pytest
 from cotrain.wire.proto import wire_pb2
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep

@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
 from cotrain_store.errors import Fenced, PlanOutdated
 from cotrain_store.messages.ids import WeightsRef, request_id
-from cotrain_store.messages.ops import OpKind, RunQueue, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.ops import OpKind, Result, RunQueue, Step
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord
 from tests.support.log import Log, record_of
 from tests.support.stack import MODEL, POOL
 

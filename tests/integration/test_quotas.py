@@ -13,8 +13,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, SamplerNotFound
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits

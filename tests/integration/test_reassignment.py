@@ -10,8 +10,7 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims

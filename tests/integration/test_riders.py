@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, RunClosed, SeqConflict
-from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import DIGESTS_KEPT
 from cotrain_store.oplog.submission import MAX_SEQ_GAP
 from cotrain_store.results.futures import Pending
+from cotrain_store.results.queue_notice import still_waiting
 from tests.support.draws import examples
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis

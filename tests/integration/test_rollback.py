@@ -10,8 +10,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from tests.support.log import Log, record_of
 from tests.support.samples import Samples
 from tests.support.stack import POOL

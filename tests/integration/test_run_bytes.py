@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.capacity import Capacity
+from cotrain_store.disk.storage import Capacity
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.ops import pool_record
-from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.tenants.run_bytes import run_bytes, state_bytes

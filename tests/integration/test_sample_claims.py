@@ -13,7 +13,7 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import RequestId, WorkerId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER

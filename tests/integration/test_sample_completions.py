@@ -10,7 +10,7 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, sample_id
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import Result
 from cotrain_store.sampling.completions import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis

@@ -14,7 +14,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId, parse_sample, sampler_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms

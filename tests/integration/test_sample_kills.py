@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.completions import Completions

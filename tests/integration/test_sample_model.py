@@ -29,11 +29,11 @@ from typing_extensions import override
 
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.errors import Fenced, Reason, SeqConflict
 from cotrain_store.messages.ids import CLONE_SIZE, RequestId, TenantId, sample_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
 from tests.support.draws import examples
 from tests.support.log import WORKER

@@ -10,10 +10,8 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, Fenced, MalformedPath, SamplerNotFound, SeqConflict
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord, WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.samples import Samples, sampler_record, weights_record

@@ -12,9 +12,9 @@ import pytest
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store import redis_keys
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.messages.ids import sample_id
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.messages.ops import ResultKind
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress

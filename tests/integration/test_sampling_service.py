@@ -13,10 +13,10 @@ import torch
 
 from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.messages.ids import RequestId, TenantId, WorkerId
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import Result
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved

@@ -32,8 +32,7 @@ from cotrain_store.errors import Fenced, PlanOutdated, Reason, RunClosed, SeqCon
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
 from cotrain_store.messages.ops import PASSES, OpKind, Step
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake

@@ -15,8 +15,7 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
 from cotrain_store.errors import Reason
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.oplog.submission import TenantLimits

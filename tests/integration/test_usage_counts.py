@@ -10,8 +10,7 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, TenantId, encode
-from cotrain_store.messages.ops import RunUsage, Step
-from cotrain_store.messages.results import Result, SampleUsage
+from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
 from cotrain_store.tenants.run_list import RunList
 from tests.support.log import WORKER

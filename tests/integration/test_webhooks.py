@@ -23,9 +23,8 @@ from cotrain_server.webhooks.sender import MAX_READ, Sender, Undelivered
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
-from cotrain_store.tenants.webhooks import Webhooks
+from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time

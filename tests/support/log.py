@@ -13,8 +13,7 @@ from cotrain_scheduler.planner import runnable_prefix
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result, Step
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution

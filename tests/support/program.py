@@ -10,8 +10,7 @@ from cotrain.wire.proto import wire_pb2
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine

@@ -12,10 +12,16 @@ from typing import Any
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.ids import OpId, PoolId, RequestId, SessionId, TenantId, WeightsRef, WorkerId, sampler_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord, SamplerRecord
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, WeightsRecord
+from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
+from cotrain_store.messages.runs import (
+    CheckpointKind,
+    CheckpointRecord,
+    LoraSpec,
+    RunRecord,
+    SamplerRecord,
+    SaveRecords,
+    WeightsRecord,
+)
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.completions import Completions

@@ -16,8 +16,7 @@ from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import Scaling, WorkerExit, WorkerHeartbeat, parse_scaling
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode
-from cotrain_store.messages.ops import pool_record
-from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.runs import PoolRecord, pool_record
 from cotrain_store.redis_client.connection import Connection, parse_ms
 from cotrain_store.redis_client.scripts import async_script
 

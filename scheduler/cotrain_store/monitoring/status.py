@@ -9,8 +9,7 @@ from typing import Any
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, request_id
-from cotrain_store.messages.ops import QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script

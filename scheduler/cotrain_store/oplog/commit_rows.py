@@ -1,17 +1,24 @@
-"""Arguments of `commit.lua`: each op of a step with its result, and the records of its saves."""
+"""Arguments of `commit.lua` (each op of a step with its result, the records of its saves) and of `reject.lua`."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
 from cotrain_store.disk.spool import SpoolRef
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HISTORY_POINTS, HistoryEntry, RunState, SamplerRecord
-from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, external_folder
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
+from cotrain_store.messages.runs import (
+    HISTORY_POINTS,
+    CheckpointRecord,
+    HistoryEntry,
+    RunState,
+    SamplerRecord,
+    SaveRecords,
+    external_folder,
+)
 
 _FAILURES: dict[str, str] = {
     RunState.CLOSED: UNLOADED.encode().decode(),
@@ -171,3 +178,16 @@ def _collision(checkpoint: CheckpointRecord) -> Result:
     """Return the result of a save whose name is in use."""
     message = f"Checkpoint name {checkpoint.name!r} already exists in this run; pass overwrite=true to replace it."
     return Result.failed(message, "user")
+
+
+def rejection(run: RunId, failure: Result) -> dict[str, Any]:
+    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
+    log.
+    """
+    op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
+    return {
+        "result": failure.encode().decode(),
+        "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
+        "body": failure.payload.decode(),
+        "envelope": op.envelope(),
+    }

@@ -9,18 +9,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from cotrain_store import redis_keys
+from cotrain_store.disk.storage import CANCEL, TTL_MS
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
-from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
-from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import PoolView, QueuedOp, Result, RunQueue, Step, Wake
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
-from cotrain_store.oplog.intake import rejection
+from cotrain_store.oplog.commit_rows import rejection
 from cotrain_store.oplog.moves import Moves, parse_moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
 from cotrain_store.redis_client.scripts import AsyncScript, async_script
-from cotrain_store.sampling.endings import CANCEL, TTL_MS
+from cotrain_store.results.queue_notice import client_seq, given_up
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
 #: Maximum number of runs read by one call; it blocks Redis.

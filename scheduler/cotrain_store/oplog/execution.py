@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, stored_results
 from cotrain_store.disk.spool import Spool, SpoolReferences
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED, stored_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import (
@@ -28,12 +28,9 @@ from cotrain_store.messages.ids import (
     run_of,
     seq_of,
 )
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import HistoryEntry, PoolRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord, SaveRecords
-from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
-from cotrain_store.oplog.intake import rejection
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, RunUsage, Step
+from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
+from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
 from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection

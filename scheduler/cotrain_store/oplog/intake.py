@@ -3,8 +3,7 @@
 When `submit` returns, the op is durable and its future will resolve. A repeated call with the same
 content returns the same request id and runs nothing twice.
 
-The function `refusal` converts a refusal of `submit.lua` to an exception. The function `rejection`
-builds the record of an accepted op that will never run.
+The function `refusal` converts a refusal of `submit.lua` to an exception.
 """
 
 import hashlib
@@ -16,15 +15,13 @@ from typing import Any
 import structlog
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.capacity import Capacity, StoreBody
-from cotrain_store.disk.result_storage import UNLOADED
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
+from cotrain_store.disk.storage import UNLOADED, Capacity, StoreBody
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RequestId, RunId, SamplerId, WeightsRef, encode, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.ids import RequestId, SamplerId, WeightsRef, encode, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result
+from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import current_traceparent
 from cotrain_store.oplog.submission import MAX_SEQ_GAP, Submission, SubmittedOp, TenantLimits, submission_keys
@@ -302,16 +299,3 @@ async def _stored(
         envelope=op.envelope(),
         segment=None if ref == "inline" else SpoolRef.parse(ref).segment,
     )
-
-
-def rejection(run: RunId, failure: Result) -> dict[str, Any]:
-    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
-    log.
-    """
-    op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
-    return {
-        "result": failure.encode().decode(),
-        "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
-        "body": failure.payload.decode(),
-        "envelope": op.envelope(),
-    }

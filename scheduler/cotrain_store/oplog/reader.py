@@ -1,25 +1,32 @@
-"""Reads of a run's log for its restore (position, ops, results), and of its history.
+"""Reads of a run's log for its restore (position, ops, results), and of its history as the client receives it.
 
 Nothing here writes, so nothing is fenced.
 """
 
 import itertools
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import is_spooled, whole_result
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.messages.history import read_metric, read_points
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
-from cotrain_store.messages.ops import QueuedOp, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.ops import QueuedOp, Result, Step
+from cotrain_store.messages.runs import CheckpointRecord, RunState
 from cotrain_store.redis_client.connection import Connection, SyncConnection
+
+PointKind = Literal["optim_step", "forward"]
+#: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
+#: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last nine
+#: fields of `PassEntry` (`runs.py`); points without it are shorter. Doubles are stored bit for bit.
+POINT = struct.Struct("<IIQdddddQQIddddddddd")
+#: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.
+METRIC_POINT = struct.Struct("<IIQddd")
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,17 @@ async def read_metrics(connection: Connection, run: RunId, after_step: int = -1)
     return {name: points for name, points in found.items() if points}
 
 
+def read_metric(stored: Iterable[bytes]) -> list[MetricPoint]:
+    """Return the points of one metric, in order, from the rows that the script packed."""
+    points, before = [], 0
+    for row in stored:
+        number, step, seq, time_s, total, weight = METRIC_POINT.unpack(row)
+        value = total / weight if weight > 0 else total
+        points.append(MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value))
+        before = number
+    return points
+
+
 async def read_history(connection: Connection, run: RunId, after_step: int = -1) -> list[HistoryPoint]:
     """Return the points after a step of a run, in the order of its log. The caller has checked the
     tenant.
@@ -218,3 +236,37 @@ async def read_history(connection: Connection, run: RunId, after_step: int = -1)
     steps, evaluations = await pipeline.execute()
     points = read_points("optim_step", steps) + read_points("forward", evaluations)
     return sorted((p for p in points if p.step > after_step), key=lambda point: point.seq)
+
+
+def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
+    """Return the points of one kind, in order, from the rows that the script packed."""
+    points, before = [], 0
+    for row in stored:
+        whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
+        number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
+        sampled, gap, gap_max, effective, bounded, clipped, lagged, lag, lag_max = whole[11:]
+        is_step = kind == "optim_step"
+        points.append(
+            HistoryPoint(
+                kind=kind,
+                step=step,
+                steps=number - before,
+                seq=seq,
+                time_s=time_s,
+                loss_sum=loss,
+                weight_sum=weight,
+                grad_norm=norm if is_step else None,
+                learning_rate=rate if is_step else None,
+                tokens=tokens,
+                run_tokens=run_tokens,
+                passes=passes,
+                rollout_gap=gap / sampled if sampled else None,
+                rollout_gap_max=gap_max if sampled else None,
+                effective_sample_size=effective / sampled if sampled else None,
+                clip_fraction=clipped / bounded if bounded else None,
+                policy_lag=lag / lagged if lagged else None,
+                policy_lag_max=lag_max if lagged else None,
+            )
+        )
+        before = number
+    return points

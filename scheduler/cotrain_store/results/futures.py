@@ -15,10 +15,9 @@ from typing import Literal
 from typing_extensions import override
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import is_spooled, whole_result
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import is_spooled, whole_result
 from cotrain_store.errors import RequestNotFound, RunNotFound, SampleExpired, SamplerNotFound, SpoolCorrupt
-from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
 from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
@@ -30,12 +29,18 @@ from cotrain_store.messages.ids import (
     parse_sample,
     run_of,
 )
-from cotrain_store.messages.ops import QueuedOp
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import QueuedOp, Result
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, clock_ms
 from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
-from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
+from cotrain_store.results.queue_notice import (
+    Backlogs,
+    client_seq,
+    not_yet_here,
+    sample_notice,
+    still_waiting,
+    training_notice,
+)
 from cotrain_store.tenants.records import Records
 from cotrain_store.tenants.session_owners import THIS_SERVER
 

@@ -13,15 +13,14 @@ from types import MappingProxyType
 
 from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody, decode_sample
-from cotrain_store.disk.result_storage import stored_results
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import CANCEL, TTL_MS, stored_results
 from cotrain_store.errors import MalformedBody, SpoolCorrupt
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
-from cotrain_store.messages.results import Result, ResultKind, SampleUsage
+from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.usage import minute_of, sample_counts, sampling_amounts, usage_hour
 
 

@@ -12,9 +12,7 @@ from typing import Generic, TypeVar
 from cotrain_store import redis_keys
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
-from cotrain_store.messages.ops import run_record, session_record
-from cotrain_store.messages.runs import RunRecord, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, run_record, session_record
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
 from cotrain_store.tenants.records import Records
 from cotrain_store.weights.checkpoints import Checkpoints

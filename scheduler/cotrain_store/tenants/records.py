@@ -24,9 +24,20 @@ from cotrain_store.errors import (
     SeqConflict,
 )
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef, decode, encode
-from cotrain_store.messages.ops import WEIGHTS_FIELDS, pool_record, run_record, session_record, weights_record
-from cotrain_store.messages.runs import FinishReason, PoolRecord, RunRecord, SamplerRecord, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.runs import (
+    WEIGHTS_FIELDS,
+    CheckpointRecord,
+    FinishReason,
+    PoolRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+    WeightsRecord,
+    pool_record,
+    run_record,
+    session_record,
+    weights_record,
+)
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
-from cotrain_store.messages.history import read_points
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.ops import run_record, tags_of
-from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.runs import RunRecord, run_record, tags_of
+from cotrain_store.oplog.reader import read_points
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.usage import usage_field, usage_hour

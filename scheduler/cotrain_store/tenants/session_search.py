@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
-from cotrain_store.messages.ops import session_record
-from cotrain_store.messages.runs import RunState, SessionRecord
+from cotrain_store.messages.runs import RunState, SessionRecord, session_record
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.weights.checkpoints import Checkpoints
 

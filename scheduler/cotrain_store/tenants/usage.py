@@ -7,8 +7,7 @@ from typing import Any, Literal, TypeAlias, cast
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, parse_sample
-from cotrain_store.messages.ops import RunUsage
-from cotrain_store.messages.results import SampleUsage
+from cotrain_store.messages.ops import RunUsage, SampleUsage
 from cotrain_store.redis_client.connection import Connection
 
 What: TypeAlias = Literal[

@@ -8,19 +8,44 @@ outcome is repeated: delivery is at least once.
 import secrets
 import time
 from base64 import b64encode
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 from cotrain.wire.usage import Webhook
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
 _COUNTS = ("delivered", "retried", "given_up", "dropped")
 SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
+
+
+class Outcome(StrEnum):
+    """Outcome of an attempt to deliver an event."""
+
+    #: Answered with 2xx.
+    DELIVERED = "delivered"
+    #: Will be tried again later.
+    RETRIED = "retried"
+    #: Failed for a day.
+    GIVEN_UP = "given_up"
+
+
+@dataclass(frozen=True)
+class DueEvent:
+    """An event that is due for delivery."""
+
+    tenant: TenantId
+    url: str
+    secret: str
+    id: str
+    body: bytes
+    attempts: int  # number of earlier attempts
+    age_s: float
 
 
 class Webhooks:

@@ -11,8 +11,7 @@ from dataclasses import replace
 from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, SeqConflict
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
+from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 

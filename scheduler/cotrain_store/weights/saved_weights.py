@@ -11,11 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.result_storage import UNLOADED
+from cotrain_store.disk.storage import UNLOADED
 from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
-from cotrain_store.messages.ops import WEIGHTS_FIELDS, weights_record
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
+from cotrain_store.messages.ops import Result, ResultKind
+from cotrain_store.messages.runs import WEIGHTS_FIELDS, CheckpointRecord, WeightsRecord, external_folder, weights_record
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.usage import usage_field, usage_hour

@@ -15,7 +15,7 @@ from cotrain_server.adapter_upload.module_patterns import first_matches
 from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header, read_metadata
 from cotrain_server.adapter_upload.strict_json import read_object
 from cotrain_server.errors import Invalid
-from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
+from cotrain_store.bodies.adapter_bodies import PeftAdapter, PeftModule
 from cotrain_store.messages.runs import LoraSpec
 
 Family = Literal["attn", "mlp", "unembed"]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from cotrain.wire.runs import InterpolateRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.checkpoint_validation import check_name
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import encode
-from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, WeightsRecord
+from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec, WeightsRecord
 
 #: Default name of a combination. Each combination has its own run.
 UNNAMED = "interpolated"

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from cotrain.wire.runs import InterpolateRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.interpolation import check_mix, mix_body, mix_save_body, mixed_lora
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WeightsRef, WorkerId
-from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest, WeightsRecord
+from cotrain_store.messages.runs import LoraSpec, WeightsRecord
 
 PATHS = ["tinker://a:train:0/sampler_weights/one", "tinker://b:train:0/weights/two"]
 
