@@ -34,9 +34,9 @@ from cotrain_store.oplog import intake
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection, open_connection, open_sync_connection
 from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 
 POOL = PoolRecord(

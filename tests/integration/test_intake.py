@@ -14,8 +14,9 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict
 from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused

@@ -15,12 +15,12 @@ from cotrain_store.errors import Reason, SamplerNotFound
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits
+from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.redis_client.subscription import repeat
 from cotrain_store.results.delivery import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.limits import always
 from tests.support.log import Log

@@ -18,7 +18,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import DIGESTS_KEPT
-from cotrain_store.oplog.submission import MAX_SEQ_GAP
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.results.futures import Pending
 from cotrain_store.results.queue_notice import still_waiting
 from tests.support.draws import examples

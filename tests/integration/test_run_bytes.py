@@ -14,8 +14,7 @@ from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
-from cotrain_store.tenants.run_bytes import run_bytes, state_bytes
+from cotrain_store.tenants.policies import TenantLimits, run_bytes, state_bytes
 from cotrain_workers.engine.engine import Engine
 from tests.support.limits import always
 from tests.support.log import Log, record_of

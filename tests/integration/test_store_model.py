@@ -35,10 +35,10 @@ from cotrain_store.messages.ops import PASSES, OpKind, Step
 from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import DeliveryLog
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.draws import examples
 from tests.support.limits import always
 from tests.support.log_model import MANY, RunModel, halves

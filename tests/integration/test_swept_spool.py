@@ -18,9 +18,9 @@ from cotrain_store.errors import Reason
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import WORKER, Log, record_of

@@ -18,9 +18,9 @@ from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 

@@ -20,12 +20,12 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
 from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths

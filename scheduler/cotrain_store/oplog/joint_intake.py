@@ -21,9 +21,8 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.tracing import current_traceparent
-from cotrain_store.oplog.intake import Intake, refusal
-from cotrain_store.oplog.submission import Submission, SubmittedOp, TenantLimits, submission_keys
-from cotrain_store.tenants.run_bytes import RunWeight
+from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys
+from cotrain_store.tenants.policies import RunWeight, TenantLimits
 
 
 @dataclass(frozen=True)

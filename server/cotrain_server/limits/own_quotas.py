@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from cotrain_server.settings import Quotas
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.intake import SampleLimits
-from cotrain_store.tenants.policies import Policies
+from cotrain_store.tenants.policies import Policies, TenantLimits
 from cotrain_store.tenants.records import RecordLimits
 
 #: Maximum delay until a change by the operator takes effect in every API process, in seconds.

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.oplog.commit_rows import Commit
-from cotrain_store.oplog.submission import Submission
+from cotrain_store.oplog.intake import Submission
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.sampling.intake import SampleSubmission
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.tenants.run_bytes import LEAST_QUOTA, RunWeight, default_quota, state_bytes, weigh_run
+from cotrain_store.tenants.policies import LEAST_QUOTA, RunWeight, default_quota, state_bytes, weigh_run
 from tests.support.stack import pool_record_for_tests
 
 POOL = replace(pool_record_for_tests(), max_rank=64, lora_widths={"attn": 100, "mlp": 1000, "unembed": 10_000})
