@@ -35,7 +35,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.redis_client.connection import open_batching_connection, open_connection, open_sync_connection
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 

@@ -18,7 +18,7 @@ from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import check_store, open_connection
 from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring import metrics
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
 

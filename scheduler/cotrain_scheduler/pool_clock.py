@@ -29,7 +29,7 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import log_requests
 from cotrain_store.monitoring.tracing import named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
-from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
+from cotrain_store.settings import ClockMode, SchedulerSettings
 
 
 def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:

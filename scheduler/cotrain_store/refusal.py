@@ -12,7 +12,7 @@ import structlog
 from pydantic import ValidationError
 
 from cotrain_store.monitoring.tracing import TracingRefused, start_tracing
-from cotrain_store.settings.store import PREFIX, StoreSettings
+from cotrain_store.settings import PREFIX, StoreSettings
 
 log = structlog.get_logger()
 

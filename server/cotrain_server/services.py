@@ -31,13 +31,12 @@ from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.run_list import RunLabels, RunList
-from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.usage import Usage
 from cotrain_store.tenants.webhooks import Webhooks
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 
 log = structlog.get_logger()
 

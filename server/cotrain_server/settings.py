@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 
 from cotrain_store.messages.runs import HISTORY_POINTS
 from cotrain_store.sampling.intake import SampleLimits
-from cotrain_store.settings.store import StoreSettings
+from cotrain_store.settings import StoreSettings
 from cotrain_store.tenants.api_keys import MIN_CHARACTERS, ChosenKey, read_chosen_keys
 from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import RecordLimits

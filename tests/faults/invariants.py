@@ -36,7 +36,7 @@ from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.settings.worker import pool_of
+from cotrain_store.settings import pool_of
 from tests.faults.fairness import Cycle, cycles_of
 from tests.faults.host import Death
 from tests.faults.leftovers import SCAN_COUNT, leftovers

@@ -19,7 +19,7 @@ import pytest_asyncio
 from cotrain_store import redis_keys
 from cotrain_store.failpoints import FAILPOINTS
 from cotrain_store.messages.ids import RequestId, RunId, run_of
-from cotrain_store.settings.worker import pool_of
+from cotrain_store.settings import pool_of
 from tests.faults.conftest import TALLIES
 from tests.faults.host import MODEL, Host
 from tests.faults.invariants import Ending

@@ -14,7 +14,7 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL

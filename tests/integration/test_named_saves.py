@@ -21,8 +21,7 @@ from cotrain_store.messages.runs import (
     external_folder,
 )
 from cotrain_store.results.futures import Pending
-from cotrain_store.weights.checkpoints import Checkpoints
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import Checkpoints, SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import Samples
 from tests.support.stack import POOL

@@ -23,7 +23,7 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog import dispatch as dispatch_module
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 from tests.support.log import WORKER, Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL

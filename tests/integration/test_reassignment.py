@@ -14,7 +14,7 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL, pool_record_for_tests

@@ -161,7 +161,7 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
 
 
 async def test_all_weights_are_looked_at_however_many(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.weights.saved_weights.WEIGHTS_AT_ONCE", 2)
+    monkeypatch.setattr("cotrain_store.weights.WEIGHTS_AT_ONCE", 2)
     run = await samples.log.new_run()
     for seq in range(1, 6):
         await samples.save(run, seq, name="x")

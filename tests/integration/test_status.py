@@ -13,9 +13,9 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.failures import note_silent_exit, noted_exit
 from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log

@@ -12,7 +12,7 @@ from cotrain_store.errors import Fenced, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
-from cotrain_store.tenants.run_list import RunList
+from cotrain_store.tenants.lists import RunList
 from tests.support.log import WORKER
 from tests.support.samples import RESULT, Samples
 from tests.support.stack import MODEL, POOL
@@ -24,7 +24,7 @@ HOUR_S = 3600 * 500_000
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain_store.tenants.usage.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
-    monkeypatch.setattr("cotrain_store.weights.saved_weights.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.weights.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:

@@ -12,10 +12,10 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S
+from cotrain_store.blobs.protocol import ORPHAN_AGE_S
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.runs import WeightsRecord
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 from cotrain_workers.checkpoints.files import base_model_of_adapter
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.ops import WeightsMissing

@@ -27,7 +27,7 @@ from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.limits import always
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests

@@ -23,8 +23,7 @@ from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
-from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
-from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_store.settings import ClockMode, SchedulerSettings, WorkerSettings, pool_of
 from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine

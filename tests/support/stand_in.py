@@ -33,7 +33,7 @@ from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.http_api import POOL
 
 WORKER = WorkerId("w0")

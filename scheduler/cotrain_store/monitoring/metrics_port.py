@@ -16,7 +16,7 @@ from cotrain_store.listening import CannotListen, listen
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
 from cotrain_store.refusal import refuse
-from cotrain_store.settings.store import StoreSettings
+from cotrain_store.settings import StoreSettings
 
 log = structlog.get_logger()
 

@@ -37,7 +37,7 @@ from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_store.tenants.usage import cycle_counts, minute_of, training_amounts
-from cotrain_store.weights.saved_weights import SweepLease
+from cotrain_store.weights import SweepLease
 
 
 class CrashCounts:

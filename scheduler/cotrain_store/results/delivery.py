@@ -24,9 +24,8 @@ from cotrain_store.messages.ids import (
     sample_id,
     session_of,
 )
-from cotrain_store.redis_client.connection import ANY_TROUBLE, Connection
+from cotrain_store.redis_client.connection import ANY_TROUBLE, Connection, note_trouble
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.redis_client.subscription import note_trouble
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
 #: Time in which a client may repeat its request for a lost answer.

@@ -30,8 +30,14 @@ from cotrain_store.messages.ids import (
     run_of,
 )
 from cotrain_store.messages.ops import QueuedOp, Result
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, clock_ms
-from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
+from cotrain_store.redis_client.connection import (
+    CONNECTION_LOST,
+    RETRY_S,
+    ChannelSubscriber,
+    Connection,
+    clock_ms,
+    repeat,
+)
 from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
 from cotrain_store.results.queue_notice import (
     Backlogs,

@@ -17,9 +17,8 @@ from typing_extensions import override
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, SamplerId, parse_sample, sample_id
 from cotrain_store.messages.runs import SamplerRecord
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
+from cotrain_store.redis_client.connection import CONNECTION_LOST, ChannelSubscriber, Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.redis_client.subscription import ChannelSubscriber
 from cotrain_store.tenants.session_owners import THIS_SERVER, is_owner, session_owners
 
 #: Duration of a poll without a timeout.

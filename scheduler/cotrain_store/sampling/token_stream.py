@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.redis_client.connection import Connection, SyncConnection
-from cotrain_store.redis_client.subscription import ChannelSubscriber
+from cotrain_store.redis_client.connection import ChannelSubscriber, Connection, SyncConnection
 
 #: Maximum number of messages kept for a slow follower; the final result contains the rest.
 MAX_UNREAD = 4_096

@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, run_record, session_record
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
 from cotrain_store.tenants.records import Records
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 
 Item = TypeVar("Item")
 READ_AT_ONCE = 100

@@ -21,7 +21,7 @@ from cotrain_server.supervisor.supervisor import Announcement, Supervisor
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.listening import CannotListen
 from cotrain_store.redis_client.embedded_server import NoRedisFound
-from cotrain_store.settings.store import PREFIX
+from cotrain_store.settings import PREFIX
 
 console = Console(highlight=False, soft_wrap=True)
 

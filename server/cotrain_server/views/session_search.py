@@ -8,7 +8,7 @@ from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, SessionEntry, Stored
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from cotrain_store.refusal import EXIT_CODE, read_settings
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import WorkerSettings
 
 GIVEN = {"REDIS_URL": "unix:///r.sock", "DATA_DIR": str(Path("d")), "BASE_MODEL": "m"}
 

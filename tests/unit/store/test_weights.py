@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_store.weights.saved_weights import LEASE_MS, SweepLease
+from cotrain_store.weights import LEASE_MS, SweepLease
 from tests.support.redis_server import EmbeddedRedis
 
 

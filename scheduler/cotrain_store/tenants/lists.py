@@ -1,8 +1,10 @@
-"""Lists of runs of one tenant or of all tenants, in pages, and the notes and tags of runs.
+"""Lists of runs and of sessions, in pages, and the notes and tags of runs.
 
 The cost of a page does not depend on the number of runs. Notes and tags can be changed at any time, and lists can
 be filtered by them.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +13,13 @@ from dataclasses import dataclass
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
-from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.runs import RunRecord, run_record, tags_of
+from cotrain_store.messages.ids import RunId, SessionId, TenantId
+from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, run_record, session_record, tags_of
 from cotrain_store.oplog.reader import read_points
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.usage import usage_field, usage_hour
+from cotrain_store.weights import Checkpoints
 
 #: Maximum number of records read for one page. A rare match may be several pages later.
 LOOKED_AT = 1_000
@@ -217,3 +220,109 @@ class RunLabels:
             pipeline.hmget(redis_keys.run(run), ["note", "tags"])
         rows = await pipeline.execute() if runs else []
         return {run: ((note or b"").decode(), tags_of(tags)) for run, (note, tags) in zip(runs, rows, strict=True)}
+
+
+#: Factor from a score, which is created_at in s, to the µs of clients.
+_MICROSECONDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Position in a tenant's list of sessions, after this session in the order from newest to oldest."""
+
+    created_at_us: int
+    session: str
+
+
+@dataclass(frozen=True)
+class SessionEntry:
+    """One session and its state."""
+
+    cursor: Cursor
+    record: SessionRecord
+    is_alive: bool  # True if its client sent a heartbeat within SESSION_HEARTBEAT_TTL_MS
+    failed_run: RunId | None  # run of the session that the server stopped
+    runs: tuple[RunId, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Number and bytes of checkpoints."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+    def __add__(self, other: Stored) -> Stored:
+        return Stored(self.count + other.count, self.size_bytes + other.size_bytes)
+
+
+class SessionSearch:
+    """Iteration over a tenant's sessions, newest first."""
+
+    def __init__(self, connection: Connection, checkpoints: Checkpoints) -> None:
+        self._redis = connection
+        self._checkpoints = checkpoints
+
+    async def behind(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[SessionEntry]:
+        """Return up to `count` sessions after a cursor, or from the newest one without a cursor.
+
+        Sessions added later come before every cursor, so an iteration returns each older session once.
+        """
+        cursors = await self._cursors(tenant, cursor, count)
+        pipeline = self._redis.pipeline(transaction=False)
+        for found in cursors:
+            session = SessionId(found.session)
+            pipeline.hgetall(redis_keys.session(session))
+            pipeline.exists(redis_keys.session_heartbeat(session))
+            pipeline.smembers(redis_keys.session_runs(session))
+        answers = await pipeline.execute()
+        runs = sorted(RunId(run.decode()) for of_session in answers[2::3] for run in of_session)
+        failed = await self._first_failed(runs)
+        return [
+            SessionEntry(
+                found,
+                session_record(row),
+                bool(heartbeat),
+                failed.get(SessionId(found.session)),
+                tuple(RunId(run.decode()) for run in members),
+            )
+            for found, row, heartbeat, members in zip(cursors, answers[::3], answers[1::3], answers[2::3], strict=True)
+        ]
+
+    async def stored(self, tenant: TenantId) -> dict[SessionId, Stored]:
+        """Return the number and bytes of the checkpoints of each session."""
+        await self._checkpoints.strike_expired(tenant)
+        sizes = await self._redis.hgetall(redis_keys.checkpoint_sizes(tenant))
+        by_session: dict[SessionId, Stored] = {}
+        for member, size in sizes.items():
+            session = SessionId(member.decode().partition(":")[0])
+            by_session[session] = by_session.get(session, Stored()) + Stored(1, int(size))
+        return by_session
+
+    async def _cursors(self, tenant: TenantId, cursor: Cursor | None, count: int) -> list[Cursor]:
+        """Return cursors after `cursor`. Those of the same µs are read again and filtered."""
+        name = redis_keys.tenant_sessions(tenant)
+        if cursor is None:
+            rows = await self._redis.zrange(name, 0, count - 1, desc=True, withscores=True)
+            return [_cursor(*row) for row in rows]
+        newest = (cursor.created_at_us + 1) / _MICROSECONDS
+        same = await self._redis.zcount(name, (cursor.created_at_us - 1) / _MICROSECONDS, newest)
+        rows = await self._redis.zrange(
+            name, newest, "-inf", desc=True, byscore=True, withscores=True, offset=0, num=count + same
+        )
+        behind = (cursor.created_at_us, cursor.session)
+        cursors = [_cursor(*row) for row in rows]
+        return [at for at in cursors if (at.created_at_us, at.session) < behind][:count]
+
+    async def _first_failed(self, runs: list[RunId]) -> dict[SessionId, RunId]:
+        """Return the first run of each session that the server stopped."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for run in runs:
+            pipeline.hget(redis_keys.run(run), "state")
+        states = zip(reversed(runs), reversed(await pipeline.execute()), strict=True)
+        failed = RunState.FAILED.encode()
+        return {SessionId(run.partition(":")[0]): run for run, state in states if state == failed}
+
+
+def _cursor(session: bytes, created_at_s: float) -> Cursor:
+    return Cursor(round(created_at_s * _MICROSECONDS), session.decode())

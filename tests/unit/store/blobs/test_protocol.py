@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from cotrain_store.disk.orphan_ages import Unwanted
+from cotrain_store.blobs.protocol import Unwanted
 
 
 def test_a_file_is_removed_after_it_was_unwanted_for_long() -> None:

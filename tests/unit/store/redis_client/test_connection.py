@@ -10,8 +10,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from structlog.testing import capture_logs
 
-from cotrain_store.redis_client.connection import stop_tasks
-from cotrain_store.redis_client.subscription import repeat
+from cotrain_store.redis_client.connection import repeat, stop_tasks
 
 
 async def test_an_error_of_redis_is_logged_and_the_task_continues() -> None:

@@ -1,23 +1,155 @@
-"""Records of saved weights, from the save to their last user, for workers.
+"""Weights, and the checkpoints that name them: changes by the API, and the worker's side of saves.
 
-All calls are synchronous and fenced by the worker's epoch, like `Execution`. A `SweepLease` selects the one worker
-that removes unreferenced objects from an object store.
+Workers create checkpoints; the API deletes, publishes, expires and copies them. Each change is one script, so that a
+checkpoint is in all lists or in none.
 """
 
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.storage import UNLOADED
-from cotrain_store.messages.ids import PoolId, RequestId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
+from cotrain_store.errors import CheckpointNotFound, SeqConflict
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.messages.runs import WEIGHTS_FIELDS, CheckpointRecord, WeightsRecord, external_folder, weights_record
-from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.redis_client.scripts import sync_script
+from cotrain_store.messages.runs import (
+    WEIGHTS_FIELDS,
+    CheckpointKind,
+    CheckpointRecord,
+    RunRecord,
+    WeightsRecord,
+    external_folder,
+    weights_record,
+)
+from cotrain_store.redis_client.connection import Connection, SyncConnection
+from cotrain_store.redis_client.scripts import async_script, sync_script
 from cotrain_store.tenants.usage import usage_field, usage_hour
+
+
+class Checkpoints:
+    """Changes to checkpoints. A tenant can change only its own; others are reported as not found."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._delete = async_script(connection, "checkpoint_delete")
+        self._replace = async_script(connection, "checkpoint_replace")
+        self._copy = async_script(connection, "checkpoint_copy")
+        self._totals = async_script(connection, "checkpoint_totals")
+
+    async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
+        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
+        if await self._delete([redis_keys.checkpoint(run, kind, name)], args) == b"GONE":
+            raise CheckpointNotFound
+
+    async def publish(
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
+    ) -> CheckpointRecord:
+        """Make a checkpoint readable for every tenant, or private again. Idempotent.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key = redis_keys.checkpoint(run, kind, name)
+        return await self._change(tenant, key, lambda record: replace(record, public=public))
+
+    async def set_ttl(
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, ttl_seconds: int | None
+    ) -> CheckpointRecord:
+        """Set a checkpoint to expire in `ttl_seconds` from now, or never.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key, expires_at = redis_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
+        return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
+
+    async def copy(
+        self,
+        source: CheckpointRecord,
+        destination: RunRecord,
+        ttl_seconds: int | None,
+        *,
+        reader: TenantId | None = None,
+    ) -> CheckpointRecord:
+        """Add a second name for the weights of a checkpoint, in the new run `destination`. Idempotent.
+
+        The run is closed from the start. `source` must be readable for `reader` (its own or public), by
+        default the tenant of `destination`.
+
+        Raises:
+            CheckpointNotFound: `source` was deleted.
+            SeqConflict: the run exists, and is no copy of `source`.
+        """
+        copy = replace(
+            source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
+            expires_at=_expiry(ttl_seconds), public=False,
+        )  # fmt: skip
+        script_keys = [
+            redis_keys.checkpoint(source.run, source.kind, source.name),
+            redis_keys.run(destination.id), redis_keys.session_runs(destination.session),
+            redis_keys.training_runs(destination.tenant),
+            redis_keys.checkpoint(copy.run, copy.kind, copy.name),
+            redis_keys.all_training_runs(),
+        ]  # fmt: skip
+        args = {
+            "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
+            "reader": reader or destination.tenant, "created_at": destination.created_at,
+        }  # fmt: skip
+        answer = await self._copy(script_keys, args)
+        if answer == b"GONE":
+            raise CheckpointNotFound
+        made = None if answer == b"CONFLICT" else _record(answer)
+        if made is None or made.weights != copy.weights or made.tenant != copy.tenant:
+            raise SeqConflict(f"The training run {destination.id} exists already.")
+        return made
+
+    async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
+        script_keys = [redis_keys.checkpoint_sizes(tenant), redis_keys.unstored_checkpoints(tenant)]
+        count, size = await self._totals(script_keys, {"tenant": tenant})
+        return count, size
+
+    async def strike_expired(self, tenant: TenantId) -> None:
+        """Remove expired checkpoints from a tenant's lists. Call it before reading them."""
+        await self.stored_bytes(tenant)  # the script removes them before it counts
+
+    async def _change(
+        self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        while True:  # until no other process has changed the record in between
+            before = await self._redis.get(key)
+            record = _record(before) if before else None
+            if record is None or record.tenant != tenant:
+                raise CheckpointNotFound
+            changed = change(record)
+            args = {"before": before.decode(), "after": encode(changed)}
+            if await self._replace([key], args) == b"OK":
+                return changed
+
+
+def _record(text: bytes) -> CheckpointRecord:
+    return decode(CheckpointRecord, json.loads(text))
+
+
+def _expiry(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+async def largest_checkpoint_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
+    """Return the checkpoint bytes of the `count` tenants with the most of them."""
+    key = redis_keys.checkpoint_bytes()
+    rows = await connection.zrange(key, 0, count - 1, desc=True, withscores=True)
+    return {TenantId(name.decode()): int(size) for name, size in rows}
+
 
 LEASE_MS = 60_000
 _RENEW_S = 20.0
