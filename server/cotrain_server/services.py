@@ -24,8 +24,8 @@ from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
+from cotrain_store.results.delivery import Completions
 from cotrain_store.results.futures import Futures
-from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys

@@ -26,7 +26,7 @@ from cotrain_server.limits.tenant_slots import tenant_requests
 from cotrain_server.parsing.child import ChildProcess
 from cotrain_store import redis_keys
 from cotrain_store.redis_client.clients import BatchingRedis
-from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
+from cotrain_store.results.delivery import ACKNOWLEDGED_AT_ONCE
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 
 

@@ -11,7 +11,7 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, sample_id
 from cotrain_store.messages.ops import Result
-from cotrain_store.sampling.completions import Completion, Completions
+from cotrain_store.results.delivery import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, Samples, open_samples
@@ -94,7 +94,7 @@ async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: 
 
 
 async def test_so_many_are_told_by_one_answer(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.LIMITS", 3)
+    monkeypatch.setattr("cotrain_store.results.delivery.LIMITS", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
     samples.claim()
@@ -165,14 +165,14 @@ async def test_a_poll_that_runs_out_of_time_keeps_its_cursor(samples: Samples) -
 
 
 async def test_a_poll_without_a_timeout_is_held_for_a_while(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.HOLD_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.HOLD_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         assert await completions.wait(sampler, 0, 0, None) == ([], 0)
 
 
 async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
@@ -184,7 +184,7 @@ async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatc
 async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", NEVER_S)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))

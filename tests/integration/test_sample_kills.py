@@ -12,7 +12,7 @@ from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.completions import Completions
+from cotrain_store.results.delivery import Completions
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples
 from tests.support.stack import POOL

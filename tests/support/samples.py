@@ -23,8 +23,8 @@ from cotrain_store.messages.runs import (
     WeightsRecord,
 )
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.results.delivery import Completions
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
 from cotrain_store.weights import SavedWeights

@@ -20,7 +20,7 @@ from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, 
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import current_traceparent
+from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys
 from cotrain_store.tenants.policies import RunWeight, TenantLimits
 

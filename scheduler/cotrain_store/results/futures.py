@@ -38,7 +38,7 @@ from cotrain_store.redis_client.connection import (
     clock_ms,
     repeat,
 )
-from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
+from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
 from cotrain_store.results.queue_notice import (
     Backlogs,
     client_seq,
@@ -48,7 +48,6 @@ from cotrain_store.results.queue_notice import (
     training_notice,
 )
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.session_owners import THIS_SERVER
 
 SWEEP_S = 5.0
 #: Below this age, a gap means that its client is still sending.

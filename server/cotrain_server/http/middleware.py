@@ -23,7 +23,7 @@ from cotrain_server.http.error_responses import internal_error_at
 from cotrain_server.http.request_trace import REPEATED, begin_request, end_request
 from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs import looks_like_key
+from cotrain_store.monitoring.logs_and_traces import looks_like_key
 
 HEADER = b"x-request-id"
 #: Characters that are safe in a log line, a header and a shell.

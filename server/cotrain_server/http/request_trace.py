@@ -15,7 +15,7 @@ from starlette.types import Scope
 from cotrain_server.services import Services
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.monitoring.tracing import (
+from cotrain_store.monitoring.logs_and_traces import (
     context_of,
     current_traceparent,
     named,

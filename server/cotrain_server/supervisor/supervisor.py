@@ -27,9 +27,9 @@ from cotrain_server.supervisor.redis_log import mend_log
 from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.messages.ids import encode
+from cotrain_store.process_start import ANY_ADDRESS, address, listen
 from cotrain_store.redis_client.connection import CONNECTION_LOST, check_store, open_connection, open_sync_connection
 from cotrain_store.tenants.api_keys import Tenants
 
