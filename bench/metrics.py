@@ -32,7 +32,7 @@ from bench.support.timing import Took, ratios, turns
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.monitoring.logs import configure_logs
+from cotrain_store.monitoring.logs_and_traces import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES, Series, WorkerMetrics
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing

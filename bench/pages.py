@@ -19,13 +19,12 @@ from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.timing import Took
 from cotrain_server.ui.navigation import PAGES
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.keys.fleet_keys import minute_of
-from cotrain_store.keys.tenant_keys import usage_field, usage_hour
-from cotrain_store.messages.history import POINT
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
 from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.oplog.reader import POINT
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
+from cotrain_store.tenants.usage import minute_of, usage_field, usage_hour
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import log_in
@@ -39,10 +38,10 @@ def fill(connection: SyncConnection, now: float) -> None:
     for number in range(TENANTS):
         tenant = TenantId(f"t-{number:016x}")
         pipeline = connection.pipeline(transaction=False)
-        pipeline.hset(tenant_keys.tenant_names(), tenant, f"tenant {number}")
-        pipeline.sadd(run_keys.queue_tenants(POOL.id), tenant)
+        pipeline.hset(redis_keys.tenant_names(), tenant, f"tenant {number}")
+        pipeline.sadd(redis_keys.queue_tenants(POOL.id), tenant)
         counts = {"ops": 3, "tokens": 900, "bytes": 9}
-        pipeline.hset(run_keys.queue(POOL.id, tenant), mapping=counts)
+        pipeline.hset(redis_keys.queue(POOL.id, tenant), mapping=counts)
         for each in range(RUNS_OF_EACH):
             session = SessionId(f"{number:016x}{each:016x}")
             run = RunId(f"{session}:train:0")
@@ -52,19 +51,19 @@ def fill(connection: SyncConnection, now: float) -> None:
                 {"name": f"experiment {each}"},
             )  # fmt: skip
             runs.append((tenant, run))
-            pipeline.hset(run_keys.run(run), mapping={"record": encode(record)})
+            pipeline.hset(redis_keys.run(run), mapping={"record": encode(record)})
             log = {
                 "state": "live", "tenant": tenant, "next": 62, "done": 60, "last": 63, "worker": "w0",
             }  # fmt: skip
-            pipeline.hset(run_keys.log(POOL.id, run), mapping=log)
-            for key in (tenant_keys.training_runs(tenant), tenant_keys.all_training_runs()):
+            pipeline.hset(redis_keys.log(POOL.id, run), mapping=log)
+            for key in (redis_keys.training_runs(tenant), redis_keys.all_training_runs()):
                 pipeline.zadd(key, {run: at})
             points = [POINT.pack(n, n, 2 * n, at + n, 2.0, 1.0, 0.5, 1e-4, 100, 100 * n, 1, *[0.0] * 9) for n in (1, 2)]
-            pipeline.rpush(run_keys.steps(run), *points)
+            pipeline.rpush(redis_keys.steps(run), *points)
             field = usage_field("device_s", POOL.base_model, run)
-            pipeline.hset(tenant_keys.usage(tenant, usage_hour(now)), field, 1.5)
+            pipeline.hset(redis_keys.usage(tenant, usage_hour(now)), field, 1.5)
         for back in range(60):
-            minute = fleet_keys.minute(POOL.id, minute_of(now) - 60 * back)
+            minute = redis_keys.minute(POOL.id, minute_of(now) - 60 * back)
             pipeline.hset(minute, mapping={f"device_s|{tenant}": 0.05, f"tokens|{tenant}": 900})
         pipeline.execute()
     whole = connection.pipeline(transaction=False)
@@ -82,7 +81,7 @@ def fill(connection: SyncConnection, now: float) -> None:
                 for tenant, run in part
             ],
         }  # fmt: skip
-        whole.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle))
+        whole.lpush(redis_keys.cycles(POOL.id), json.dumps(cycle))
     whole.execute()
 
 

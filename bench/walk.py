@@ -50,7 +50,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("client", "scheduler", "server", "workers")
 STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
-KERNELS = re.compile(r"engine/(model|lora|routing|sequence_table|device)|keys/|messages/(ids|encoding)|failpoints")
+KERNELS = re.compile(r"engine/(model|lora|routing|sequence_table|device)|redis_keys|messages/(ids|encoding)|failpoints")
 
 
 #: Functions of periodic tasks that serve no single request.

@@ -24,20 +24,19 @@ from bench.support.timing import percentile
 from cotrain_scheduler.clock import RENEW_S
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_scheduler.pool_clock import PoolClock
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind, Step, Wake
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result, Step, Wake
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog import intake
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection, open_connection, open_sync_connection
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 
 POOL = PoolRecord(
@@ -193,7 +192,7 @@ class World:
             tick_at = await self._advance(tick_at)
             if self._served > kill_at:  # the killed one leaves nothing, and its lease expires
                 kill_at, tick_at = math.inf, self.now
-                await self._scheduler.delete(fleet_keys.scheduler_lease())
+                await self._scheduler.delete(redis_keys.scheduler_lease())
                 await self._scheduler.aclose()
                 self._new_scheduler("second")
         await self._scheduler.aclose()

@@ -21,8 +21,7 @@ from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection

@@ -17,7 +17,7 @@ from typing import Any
 from bench.load import burst, overload, redis_restart, small_passes, waiting
 from bench.support.options import Options, Some
 from bench.support.report import Report
-from cotrain_store.monitoring.logs import configure_logs
+from cotrain_store.monitoring.logs_and_traces import configure_logs
 
 PARTS = {
     "small_passes": small_passes.measure,

@@ -19,9 +19,9 @@ from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_batching_connection
 from cotrain_store.tenants.api_keys import Tenants, read_chosen_keys
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 
 REQUESTS_PER_TENANT = 200

@@ -13,12 +13,12 @@ from cotrain_scheduler.clock import Clock
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.logs_and_traces import start_logs
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.oplog.dispatch import Dispatch
+from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import check_store, open_connection
-from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
 

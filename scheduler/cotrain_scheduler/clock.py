@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from cotrain_scheduler import cycle_start, planner
+from cotrain_scheduler import planner
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_scheduler.scaling import LOOK_S, PoolScaling
 from cotrain_store.errors import Fenced
@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring import metrics
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
 
@@ -25,7 +25,7 @@ RENEW_S = 1.0
 #: Interval between searches for expired gaps.
 GAPS_S = 5.0
 #: Minimum interval between two ticks of a pool, in s: the runs of a cycle return one by one, and each wakes the
-#: scheduler. It is shorter than the minimum wait for them (`cycle_start.GATHER_S`).
+#: scheduler. It is shorter than the minimum wait for them (`planner.GATHER_S`).
 LEAST_S = 0.003
 _RETRY_S = 0.2
 
@@ -38,7 +38,7 @@ class Clock:
         dispatch: Dispatch,
         settings: SchedulerSettings,
         *,
-        gather_s: float = cycle_start.GATHER_S,
+        gather_s: float = planner.GATHER_S,
         quantum_tokens: int = planner.QUANTUM_TOKENS,
     ) -> None:
         self._dispatch = dispatch

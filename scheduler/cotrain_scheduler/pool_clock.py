@@ -18,21 +18,17 @@ import structlog
 from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
-from cotrain_scheduler import cycle_start, planner
-from cotrain_scheduler import placement as fleet
-from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.queue import PoolQueue, Waiting, exclude_paused
-from cotrain_scheduler.rebalancing import Rebalancing
+from cotrain_scheduler import placement, planner
+from cotrain_scheduler.queue import FairQueue, PoolQueue, Waiting, exclude_paused
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs import log_requests
-from cotrain_store.monitoring.tracing import named, nanoseconds, trace_id, traceparent_of, tracer
+from cotrain_store.monitoring.logs_and_traces import log_requests, named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
-from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
+from cotrain_store.settings import ClockMode, SchedulerSettings
 
 
 def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
@@ -94,10 +90,10 @@ class _WorkerClock:
 
     fair_queue: FairQueue = field(default_factory=FairQueue)
     policy: PlanPolicy = field(default_factory=PlanPolicy)  # policy of the last planned step
-    last: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
-    missed: cycle_start.LastCycle = field(default_factory=cycle_start.LastCycle)
+    last: planner.LastCycle = field(default_factory=planner.LastCycle)
+    missed: planner.LastCycle = field(default_factory=planner.LastCycle)
     """Previous cycle, with those of its runs that were not back when the last one was planned."""
-    returns: cycle_start.ReturnTimes = field(default_factory=cycle_start.ReturnTimes)
+    returns: planner.ReturnTimes = field(default_factory=planner.ReturnTimes)
     last_tokens: int = 0  # tokens of the last planned step
     planned_at: float | None = None
     """Time when the step in progress was planned; None while the worker is idle."""
@@ -112,7 +108,7 @@ class PoolClock:
         settings: SchedulerSettings,
         pool: PoolId,
         *,
-        gather_s: float = cycle_start.GATHER_S,
+        gather_s: float = planner.GATHER_S,
         quantum_tokens: int = planner.QUANTUM_TOKENS,
         base_model: str = "",
     ) -> None:
@@ -136,8 +132,8 @@ class PoolClock:
         self._free: frozenset[WorkerId] | None = None
         """Idle workers after the last tick. None before the first tick, and during a tick."""
         self._clocks: defaultdict[WorkerId, _WorkerClock] = defaultdict(_WorkerClock)
-        self._empty_since: fleet.Absences = {}
-        self._rebalancing = Rebalancing(dispatch, pool)
+        self._empty_since: placement.Absences = {}
+        self._rebalancing = placement.Rebalancing(dispatch, pool)
         self._moving: frozenset[RunId] = frozenset()
         self.policy = PlanPolicy()
         """Pauses and weights set by the operator; the driver of this clock keeps them up to date."""
@@ -159,7 +155,7 @@ class PoolClock:
         self._last_period = self._period_number(now)
         self._empty_since = {}
         for clock in self._clocks.values():
-            clock.last = clock.missed = cycle_start.LastCycle()
+            clock.last = clock.missed = planner.LastCycle()
             clock.planned_at = clock.planned_at and now
 
     def is_woken_by(self, wake: Wake) -> bool:
@@ -213,7 +209,9 @@ class PoolClock:
             self._end_cycle(self._clocks[worker.id], now)
         if free:
             self._queue.assign(workers, now)
-            self._moving = await self._rebalancing.moving_runs(view.moves, workers, self._queue, now)
+            self._moving = await self._rebalancing.moving_runs(
+                view.moves, workers, self._queue.waiting_tokens, self._queue.recent, now
+            )
         is_idle = 0 < len(free) == len(workers) and not self._queue
         again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
         for worker in free:
@@ -269,15 +267,15 @@ class PoolClock:
 
         Return True if a worker was removed.
         """
-        self._empty_since = fleet.absences(slots, self._empty_since, now)
+        self._empty_since = placement.absences(slots, self._empty_since, now)
         after_s, is_changed = self._settings.reassign_after_s, False
-        for dead, successor in fleet.reassignments(slots, self._empty_since, now, after_s):
+        for dead, successor in placement.reassignments(slots, self._empty_since, now, after_s):
             failpoint("reassign.before", dead.worker)
             if await self._dispatch.reassign(self.pool, dead, successor):
                 is_changed = True
                 failpoint("reassign.after", dead.worker)
                 log.warning("worker_reassigned", pool=self.pool, worker=dead.worker, successor=successor)
-        for slot, successor in fleet.drained(slots):
+        for slot, successor in placement.drained(slots):
             if await self._dispatch.deregister(self.pool, slot, successor):
                 is_changed = True
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
@@ -294,7 +292,7 @@ class PoolClock:
             return now
         clock = self._clocks[worker.id]
         are_back = self._queue.has_all(worker.id, clock.last.runs)
-        return cycle_start.eager_start(clock.last, now, self._gather_s, clock.returns, are_back=are_back)
+        return planner.eager_start(clock.last, now, self._gather_s, clock.returns, are_back=are_back)
 
     def _note_returns(self, worker: WorkerId, clock: _WorkerClock, limit_s: float) -> None:
         """Record return times of runs from the last two cycles.
@@ -313,7 +311,7 @@ class PoolClock:
     async def _plan(self, worker: WorkerHeartbeat, waiting: Waiting, now: float) -> bool:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
-        limit_s = cycle_start.cycle_limit_s(
+        limit_s = planner.cycle_limit_s(
             self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
@@ -346,7 +344,7 @@ class PoolClock:
         self._note_returns(worker.id, clock, limit_s)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
-        clock.last, clock.last_tokens = cycle_start.LastCycle(runs), chosen.tokens
+        clock.last, clock.last_tokens = planner.LastCycle(runs), chosen.tokens
         log_requests(
             log.debug, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
             pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops),
@@ -363,4 +361,4 @@ class PoolClock:
                 metrics.OP_WAIT.labels(self._label, op.kind.value).observe(waited_s)
 
     def _period_number(self, now: float) -> int:
-        return cycle_start.period_number(now, self._settings.clock_period_s)
+        return planner.period_number(now, self._settings.clock_period_s)

@@ -17,7 +17,7 @@ from cotrain_store.messages.fleet import Bounds, Pauses, Scaling, Span
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.fleet import PoolStatus
 from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 log = structlog.get_logger()
 

@@ -22,20 +22,19 @@ from cotrain_store.errors import Reason
 from cotrain_store.monitoring.failures import Refusals
 from cotrain_store.oplog.joint_intake import JointIntake
 from cotrain_store.redis_client.connection import Connection, check_store, open_batching_connection
+from cotrain_store.results.delivery import Completions
 from cotrain_store.results.futures import Futures
-from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_store.tenants.api_keys import Tenants, signing_keys
 from cotrain_store.tenants.audit_log import Audit
 from cotrain_store.tenants.catalog import Catalog
+from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.run_list import RunLabels, RunList
-from cotrain_store.tenants.session_search import SessionSearch
 from cotrain_store.tenants.usage import Usage
 from cotrain_store.tenants.webhooks import Webhooks
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 
 log = structlog.get_logger()
 

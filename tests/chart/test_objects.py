@@ -18,9 +18,7 @@ from cotrain.wire.admin import Fleet, FleetPool
 from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.address import parse_address
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import PREFIX, SchedulerSettings, WorkerSettings
 from tests.chart.render import examples, rendered
 from tests.support.compose_files import ROOT, dockerfile_instructions, module_of, read_compose
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.redis_client.connection import SyncConnection
 
@@ -71,7 +71,7 @@ class Turns:
 
 def cycles_of(store: SyncConnection, pool: PoolId) -> list[Cycle]:
     """Read the cycle records of a pool, oldest first."""
-    records: list[dict[str, Any]] = [json.loads(record) for record in store.lrange(fleet_keys.cycles(pool), 0, -1)]
+    records: list[dict[str, Any]] = [json.loads(record) for record in store.lrange(redis_keys.cycles(pool), 0, -1)]
     return [
         Cycle(
             record["planned_at"],

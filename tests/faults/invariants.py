@@ -31,12 +31,12 @@ from typing import Any
 import redis as redis_client
 from safetensors.numpy import load
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.settings.worker import pool_of
+from cotrain_store.settings import pool_of
 from tests.faults.fairness import Cycle, cycles_of
 from tests.faults.host import Death
 from tests.faults.leftovers import SCAN_COUNT, leftovers
@@ -82,7 +82,7 @@ class PageRequest:
         )
 
     def _counted(self) -> dict[str, float]:
-        totals = self._store.hgetall(fleet_keys.counters(self._pool))
+        totals = self._store.hgetall(redis_keys.counters(self._pool))
         names = ("tokens", "optim_steps", "resolved_ops", "failed_ops")
         counted = {name: float(totals.get(name.encode(), 0)) for name in names}
         used = [
@@ -95,8 +95,8 @@ class PageRequest:
 
     def violations(self) -> list[str]:
         """Check I4, I5, I7 and I10."""
-        prefix = len(run_keys.log(self._pool, RunId("")))
-        names = self._store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*", SCAN_COUNT)
+        prefix = len(redis_keys.log(self._pool, RunId("")))
+        names = self._store.scan_iter(f"{redis_keys.log(self._pool, RunId(''))}*", SCAN_COUNT)
         runs = sorted(RunId(name.decode()[prefix:]) for name in names)
         found = [said for run in runs for said in self._wrong_log(run)]
         return [*found, *self._wrong_refs(runs), *self._not_at_rest(), *self._too_much()]
@@ -110,11 +110,11 @@ class PageRequest:
         return cycles_of(self._store, self._pool)
 
     def _row(self, run: RunId) -> dict[str, str]:
-        raw = self._store.hgetall(run_keys.log(self._pool, run))
+        raw = self._store.hgetall(redis_keys.log(self._pool, run))
         return {name.decode(): value.decode() for name, value in raw.items()}
 
     def _ops(self, run: RunId) -> dict[int, QueuedOp]:
-        raw = self._store.hgetall(run_keys.ops(self._pool, run))
+        raw = self._store.hgetall(redis_keys.ops(self._pool, run))
         return {int(seq): QueuedOp.parse(run, int(seq), text.decode()) for seq, text in raw.items()}
 
     def _wrong_log(self, run: RunId) -> Iterable[str]:
@@ -134,7 +134,7 @@ class PageRequest:
         for seq, op in ops.items():
             if _refers(op, done) and not self._is_whole(op.ref):
                 yield f"I5 {run}: the body of seq {seq} is gone from {op.ref}"
-            inline = self._store.hexists(run_keys.bodies(self._pool, run), str(seq))
+            inline = self._store.hexists(redis_keys.bodies(self._pool, run), str(seq))
             if op.ref == "inline" and not inline and op.kind not in STATELESS:
                 yield f"I5 {run}: the body of seq {seq} is gone"
 
@@ -145,22 +145,22 @@ class PageRequest:
             for op in self._ops(run).values()
             if _refers(op, int(self._row(run)["done"]))
         )
-        raw = self._store.hgetall(result_keys.spool_segment_refs())
+        raw = self._store.hgetall(redis_keys.spool_segment_refs())
         noted = {segment.decode(): int(count) for segment, count in raw.items()}
         if noted != dict(counted):
             yield f"I5 spool references: noted {noted}, there are {dict(counted)}"
 
     def _not_at_rest(self) -> Iterable[str]:
-        workers = [WorkerId(name.decode()) for name in self._store.smembers(fleet_keys.workers(self._pool))]
+        workers = [WorkerId(name.decode()) for name in self._store.smembers(redis_keys.workers(self._pool))]
         for worker in workers:
             for name in (
-                fleet_keys.open_steps(self._pool, worker), weights_keys.unstored_weights(self._pool, worker),
-                run_keys.claimed_samples(self._pool, worker),
+                redis_keys.open_steps(self._pool, worker), redis_keys.unstored_weights(self._pool, worker),
+                redis_keys.claimed_samples(self._pool, worker),
             ):  # fmt: skip
                 if self._store.exists(name):
                     yield f"I4 {name} is not empty at rest"
         for pattern in ("queue:*", "samples:*"):
-            for name in self._store.scan_iter(f"{fleet_keys.prefix(self._pool)}{pattern}", SCAN_COUNT):
+            for name in self._store.scan_iter(f"{redis_keys.prefix(self._pool)}{pattern}", SCAN_COUNT):
                 counts = {k.decode(): v.decode() for k, v in self._store.hgetall(name).items()}
                 if any(float(count) for count in counts.values()):
                     yield f"I7 {name.decode()} is {counts} at rest"
@@ -250,10 +250,10 @@ class Watch:
                 await asyncio.sleep(WATCH_S)
 
     def _look(self, store: SyncConnection) -> None:
-        epochs = [fleet_keys.scheduler_epoch(), *store.scan_iter(f"{fleet_keys.prefix(self._pool)}epoch:*", SCAN_COUNT)]
+        epochs = [redis_keys.scheduler_epoch(), *store.scan_iter(f"{redis_keys.prefix(self._pool)}epoch:*", SCAN_COUNT)]
         for name in epochs:
             self._note(str(name), int(store.get(name) or 0))
-        for name in store.scan_iter(f"{run_keys.log(self._pool, RunId(''))}*", SCAN_COUNT):
+        for name in store.scan_iter(f"{redis_keys.log(self._pool, RunId(''))}*", SCAN_COUNT):
             for field, value in zip(("done", "snap"), store.hmget(name, ["done", "snap"]), strict=True):
                 self._note(f"{name} {field}", int(value or -1))
             self._look_ahead(store, RunId(name.decode().rpartition("log:")[2]))
@@ -263,11 +263,11 @@ class Watch:
 
         The order of the reads matters, since a commit writes both at once.
         """
-        name, pipeline = run_keys.log(self._pool, run), store.pipeline(transaction=False)
+        name, pipeline = redis_keys.log(self._pool, run), store.pipeline(transaction=False)
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))
         ahead = [request_id(run, seq) for seq in range(done + 1, after)]
         for request in ahead:
-            pipeline.exists(result_keys.result(request))
+            pipeline.exists(redis_keys.result(request))
         seen = [request for request, is_there in zip(ahead, pipeline.execute(), strict=True) if is_there]
         # An op that was put back concurrently may have failed since then, because its run ended.
         done, after = (int(value or 0) for value in store.hmget(name, ["done", "next"]))

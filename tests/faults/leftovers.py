@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from cotrain_store.keys import result_keys, run_keys, weights_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId, RunId
 from cotrain_store.redis_client.connection import SyncConnection
 
@@ -36,15 +36,15 @@ def _written(folder: Path) -> list[Path]:
 
 def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
     """Yield the referenced files, as kind and name."""
-    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*", SCAN_COUNT):
+    for log in store.scan_iter(f"{redis_keys.log(pool, RunId(''))}*", SCAN_COUNT):
         files = store.hmget(log, ["snapfile", "oldfile"])
         yield from (("snapshots", file.decode()) for file in files if file)
-    for count in (result_keys.spool_segment_refs(), result_keys.spool_results()):
+    for count in (redis_keys.spool_segment_refs(), redis_keys.spool_results()):
         yield from (("spool", segment.decode()) for segment in store.hkeys(count))
-    for weights in store.smembers(weights_keys.pool_weights(pool)):
+    for weights in store.smembers(redis_keys.pool_weights(pool)):
         row = store.hmget(f"cotrain:weights:{weights.decode()}", ["digest", "optimizer"])
         for place, digest in zip(("weights", "optimizers"), row, strict=True):
             if digest:
                 yield place, digest.decode()
-    for external in store.smembers(weights_keys.external_folders(pool)):
+    for external in store.smembers(redis_keys.external_folders(pool)):
         yield "external", external.decode()

@@ -179,7 +179,7 @@ MUTANTS = {
     "no turns": Mutant(
         [
             Edit(
-                f"{SCHEDULER}/fair_queue.py",
+                f"{SCHEDULER}/queue.py",
                 "return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)",
                 "return 0",
             )
@@ -201,7 +201,7 @@ MUTANTS = {
             Edit(f"{STORE}/scripts/lib/swept.lua", "return number <= ", "return false and number <= "),
             Edit(f"{STORE}/disk/spool.py", " if not (folder and _is_locked(folder / key))}", "}"),
             Edit(
-                f"{STORE}/disk/orphan_ages.py",
+                f"{STORE}/blobs/protocol.py",
                 "        return [key for key, (_, since) in self._since.items() if now - since",
                 "        from time import time\n\n"
                 "        return [key for key, (m, _) in self._since.items() if time() - int(m.split(':')[3]) / 1e9",

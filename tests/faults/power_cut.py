@@ -17,9 +17,9 @@ import pytest
 import redis as redis_client
 from typing_extensions import override
 
-from cotrain_store.keys import weights_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import external_folder
+from cotrain_store.messages.runs import external_folder
 from cotrain_store.redis_client.connection import SyncConnection
 from tests.faults.host import MODEL, REDIS, Host
 from tests.faults.invariants import PageRequest
@@ -178,7 +178,7 @@ def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str
     for wrong in PageRequest(store, folder, MODEL).violations():
         if "at rest" not in wrong:
             yield wrong
-    prefix = weights_keys.weights(WeightsRef(""))
+    prefix = redis_keys.weights(WeightsRef(""))
     for name in sorted(store.scan_iter(f"{prefix}*")):
         if store.type(name) == b"hash":
             row = {k.decode(): v.decode() for k, v in store.hgetall(name).items()}

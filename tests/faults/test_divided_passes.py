@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from cotrain_store import redis_keys
 from cotrain_store.failpoints import FAILPOINTS
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId, run_of
-from cotrain_store.settings.worker import pool_of
+from cotrain_store.settings import pool_of
 from tests.faults.conftest import TALLIES
 from tests.faults.host import MODEL, Host
 from tests.faults.invariants import Ending
@@ -82,9 +82,9 @@ def open_requests(host: Host) -> set[str]:
     """Return the open passes, according to the log and the cycle records."""
     found = set()
     with host.store() as store:
-        records = [json.loads(each) for each in store.lrange(fleet_keys.cycles(POOL), 0, -1)]
+        records = [json.loads(each) for each in store.lrange(redis_keys.cycles(POOL), 0, -1)]
         for run in _created(host.moments()):
-            begun = store.hget(run_keys.log(POOL, RunId(run)), "begun")
+            begun = store.hget(redis_keys.log(POOL, RunId(run)), "begun")
             rows = [row for one in records for row in one["runs"] if row["run"] == run]
             ran = [row for row in rows if row["tokens"]]  # newest first
             if begun and not ran[0]["ops"]:

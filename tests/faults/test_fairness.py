@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import select
+from cotrain_scheduler.queue import FairQueue
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.faults.fairness import Accepted, Cycle, Turns, turns

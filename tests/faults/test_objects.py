@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys
 from tests.faults.conftest import Calm
 from tests.faults.host import Host
 from tests.faults.orders import Nursery
@@ -93,7 +93,7 @@ async def test_what_was_swept_while_its_writer_stood_still_is_written_again(
         await until(lambda: host.count("spool.after_sync", mine) >= 2)
         if process == "w0":
             with host.store() as store:  # the other one sweeps at once, and not a minute later
-                store.delete(fleet_keys.sweeper())
+                store.delete(redis_keys.sweeper())
         written = [line for line in host.moments() if line.startswith("spool.after_sync ") and mine in line]
         swept = SpoolRef.parse(written[1].split()[2]).segment
         spool = object_store.store(f"{host.settings['BLOBS']}/spool")

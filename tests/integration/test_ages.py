@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS, SpoolRef
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, result_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.dispatch import ENDS_AT_ONCE, MAX_STEP_S, Dispatch
 from cotrain_store.redis_client.connection import clock_ms
@@ -42,7 +42,7 @@ async def resolved(log: Log, result: Result) -> RunRecord:
 
 
 def counted(log: Log) -> dict[bytes, bytes]:
-    rows: dict[bytes, bytes] = log.redis.hgetall(result_keys.spool_results())
+    rows: dict[bytes, bytes] = log.redis.hgetall(redis_keys.spool_results())
     return rows
 
 
@@ -90,27 +90,27 @@ async def test_a_result_and_its_file_expire_by_the_store_clock(log: Log) -> None
     assert segment.startswith(RESULTS)
     assert counted(log) == {segment.encode(): b"1"}
     assert segment in log.execution.spool_references.referenced()
-    pass_time(log.redis, result_keys.LARGE_RESULT_TTL_MS - 60_000)
+    pass_time(log.redis, redis_keys.LARGE_RESULT_TTL_MS - 60_000)
     await log.dispatch.pass_time()
     assert log.result(run, 0) == stored
     pass_time(log.redis, 120_000)
     await log.dispatch.pass_time()
     assert log.result(run, 0) is None
     assert counted(log) == {}
-    assert log.redis.zcard(result_keys.ends()) == 0
+    assert log.redis.zcard(redis_keys.ends()) == 0
 
 
 async def test_many_results_that_expire_together_are_all_removed(log: Log) -> None:
     names = [f"cotrain:result:{number}" for number in range(2 * ENDS_AT_ONCE + 1)]
     log.redis.mset(dict.fromkeys(names, b"k"))
-    log.redis.zadd(result_keys.ends(), dict.fromkeys(names, 0))
+    log.redis.zadd(redis_keys.ends(), dict.fromkeys(names, 0))
     await log.dispatch.pass_time()
-    assert log.redis.exists(*names) == log.redis.zcard(result_keys.ends()) == 0
+    assert log.redis.exists(*names) == log.redis.zcard(redis_keys.ends()) == 0
 
 
 async def test_the_clock_of_redis_expires_no_result(log: Log) -> None:
     run = await resolved(log, Result.of_json({}))
-    key = result_keys.result(request_id(run.id, 0))
+    key = redis_keys.result(request_id(run.id, 0))
     assert log.redis.pttl(key) == -1
     assert life_ms(log.redis, key) == pytest.approx(DAY_MS, abs=60e3)
 
@@ -143,8 +143,8 @@ async def test_fetched_results_expire_sooner_in_a_full_redis(log: Log) -> None:
         await deliveries.expire_read(READ_AFTER_S + 1)
     finally:
         log.redis.config_set("maxmemory", before)
-    key = result_keys.result(request_id(run.id, 0))
-    assert life_ms(log.redis, key) <= result_keys.READ_RESULT_TTL_MS
+    key = redis_keys.result(request_id(run.id, 0))
+    assert life_ms(log.redis, key) <= redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_the_age_of_a_gap_is_measured_by_the_store_clock(log: Log) -> None:
@@ -161,5 +161,5 @@ async def test_the_age_of_a_gap_is_measured_by_the_store_clock(log: Log) -> None
 async def test_a_lease_from_before_a_backward_time_change_has_expired(log: Log) -> None:
     standby = Dispatch(log.connection, "standby")
     assert not await standby.lead()
-    log.redis.pexpire(fleet_keys.scheduler_lease(), int(26 * 3600e3))
+    log.redis.pexpire(redis_keys.scheduler_lease(), int(26 * 3600e3))
     assert await standby.lead()

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.tenants.audit_log import Audit
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
@@ -55,8 +55,8 @@ async def site(empty_redis: EmbeddedRedis) -> AsyncIterator[tuple[Api, dict[str,
         laptop = await services.tenants.issue("old laptop", tenant=tenant)
         await services.pauses.pause_run(await services.records.run(tenant, paused))
         await services.webhooks.set(tenant, "https://b.example/")
-        await services.connection.sadd(fleet_keys.workers(POOL.id), "w0", "w1")
-        await services.connection.hset(fleet_keys.draining(POOL.id), "w1", "1.0")
+        await services.connection.sadd(redis_keys.workers(POOL.id), "w0", "w1")
+        await services.connection.hset(redis_keys.draining(POOL.id), "w1", "1.0")
         yield api, {
             "tenant": tenant, "run": run, "paused": paused, "pool": POOL.id,
             "session": run.partition(":")[0], "key": (await services.tenants.key(laptop)).id,

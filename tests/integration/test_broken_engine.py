@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.disk.result_storage import RUN_STOPPED
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
@@ -133,7 +133,7 @@ async def test_a_cycle_that_broke_is_told_in_its_record(
     assert len(broken) == 1
     failed = {row["run"]: row["failed"] for row in broken[0]["runs"]}
     assert failed == {guilty.id: 1, neighbour.id: 0}
-    assert redis.hget(fleet_keys.counters(POOL), "failed_ops") == b"1"
+    assert redis.hget(redis_keys.counters(POOL), "failed_ops") == b"1"
 
 
 async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
@@ -188,7 +188,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert engine.adapters.state(neighbour.id).digest() == digest
     assert deaths <= 8
     assert restored_digest(url, tmp_path, engine, guilty.id) == engine.adapters.state(guilty.id).digest()
-    assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
+    assert not redis.exists(redis_keys.starts(POOL), redis_keys.crash_counts(POOL))
 
 
 async def test_kills_from_outside_are_not_blamed_on_a_request(

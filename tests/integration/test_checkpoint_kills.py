@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.keys.run_keys import log
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.redis_keys import log
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.catalog import Catalog
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 from cotrain_workers.checkpoints.peft_folder import CONFIG
 from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state

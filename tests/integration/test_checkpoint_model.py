@@ -26,14 +26,12 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.keys import weights_keys
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, WeightsRef
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
+from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunState, SaveRecords
+from cotrain_store.weights import Checkpoints
 from tests.support.draws import examples
 from tests.support.log import record_of
 from tests.support.redis_server import EmbeddedRedis
@@ -221,10 +219,10 @@ class CheckpointMachine(RuleBasedStateMachine):
     @invariant()
     def the_lists_hold_these_names_and_no_others(self) -> None:
         redis = self.samples.log.redis
-        listed = {member.decode() for member in redis.zrange(weights_keys.tenant_checkpoints(A), 0, -1)}
-        assert listed == {weights_keys.checkpoint_member(*where) for where in self.names}
+        listed = {member.decode() for member in redis.zrange(redis_keys.tenant_checkpoints(A), 0, -1)}
+        assert listed == {redis_keys.checkpoint_member(*where) for where in self.names}
         for run in {where[0] for where in self.names}:
-            of_run = {member.decode() for member in redis.zrange(weights_keys.run_checkpoints(run), 0, -1)}
+            of_run = {member.decode() for member in redis.zrange(redis_keys.run_checkpoints(run), 0, -1)}
             assert of_run == {f"{kind}/{name}" for at, kind, name in self.names if at == run}
         counted = len(self.names) + len(self.owed()), 10 * len(self.names)
         assert self.wait(self.checkpoints.stored_bytes(A)) == counted

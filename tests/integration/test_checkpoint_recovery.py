@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.results.futures import Pending
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.weights_store import LOST
@@ -105,12 +104,12 @@ async def test_a_replay_starts_at_the_last_load_even_if_its_name_is_gone(
     deleted."""
     url = empty_redis.url
     run, checkpoint = await train_and_save(server, url, tmp_path, engine, drains=False)
-    kept = weights_keys.weights(checkpoint.weights)
+    kept = redis_keys.weights(checkpoint.weights)
     requests = await go_back_and_on(server, run, checkpoint)
     async with dying_worker(url, tmp_path, engine, Failpoint("commit", 2, after=True)):
         pass
     engine.adapters.drop(run.id)
-    redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
+    redis.delete(redis_keys.checkpoint(run.id, "weights", "x"))
     with worker(url, tmp_path, engine) as loop:
         loop._weights.sweep()
         assert redis.exists(kept)
@@ -215,12 +214,12 @@ async def test_a_save_that_no_replay_can_redo_fails_and_is_not_listed(
     async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
         pass
     engine.adapters.drop(run.id)
-    redis.hdel(run_keys.bodies(POOL, run.id), "1")
+    redis.hdel(redis_keys.bodies(POOL, run.id), "1")
     with worker(url, tmp_path, engine):
         assert (await server.result(run, owed)).json() == {"error": LOST, "category": "server"}
     with pytest.raises(CheckpointNotFound):
         await server.records.checkpoint(run.tenant, f"tinker://{run.id}/weights/x")
-    assert redis.zcard(weights_keys.tenant_checkpoints(run.tenant)) == 0
+    assert redis.zcard(redis_keys.tenant_checkpoints(run.tenant)) == 0
     assert (await server.records.run(run.tenant, run.id)).state is RunState.FAILED
 
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, RunClosed, SeqConflict
-from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId, WeightsRef
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
+from cotrain_store.weights import Checkpoints
 from tests.support.log import record_of
 from tests.support.samples import Samples
 from tests.support.stack import POOL
@@ -48,10 +47,10 @@ async def is_readable(samples: Samples, tenant: TenantId, checkpoint: Checkpoint
 
 def expired(samples: Samples, checkpoint: CheckpointRecord) -> None:
     """Expire a checkpoint now, as Redis does: only its record is removed."""
-    record = weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
-    member = weights_keys.checkpoint_member(checkpoint.run, checkpoint.kind, checkpoint.name)
+    record = redis_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name)
+    member = redis_keys.checkpoint_member(checkpoint.run, checkpoint.kind, checkpoint.name)
     samples.log.redis.delete(record)
-    expiring = weights_keys.expiring_checkpoints(checkpoint.tenant)
+    expiring = redis_keys.expiring_checkpoints(checkpoint.tenant)
     samples.log.redis.zadd(expiring, {member: time.time()}, xx=True)
 
 
@@ -113,16 +112,16 @@ async def test_a_published_checkpoint_is_readable_by_all_until_unpublished(
 ) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
-    member = weights_keys.checkpoint_member(run.id, "weights", "x").encode()
+    member = redis_keys.checkpoint_member(run.id, "weights", "x").encode()
     assert not await is_readable(samples, B, checkpoint)
     published = await checkpoints.publish(A, run.id, "weights", "x", public=True)
     assert published == replace(checkpoint, public=True)
     assert await checkpoints.publish(A, run.id, "weights", "x", public=True) == published
     assert await samples.records.checkpoint(B, checkpoint.path) == published
-    assert samples.log.redis.smembers(weights_keys.published()) == {member}
+    assert samples.log.redis.smembers(redis_keys.published()) == {member}
     await checkpoints.publish(A, run.id, "weights", "x", public=False)
     assert not await is_readable(samples, B, checkpoint)
-    assert not samples.log.redis.exists(weights_keys.published())
+    assert not samples.log.redis.exists(redis_keys.published())
 
 
 async def test_a_save_over_a_published_checkpoint_is_not_published(samples: Samples, checkpoints: Checkpoints) -> None:
@@ -131,22 +130,22 @@ async def test_a_save_over_a_published_checkpoint_is_not_published(samples: Samp
     await checkpoints.publish(A, run.id, "sampler_weights", "x", public=True)
     after = await samples.checkpoint(run, 2, "x")
     assert not await is_readable(samples, B, after)
-    assert not samples.log.redis.exists(weights_keys.published())
+    assert not samples.log.redis.exists(redis_keys.published())
 
 
 async def test_a_time_to_live_is_set_and_removed(samples: Samples, checkpoints: Checkpoints) -> None:
     run = await samples.log.new_run()
     checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
-    key, member = weights_keys.checkpoint(run.id, "weights", "x"), f"{run.id}/weights/x"
+    key, member = redis_keys.checkpoint(run.id, "weights", "x"), f"{run.id}/weights/x"
     limited = await checkpoints.set_ttl(A, run.id, "weights", "x", WEEK_S)
     assert limited.expires_at == pytest.approx(time.time() + WEEK_S, abs=60)
     assert samples.log.redis.pttl(key) == pytest.approx(WEEK_S * 1000, abs=60_000)
-    ends_at = samples.log.redis.zscore(weights_keys.expiring_checkpoints(A), member)
+    ends_at = samples.log.redis.zscore(redis_keys.expiring_checkpoints(A), member)
     assert ends_at == limited.expires_at
     assert await samples.records.checkpoint(A, checkpoint.path) == limited
     assert await checkpoints.set_ttl(A, run.id, "weights", "x", None) == checkpoint
     assert samples.log.redis.pttl(key) == -1
-    assert not samples.log.redis.exists(weights_keys.expiring_checkpoints(A))
+    assert not samples.log.redis.exists(redis_keys.expiring_checkpoints(A))
 
 
 async def test_concurrent_changes_are_all_applied(
@@ -179,10 +178,10 @@ async def test_expired_checkpoints_are_in_no_list(samples: Samples, checkpoints:
     expired(samples, short)
     assert await checkpoints.stored_bytes(A) == (2, 20)
     left = [b"sampler_weights/long", b"sampler_weights/ever"]
-    assert samples.log.redis.zrange(weights_keys.run_checkpoints(run.id), 0, -1) == left
-    assert samples.log.redis.zcard(weights_keys.tenant_checkpoints(A)) == 2
-    assert samples.log.redis.zcard(weights_keys.expiring_checkpoints(A)) == 1
-    assert not samples.log.redis.exists(weights_keys.published())
+    assert samples.log.redis.zrange(redis_keys.run_checkpoints(run.id), 0, -1) == left
+    assert samples.log.redis.zcard(redis_keys.tenant_checkpoints(A)) == 2
+    assert samples.log.redis.zcard(redis_keys.expiring_checkpoints(A)) == 1
+    assert not samples.log.redis.exists(redis_keys.published())
     assert unused(samples) == [short.weights]
 
 
@@ -233,17 +232,17 @@ async def test_the_run_of_a_copy_rejects_requests_and_is_not_counted_as_live(
     await checkpoints.copy(source, destination, None)
     found = await samples.records.run(A, destination.id)
     assert (found.state, found.lora) == (RunState.CLOSED, destination.lora)
-    assert samples.log.redis.zrange(tenant_keys.training_runs(A), 0, -1) == [run.id.encode(), destination.id.encode()]
+    assert samples.log.redis.zrange(redis_keys.training_runs(A), 0, -1) == [run.id.encode(), destination.id.encode()]
     before = samples.log.everything()
     with pytest.raises(RunClosed):
         await samples.log.submit(destination, 1)
     with pytest.raises(SeqConflict):
         await samples.log.intake.create_run(destination)
     assert samples.log.everything() == before
-    assert not samples.log.redis.sismember(tenant_keys.tenant_runs(A), destination.id)
-    assert not samples.log.redis.exists(run_keys.log(POOL, destination.id))
+    assert not samples.log.redis.sismember(redis_keys.tenant_runs(A), destination.id)
+    assert not samples.log.redis.exists(redis_keys.log(POOL, destination.id))
     unloaded = await samples.log.intake.close_run(destination)  # as at the end of its session
-    assert samples.log.redis.exists(result_keys.result(unloaded))
+    assert samples.log.redis.exists(redis_keys.result(unloaded))
 
 
 async def test_a_repeated_copy_is_made_once(samples: Samples, checkpoints: Checkpoints) -> None:

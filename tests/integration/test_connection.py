@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import MARK, claim_blobs
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
     DURABLE,
@@ -23,8 +23,8 @@ from tests.support.log import Log, open_log
 from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
 
-OLDER = str(int(fleet_keys.SCHEMA_VERSION) - 1)
-NEWER = str(int(fleet_keys.SCHEMA_VERSION) + 1)
+OLDER = str(int(redis_keys.SCHEMA_VERSION) - 1)
+NEWER = str(int(redis_keys.SCHEMA_VERSION) + 1)
 UNSAFE = {"appendonly": "no", "appendfsync": "everysec", "maxmemory-policy": "allkeys-lru"}
 
 
@@ -49,12 +49,12 @@ async def test_a_redis_that_could_lose_writes_is_rejected_unless_allowed(log: Lo
 
 @pytest.mark.parametrize("theirs", [OLDER, NEWER])
 async def test_a_store_with_another_schema_is_always_rejected(log: Log, theirs: str) -> None:
-    log.redis.set(fleet_keys.schema(), theirs)
+    log.redis.set(redis_keys.schema(), theirs)
     with pytest.raises(UnsafeRedis, match=f"schema version {theirs}; this program reads"):
         await check_store(log.connection, accept_data_loss=True)
     with pytest.raises(UnsafeRedis, match=f"schema version {theirs}; this program reads"):
         check_store_sync(log.redis, accept_data_loss=True)
-    assert log.redis.get(fleet_keys.schema()) == theirs.encode()
+    assert log.redis.get(redis_keys.schema()) == theirs.encode()
 
 
 @pytest.mark.parametrize("theirs", [OLDER, NEWER])
@@ -64,7 +64,7 @@ def test_no_process_writes_to_a_store_with_another_schema(
 ) -> None:
     """Connect an older process to the store of a newer one, and the reverse."""
     with open_sync_connection(empty_redis.url) as redis:
-        redis.set(fleet_keys.schema(), theirs)
+        redis.set(redis_keys.schema(), theirs)
         settings = settings_of(empty_redis.url, tmp_path / "data", tmp_path / "no-model")
         refused = ended(module, settings)
         said = refused.stdout + refused.stderr
@@ -72,7 +72,7 @@ def test_no_process_writes_to_a_store_with_another_schema(
         assert f"schema version {theirs}" in said
         assert "Start the cotrain that wrote it." in said
         assert "Traceback" not in said
-        assert redis.keys() == [fleet_keys.schema().encode()]
+        assert redis.keys() == [redis_keys.schema().encode()]
 
 
 async def test_a_missing_redis_is_reported_as_unavailable(tmp_path: Path) -> None:

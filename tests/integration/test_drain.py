@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.oplog.moves import Drains
 from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
@@ -43,7 +43,7 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
             await until(lambda: not is_listed(redis, OLD))
             after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
             answers += await results(server, run, after)
-            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()
             assert heartbeat(redis, OLD)["state"] == "drained"
             assert heartbeat(redis, OLD)["runs"] == 0
             assert run.id not in engine.adapters
@@ -77,7 +77,7 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
         with worker(url, tmp_path, other, worker_id=NEW):
             await until(lambda: not is_listed(redis, OLD))
             await ended(server, sampler, await submit_sample(server, sampler, 2))
-            assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
+            assert redis.hkeys(redis_keys.draining(POOL)) == [OLD.encode()]
         # The other worker is gone: the draining one continues, so that its pool need not wait.
         await until(lambda: is_listed(redis, OLD))
         await server.result(run, await server.optim_step(run, 3))
@@ -93,9 +93,9 @@ async def test_a_drained_worker_that_starts_again_stays_drained(
     other = AnotherEngine.load(str(tiny_model))
     with worker(url, tmp_path, other, worker_id=NEW):
         await until(lambda: heartbeat(redis, NEW))
-        redis.hset(fleet_keys.draining(POOL), OLD, "1.0")
+        redis.hset(redis_keys.draining(POOL), OLD, "1.0")
         with worker(url, tmp_path, engine):
             await until(lambda: heartbeat(redis, OLD) and not is_listed(redis, OLD))
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 1))
-            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()

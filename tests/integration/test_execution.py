@@ -7,14 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, encoded_results
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.storage import RUN_STOPPED, encoded_results
 from cotrain_store.errors import PlanOutdated, Reason, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import encode, request_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
 from cotrain_store.messages.runs import RunRecord, RunState
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log
@@ -26,7 +25,7 @@ LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
 
 def reopen(log: Log, step: Step) -> None:
     """Reopen a step, as a store that was reset to an older state would."""
-    log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    log.redis.hset(redis_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
 
 
 def done(log: Log, run: RunRecord) -> int:
@@ -182,12 +181,12 @@ async def test_a_plan_is_all_or_nothing(log: Log) -> None:
 async def test_nothing_is_planned_for_a_worker_that_hands_over_its_runs(log: Log) -> None:
     await log.new_run()
     heartbeat = WorkerHeartbeat(WORKER, 1, "draining", "cpu", 1.0, 1, 0, 0.0, is_handing_over=True)
-    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(heartbeat))
+    log.redis.set(redis_keys.worker(POOL, WORKER), encode(heartbeat))
     before = log.everything()
     with pytest.raises(PlanOutdated):
         await log.plan()
     assert log.everything() == before
-    log.redis.set(fleet_keys.worker(POOL, WORKER), encode(replace(heartbeat, is_handing_over=False)))
+    log.redis.set(redis_keys.worker(POOL, WORKER), encode(replace(heartbeat, is_handing_over=False)))
     assert (await log.plan()).cycle == 1
 
 
@@ -211,15 +210,15 @@ async def test_a_closed_run_is_removed_once_its_planned_ops_are_committed(log: L
     assert log.execution.forget(run.id)
     assert log.execution.forget(run.id)  # a repeat has no effect
     assert (log.references(), log.queued(), log.execution.runs_to_drop()) == ({}, (0, 0, 0), [])
-    assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
+    assert not log.redis.exists(redis_keys.ops(POOL, run.id), redis_keys.bodies(POOL, run.id))
 
 
 async def test_a_run_closed_before_it_was_planned_leaves_only_records(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, body=LARGE)
     await log.intake.close_run(run)
-    assert not log.redis.exists(run_keys.ops(POOL, run.id), run_keys.bodies(POOL, run.id))
-    assert 0 < life_ms(log.redis, run_keys.digests(POOL, run.id)) <= result_keys.SMALL_RESULT_TTL_MS
+    assert not log.redis.exists(redis_keys.ops(POOL, run.id), redis_keys.bodies(POOL, run.id))
+    assert 0 < life_ms(log.redis, redis_keys.digests(POOL, run.id)) <= redis_keys.SMALL_RESULT_TTL_MS
     assert log.references() == {}
     assert await log.submit(run, 1, body=LARGE) == request_id(run.id, 1)  # a repeat
 
@@ -248,7 +247,7 @@ async def test_a_failed_run_stops_alone(log: Log) -> None:
         await log.submit(broken, 5)
     await log.submit(neighbour, 1)
     assert {op.run for op in (await log.plan()).ops} == {neighbour.id}
-    assert log.redis.smembers(tenant_keys.tenant_runs(broken.tenant)) == set()  # no longer counted
+    assert log.redis.smembers(redis_keys.tenant_runs(broken.tenant)) == set()  # no longer counted
 
 
 async def test_a_failed_run_can_be_closed_and_leaves_nothing(log: Log) -> None:
@@ -269,9 +268,9 @@ async def test_a_failed_run_can_be_closed_and_leaves_nothing(log: Log) -> None:
 async def test_a_large_result_goes_to_disk_and_expires_sooner(log: Log) -> None:
     small, large = Result(ResultKind.PASS, b"small"), Result(ResultKind.PASS, LARGE)
     with encoded_results([small, large], log.results) as (whole, (packed, ttl_ms)):
-        assert whole == (small.encode(), result_keys.SMALL_RESULT_TTL_MS)
+        assert whole == (small.encode(), redis_keys.SMALL_RESULT_TTL_MS)
         reference = Result.decode(packed)
-    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, result_keys.LARGE_RESULT_TTL_MS)
+    assert (reference.kind, ttl_ms) == (ResultKind.SPOOLED_PASS, redis_keys.LARGE_RESULT_TTL_MS)
     assert log.results.read(reference.payload.decode()) == LARGE
 
 
@@ -280,7 +279,7 @@ async def test_a_missing_or_changed_body_is_none(log: Log) -> None:
     await log.submit(run, 1)
     await log.submit(run, 2, body=LARGE)
     step = await log.plan()
-    log.redis.hdel(run_keys.bodies(POOL, run.id), 1)
+    log.redis.hdel(redis_keys.bodies(POOL, run.id), 1)
     for segment in log.references():
         (log.spool.folder / segment).write_bytes(b"")
     create, *others = log.execution.bodies(step.ops)
@@ -293,15 +292,15 @@ async def test_cycle_records_and_totals_are_kept(log: Log) -> None:
     await log.run_all()
     await log.submit(run, 1)
     await log.run_all()
-    rows = [json.loads(row) for row in log.redis.lrange(fleet_keys.cycles(POOL), 0, -1)]
+    rows = [json.loads(row) for row in log.redis.lrange(redis_keys.cycles(POOL), 0, -1)]
     assert [row["cycle"] for row in rows] == [2, 1]
-    assert log.redis.hget(fleet_keys.counters(POOL), "cycles") == b"2"
+    assert log.redis.hget(redis_keys.counters(POOL), "cycles") == b"2"
 
 
 async def test_a_commit_wakes_waiting_clients(log: Log) -> None:
     run = await log.new_run()
     with log.redis.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.subscribe(result_keys.notify_results())
+        heard.subscribe(redis_keys.notify_results())
         while heard.get_message(timeout=1) is not None:
             pass
         log.commit(await log.plan())

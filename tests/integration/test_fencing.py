@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.ops import Step
@@ -55,7 +55,7 @@ async def test_a_replaced_scheduler_can_write_nothing(log: Log) -> None:
     assert not await old.lead()
     await old.resign()
     assert log.everything() == before
-    assert log.redis.get(fleet_keys.scheduler_lease()) == b"successor"
+    assert log.redis.get(redis_keys.scheduler_lease()) == b"successor"
 
 
 async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> None:
@@ -71,7 +71,7 @@ async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> 
 async def test_another_workers_start_does_not_fence_this_one(log: Log) -> None:
     run = await log.new_run()
     step = await log.plan()
-    log.redis.incr(fleet_keys.worker_epoch(POOL, WorkerId("w1")))
+    log.redis.incr(redis_keys.worker_epoch(POOL, WorkerId("w1")))
     log.commit(step)
     assert log.result(run, 0)
 
@@ -82,7 +82,7 @@ async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_ep
     assert await first.lead()
     assert first.epoch == epoch
     assert not await second.lead()
-    log.redis.delete(fleet_keys.scheduler_lease())  # it ran out
+    log.redis.delete(redis_keys.scheduler_lease())  # it ran out
     assert await second.lead()
     assert second.epoch > epoch
     assert not await first.lead()

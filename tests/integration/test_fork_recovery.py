@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.keys import weights_keys
+from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import RequestId, SamplerId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.oplog.joint_intake import JointOp
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.engine.engine import Engine
@@ -80,7 +80,7 @@ async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is
             disk.undo()
         async with dying_worker(url, tmp_path, engine, failpoint):
             pass
-        assert redis.hget(weights_keys.weights(WeightsRef(saved)), "digest") == b""
+        assert redis.hget(redis_keys.weights(WeightsRef(saved)), "digest") == b""
     for run in (parent, other, *forks):
         engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.gaps import not_yet_here, still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
+from cotrain_store.results.queue_notice import not_yet_here, still_waiting
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log, open_log
@@ -43,7 +43,7 @@ async def test_many_waiters_share_one_subscription(log: Log) -> None:
         requests = [request_id(run.id, seq) for seq in range(100) for _ in range(3)]
         waits = [asyncio.create_task(futures.wait(A, r, PATIENCE_S)) for r in requests]
         await everybody_waits(futures, 300)
-        channel = result_keys.notify_results()
+        channel = redis_keys.notify_results()
         assert log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)]
         await log.run_all()
         assert set(await asyncio.gather(*waits)) == {Result.of_json({"said": "done"})}
@@ -72,7 +72,7 @@ async def test_the_sweep_finds_what_no_message_told(log: Log, monkeypatch: pytes
     async with log.futures() as futures:
         wait = asyncio.create_task(futures.wait(A, request_id(run.id, 0), PATIENCE_S))
         await everybody_waits(futures, 1)
-        log.redis.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
+        log.redis.set(redis_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
         assert await wait == Result.of_json({"x": 1})
 
 
@@ -86,7 +86,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await everybody_waits(futures, 1)
         with log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.set(result_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
+            at_once.set(redis_keys.result(request_id(run.id, 0)), Result.of_json({"x": 1}).encode())
             at_once.execute()
         assert await wait == Result.of_json({"x": 1})
 
@@ -188,7 +188,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(log: 
 async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
-    log.redis.delete(result_keys.result(request_id(run.id, 0)))
+    log.redis.delete(redis_keys.result(request_id(run.id, 0)))
     async with log.futures() as futures:
         with pytest.raises(RequestNotFound, match="expired"):
             await futures.wait(A, request_id(run.id, 0), 0.01)
@@ -201,7 +201,7 @@ async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
     results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
     log.execution.commit(step, results, {}, {})
-    lives_ms = [life_ms(log.redis, result_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
+    lives_ms = [life_ms(log.redis, redis_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
     assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)
     assert lives_ms[1] == pytest.approx(2 * 3600e3, abs=60e3)
 
@@ -240,7 +240,7 @@ async def test_a_gap_is_named_at_once_and_is_a_warning_after_two_minutes(log: Lo
     async with log.futures() as futures:
         young = await futures.wait(A, request_id(run.id, 4), 0.01)
         assert young == Pending("active", not_yet_here(1, 900.0))
-        log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
+        log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - GAP_NOTICE_S - 1) * 1000})
         answer = await futures.wait(A, request_id(run.id, 4), 0.01)
         assert answer == Pending("paused_capacity", still_waiting(1, 900 - GAP_NOTICE_S - 1))
         assert await futures.gap_notice(POOL, run.id) == answer.reason
@@ -254,7 +254,7 @@ async def test_a_poll_says_where_its_request_stands(log: Log) -> None:
         await log.submit(one, seq)
     await log.submit(other, 1)
     beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 7.0, 0, 0, 0.0)
-    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    log.redis.set(redis_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     async with log.futures() as futures:
         answer = await futures.wait(A, request_id(one.id, 2), 0.01)
         assert answer == Pending(

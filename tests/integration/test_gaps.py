@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from cotrain_scheduler.clock import Clock
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -58,7 +57,7 @@ async def test_a_gap_that_opens_after_a_plan_is_found(log: Log, run: RunRecord) 
 
 
 async def test_a_gap_keeps_its_age_while_later_ops_arrive(log: Log, run: RunRecord) -> None:
-    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
+    log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.submit(run, 4)
     assert await gaps(log, older_than_s=90) == [run.id]
 
@@ -128,7 +127,7 @@ async def test_a_gap_that_closed_just_before_its_expiry_fails_nothing(log: Log, 
 
 
 async def test_a_request_after_an_expired_gap_is_as_late_as_those_before(log: Log, run: RunRecord) -> None:
-    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
+    log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 5)
     assert log.result(run, 5) is None
@@ -139,7 +138,7 @@ async def test_a_request_after_an_expired_gap_is_as_late_as_those_before(log: Lo
 
 
 async def test_a_new_gap_after_a_closed_one_has_its_own_age(log: Log, run: RunRecord) -> None:
-    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
+    log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - 100) * 1000})
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     await log.submit(run, 1)
     log.commit(await log.plan())
@@ -162,7 +161,7 @@ async def test_the_scheduler_expires_old_gaps_only(empty_redis: EmbeddedRedis, t
         await log.run_all()
         for run in (old, young):
             await log.submit(run, 2)
-        log.redis.zadd(run_keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
+        log.redis.zadd(redis_keys.gaps(POOL), {old.id: (time.time() - 61) * 1000})
         clock = Clock(log.dispatch, settings)
         ticking = asyncio.create_task(clock.run())
         async with log.futures() as futures, asyncio.timeout(120):

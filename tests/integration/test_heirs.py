@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_state
@@ -28,14 +28,14 @@ DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 
 async def inherit(server: Stack, redis: Any) -> None:
     """Reassign the runs of the dead worker to the other one, without waiting for the timeout."""
-    redis.delete(fleet_keys.worker(POOL, DEAD))
-    await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
+    redis.delete(redis_keys.worker(POOL, DEAD))
+    await until(lambda: redis.exists(redis_keys.worker(POOL, HEIR)))
     (place,) = [place for place in (await server.dispatch.view(POOL)).slots if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 
 async def owner(redis: Any, run: RunRecord) -> bytes:
-    found: bytes = redis.hget(run_keys.log(POOL, run.id), "worker")
+    found: bytes = redis.hget(redis_keys.log(POOL, run.id), "worker")
     return found
 
 

@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 
 from cotrain.wire.rest import HistoryPoint
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.messages.history import read_points
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, TenantId, encode
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result, Step
 from cotrain_store.messages.runs import HistoryEntry, MetricsEntry, PassEntry, RunRecord, StepEntry
-from cotrain_store.oplog.reader import read_history, read_metrics
+from cotrain_store.oplog.reader import read_history, read_metrics, read_points
 from cotrain_store.redis_client.scripts import SCRIPTS
 from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.log import WORKER, Log
@@ -53,7 +51,7 @@ async def test_a_pass_above_the_limit_of_drift_is_one_event_until_one_is_below(l
         drift = {"sampled": 10.0, "gap": 10 * gap, "gap_max": 1.0}
         found = {(run.id, seq): PassEntry(LOSS, 3.0, False, **drift)}
         commit(log, await log.plan(), found)
-    stored = log.redis.hvals(tenant_keys.events(run.tenant))
+    stored = log.redis.hvals(redis_keys.events(run.tenant))
     events = [json.loads(row.split(b"|", 2)[2]) for row in stored]
     assert {event["type"] for event in events} == {"run.drift"}
     assert sorted(event["data"]["seq"] for event in events) == [2, 5]
@@ -70,7 +68,7 @@ async def points(log: Log, run: RunRecord, after_step: int = -1) -> list[History
 
 
 def held(log: Log, tenant: str = "a") -> int:
-    return int(log.redis.hget(tenant_keys.history_points(TenantId(tenant)), "points") or 0)
+    return int(log.redis.hget(redis_keys.history_points(TenantId(tenant)), "points") or 0)
 
 
 async def test_a_point_has_the_exact_numbers_of_its_step(log: Log) -> None:
@@ -163,7 +161,7 @@ async def test_a_repeated_op_writes_no_point_twice(log: Log) -> None:
     await log.submit(run, 4, OpKind.OPTIM_STEP)
     later = await log.plan()
     both = replace(later, ops=step.ops + later.ops)
-    log.redis.hset(fleet_keys.open_steps(POOL, WORKER), later.cycle, encode(both))
+    log.redis.hset(redis_keys.open_steps(POOL, WORKER), later.cycle, encode(both))
     more: dict[Any, HistoryEntry] = {
         (run.id, 3): PassEntry(2.0, 1.0, False), (run.id, 4): StepEntry(NORM, RATE),
     }  # fmt: skip
@@ -227,13 +225,13 @@ return more
 @pytest.mark.parametrize("count", [1, 2, 1_024, 1_025, 1_026, 2_047, 2_048, 4_100])
 def test_many_steps_are_thinned_to_an_even_grid_with_both_ends(log: Log, count: int) -> None:
     more = log.redis.eval(WRITE_STEPS, 1, "run", count)
-    kept = read_points("optim_step", log.redis.lrange(run_keys.steps(RunId("run")), 0, -1))
+    kept = read_points("optim_step", log.redis.lrange(redis_keys.steps(RunId("run")), 0, -1))
     stride = next(2**k for k in range(12) if count - 1 <= 1_023 * 2**k)
     assert len(kept) == more <= 1_024
     assert [point.step for point in kept] == sorted({*range(1, count + 1, stride), count})
     assert sum(point.steps for point in kept) == count
     assert all(point.grad_norm == point.seq / 3 for point in kept)
-    assert log.redis.memory_usage(run_keys.steps(RunId("run")), samples=0) < 90_000
+    assert log.redis.memory_usage(redis_keys.steps(RunId("run")), samples=0) < 90_000
 
 
 async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(samples: Samples) -> None:
@@ -262,7 +260,7 @@ async def test_a_run_that_goes_back_to_a_checkpoint_loses_later_points(samples: 
 async def test_over_the_quota_the_least_recently_extended_history_is_removed(log: Log) -> None:
     old, other = await log.new_run("a"), await log.new_run("a", "second")
     elsewhere = await log.new_run("b")
-    log.redis.hset(tenant_keys.history_points(TenantId("a")), "quota", 5)
+    log.redis.hset(redis_keys.history_points(TenantId("a")), "quota", 5)
     await train(log, elsewhere, 1, 4)
     await train(log, old, 1, 3)
     seq = await train(log, other, 1, 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, WorkerId
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
@@ -216,16 +216,16 @@ async def test_a_run_is_moved_and_an_impossible_move_is_rejected(api: Api) -> No
 
     assert await refused("w1") == (404, "Worker not found.")
     for worker in ("w0", "w1"):
-        await redis.sadd(fleet_keys.workers(POOL.id), worker)
-        await redis.set(fleet_keys.worker(POOL.id, WorkerId(worker)), "{}")
+        await redis.sadd(redis_keys.workers(POOL.id), worker)
+        await redis.set(redis_keys.worker(POOL.id, WorkerId(worker)), "{}")
     status, detail = await refused("w1")
     assert (status, "has no worker yet. Its next request assigns one" in detail) == (400, True)
-    await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
+    await redis.hset(redis_keys.log(POOL.id, RunId(run)), "worker", "w0")
     assert await refused("w0") == (400, f"Run {run} is already on worker w0.")
     status, detail = await refused("no worker")
     assert (status, detail.startswith("worker: ")) == (422, True)
     await ask(api, "POST", path, {"worker": "w1"})
-    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+    assert await redis.hgetall(redis_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
     (event,) = [event for event in (await ask(api, "GET", "audit"))["events"] if event["event"] == "run_move"]
     assert event["details"] == {"run": run, "worker": "w1"}
     await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")

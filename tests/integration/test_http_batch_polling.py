@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cotrain.wire.sampling import MAX_RETRIEVED
-from cotrain_store.keys import result_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.runs import Role
 from cotrain_store.redis_client.connection import clock_ms
@@ -102,7 +102,7 @@ async def test_every_clone_of_a_client_hears_of_its_own_requests_only(api: Api, 
 
 async def ends_in_ms(api: Api, request: str) -> float:
     redis = api.services.connection
-    ends: float = await redis.zscore(result_keys.ends(), result_keys.result(RequestId(request)))
+    ends: float = await redis.zscore(redis_keys.ends(), redis_keys.result(RequestId(request)))
     return ends - await clock_ms(redis)
 
 
@@ -112,7 +112,7 @@ async def test_a_result_that_has_arrived_is_not_kept_for_a_day(api: Api, worker:
     cursor = (await poll(api, sampler)).json()["cursor"]
     await poll(api, sampler, cursor, timeout=0.0, retrieved_request_ids=[f"{sampler}:0"])
     left_ms = await ends_in_ms(api, f"{sampler}:0")
-    assert left_ms <= result_keys.READ_RESULT_TTL_MS
+    assert left_ms <= redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_very_many_results_may_be_acknowledged_at_once(api: Api, sampler: str) -> None:
@@ -128,7 +128,7 @@ async def test_nobody_acknowledges_what_is_anothers(api: Api, worker: StandIn, s
     worker.finish(RequestId(f"{bobs}:0"), [1])
     await poll(api, sampler, timeout=0.0, retrieved_request_ids=[f"{bobs}:0", "x"])
     left_ms = await ends_in_ms(api, f"{bobs}:0")
-    assert left_ms > result_keys.READ_RESULT_TTL_MS
+    assert left_ms > redis_keys.READ_RESULT_TTL_MS
 
 
 async def other_key(api: Api, role: Role) -> str:
@@ -156,7 +156,7 @@ async def test_another_key_of_the_tenant_takes_no_end_and_no_result_away(
     fetched = await api.post("retrieve_future", {"request_id": everything[0]}, key)
     assert fetched.status_code == 200
     assert ended(await poll(api, sampler, timeout=0.0)) == everything
-    assert await ends_in_ms(api, everything[0]) > result_keys.READ_RESULT_TTL_MS
+    assert await ends_in_ms(api, everything[0]) > redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_cursor_beyond_what_was_told_takes_nothing_away(api: Api, worker: StandIn, sampler: str) -> None:

@@ -27,6 +27,11 @@ from cotrain_server.parser import ChildProcess
 from cotrain_store.keys import run_keys
 from cotrain_store.redis_client.batching import BatchingRedis
 from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
+from cotrain_server.limits.tenant_slots import tenant_requests
+from cotrain_server.parsing.child import ChildProcess
+from cotrain_store import redis_keys
+from cotrain_store.redis_client.clients import BatchingRedis
+from cotrain_store.results.delivery import ACKNOWLEDGED_AT_ONCE
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 
 
@@ -140,7 +145,7 @@ async def test_a_pass_that_takes_too_long_to_parse_takes_its_seq_and_fails(api: 
         parser._idle.extend(parser._children)
     assert answer.status_code == 200, answer.text
     assert (await api.post("forward_backward", pass_body(run, 2))).status_code == 200
-    queued = await api.services.connection.hgetall(run_keys.ops(POOL.id, run))
+    queued = await api.services.connection.hgetall(redis_keys.ops(POOL.id, run))
     kinds = [queued[seq].partition(b"|")[0] for seq in (b"1", b"2")]
     assert kinds == [b"rejected", b"forward_backward"]
 

@@ -21,7 +21,7 @@ from cotrain_server.limits import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import TenantId, WeightsRef
-from cotrain_store.messages.saves import external_folder
+from cotrain_store.messages.runs import external_folder
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import FILES, StandIn, stand_in

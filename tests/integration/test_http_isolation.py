@@ -15,7 +15,7 @@ import pytest
 from cotrain_server.app import create_app
 from cotrain_server.limits import FAILURES_PER_MINUTE
 from cotrain_server.settings import ServerSettings
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from tests.support.draws import variant
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api, sample_body
 from tests.support.id_questions import Question, ask, ids_of, questions_of, unasked_fields, unknown_ids
@@ -166,7 +166,7 @@ async def test_the_operator_sees_tenant_names_next_to_ids(empty_redis: EmbeddedR
         await api.services.tenants.issue("ada's laptop", tenant=ada.id)
         await api.new_run(key=key)
         rows = [{"run": "r", "tenant": ada.id}, {"run": "s", "tenant": "without-a-key"}]
-        await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows}))
+        await api.services.connection.lpush(redis_keys.cycles(POOL.id), json.dumps({"cycle": 1, "runs": rows}))
         [pool] = (await api.http.get("/status", headers=OPERATOR)).json()["pools"]
         named = [(row["tenant"], row["tenant_name"]) for row in pool["tenants"]]
         assert named == [(ada.id, "ada")]

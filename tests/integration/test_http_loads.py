@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.runs import WeightsRecord
 from tests.support.checkpoint_requests import LOCKED, change, info, load, result, save, start, tenant_of
 from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.stand_in import StandIn

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
-from cotrain_store.keys import run_keys, weights_keys
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.saves import LoadRequest
 from tests.support.checkpoint_requests import LOCKED
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, running_api
 from tests.support.kl_bodies import kl_body
@@ -36,12 +36,12 @@ async def mix(api: Api, paths: list[str], coefficients: list[float], **more: Any
 
 async def logged(api: Api, run: str) -> dict[int, QueuedOp]:
     """Return the pending and finished ops of a run, by seq."""
-    rows = await api.services.connection.hgetall(run_keys.ops(POOL.id, RunId(run)))
+    rows = await api.services.connection.hgetall(redis_keys.ops(POOL.id, RunId(run)))
     return {int(seq): QueuedOp.parse(RunId(run), int(seq), op.decode()) for seq, op in rows.items()}
 
 
 async def body_of(api: Api, run: str, seq: int) -> bytes:
-    body: bytes = await api.services.connection.hget(run_keys.bodies(POOL.id, RunId(run)), str(seq))
+    body: bytes = await api.services.connection.hget(redis_keys.bodies(POOL.id, RunId(run)), str(seq))
     return body
 
 
@@ -106,7 +106,7 @@ async def test_a_checkpoint_used_as_a_reference_is_kept(api: Api, worker: StandI
 
     reference = decode_reverse_kl(await body_of(api, run, 1)).reference
     assert reference == f"{teacher}:1"
-    users = await api.services.connection.smembers(weights_keys.weights_users(reference))
+    users = await api.services.connection.smembers(redis_keys.weights_users(reference))
     assert any(f"{run}:1" in user.decode() for user in users)
 
 

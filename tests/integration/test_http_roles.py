@@ -20,7 +20,7 @@ import pytest
 from cotrain_server.http.auth import READING_POSTS
 from cotrain_server.limits import FailureCounter
 from cotrain_server.ui.access.session import COOKIE
-from cotrain_store.keys import fleet_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import SyncConnection
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, POOL, Api, pass_body, running_api, sample_body
@@ -33,8 +33,8 @@ from tests.support.uploads import adapter
 SECRET, URL = "only-for-alice", "https://hooks.invalid/of-alice"
 #: Keys that change for any role: last uses of keys, the audit log, counts of refusals, leases of processes, logouts.
 NOT_OF_TENANTS = re.compile(
-    f"{tenant_keys.key_uses()}|cotrain:audit.*|cotrain:failures:.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
-    f"|{tenant_keys.ended_session('.*')}"
+    f"{redis_keys.key_uses()}|cotrain:audit.*|cotrain:failures:.*|cotrain:webhooks:(lease|epoch)|cotrain:scheduler:lease"
+    f"|{redis_keys.ended_session('.*')}"
 )
 #: Fields of a cycle that the pages draw; the worker of these tests leaves them out.
 CYCLE = {
@@ -139,7 +139,7 @@ async def make_things(api: Api) -> Things:
         await api.post("asample", sample_body(sampler, 3))
         await api.post("forward_backward", pass_body(run, 2))
     cycle = CYCLE | {"runs": [{"run": run, "tenant": tenant.id, "tokens": 3, "ops": {}, "failed": 0}]}
-    await api.services.connection.lset(fleet_keys.cycles(POOL.id), 0, json.dumps(cycle))
+    await api.services.connection.lset(redis_keys.cycles(POOL.id), 0, json.dumps(cycle))
     headers = {"X-API-Key": ALICE}
     await api.http.put("/api/v1/webhook", json={"url": URL}, headers=headers)
     archive = f"/api/v1/training_runs/{run}/checkpoints/weights/a/archive"
@@ -190,7 +190,7 @@ def changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> set[str]
 
 
 def sessions_of(redis: SyncConnection, tenant: TenantId) -> set[str]:
-    return {name.decode() for name in redis.zrange(tenant_keys.tenant_sessions(tenant), 0, -1)}
+    return {name.decode() for name in redis.zrange(redis_keys.tenant_sessions(tenant), 0, -1)}
 
 
 def is_served(operation: Operation, answer: httpx.Response) -> bool:
@@ -239,7 +239,7 @@ async def test_callers_without_permission_change_and_read_nothing(
         stranger = await tenants.authenticate(BOB)
         key = await tenants.issue("old", tenant=tenant, not_after=time.time() + 3600)
         callers = {"foreign": await caller_of(api, BOB), "expired": await caller_of(api, key), "none": Caller({})}
-        row = tenant_keys.api_key((await tenants.key(key)).id)
+        row = redis_keys.api_key((await tenants.key(key)).id)
         await api.services.connection.hset(row, "not_after", "1.0")
     forged = replace(things, ids={**things.ids, "token": things.ids["token"] + "x"})
     async with fresh_api(empty_redis.url) as api:

@@ -8,6 +8,9 @@ import pytest
 
 from cotrain.wire.codec import PROTOBUF, decode_sample_response
 from cotrain_store.keys import result_keys
+from cotrain.wire.pass_codec import PROTOBUF
+from cotrain.wire.sample_codec import decode_sample_response
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api, sample_body
 from tests.support.redis_server import EmbeddedRedis
@@ -251,7 +254,7 @@ async def test_an_expired_result_is_answered_410_so_that_sdks_sample_again(api: 
     future = (await api.post("asample", sample_body(sampler, 0))).json()
     worker.claim()
     worker.finish(RequestId(f"{sampler}:0"), [1])
-    await api.services.connection.delete(result_keys.result(RequestId(f"{sampler}:0")))
+    await api.services.connection.delete(redis_keys.result(RequestId(f"{sampler}:0")))
     answer = await api.post("retrieve_future", future)
     assert (answer.status_code, answer.json()["code"]) == (410, "sample_expired")
 

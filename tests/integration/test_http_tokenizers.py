@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cotrain.wire.runs import TOKENIZER_FILES
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import encode
 from tests.support.http_api import ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
@@ -47,7 +47,7 @@ async def test_a_missing_tokenizer_is_reported(empty_redis: EmbeddedRedis) -> No
 async def tokenizer_id(api: Api, base_model: str) -> str:
     """Rename the base model. Return the id from which SDKs load its tokenizer."""
     renamed = encode(replace(POOL, base_model=base_model))
-    await api.services.connection.hset(fleet_keys.pools(), POOL.id, renamed)
+    await api.services.connection.hset(redis_keys.pools(), POOL.id, renamed)
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": base_model, "lora_config": {}}
     run = (await api.post("create_model", body)).json()["model_id"]

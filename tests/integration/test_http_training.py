@@ -12,10 +12,10 @@ import zstandard
 
 from cotrain.wire.codec import PROTOBUF, decode_pass_output
 from cotrain_server.requests.passes import read_json_pass
+from cotrain_store import redis_keys
 from cotrain_store.bodies.pass_body import encode_pass_output
-from cotrain_store.keys import result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, RunId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
 from tests.support.redis_server import EmbeddedRedis
 
@@ -23,12 +23,12 @@ from tests.support.redis_server import EmbeddedRedis
 async def finish(api: Api, request_id: str, result: Result) -> None:
     """Resolve a future, as a worker's commit does."""
     redis = api.services.connection
-    await redis.set(result_keys.result(RequestId(request_id)), result.encode())
-    await redis.publish(result_keys.notify_results(), request_id)
+    await redis.set(redis_keys.result(RequestId(request_id)), result.encode())
+    await redis.publish(redis_keys.notify_results(), request_id)
 
 
 async def kinds(api: Api, run: RunId) -> dict[int, str]:
-    raw = await api.services.connection.hgetall(run_keys.ops(POOL.id, run))
+    raw = await api.services.connection.hgetall(redis_keys.ops(POOL.id, run))
     return {int(seq): op.decode() for seq, op in raw.items()}
 
 
@@ -115,7 +115,7 @@ async def test_an_invalid_request_takes_its_seq_and_fails_through_its_future(api
     run = await api.new_run()
     answer = await api.post("forward_backward", pass_body(run, 1, [1, 512]))
     assert answer.status_code == 200
-    body = await api.services.connection.hget(run_keys.bodies(POOL.id, run), "1")
+    body = await api.services.connection.hget(redis_keys.bodies(POOL.id, run), "1")
     assert json.loads(body) == {
         "error": "Token id 512 at datum 0, position 1 is outside the vocabulary (0..511).",
         "category": "user",
@@ -362,7 +362,7 @@ async def test_a_rollback_is_reported_with_its_run_and_sdks_can_read_it(api: Api
     told = {"weights_epoch": 2, "rolled_back_to": path}
     before = (await api.post("get_info", {"model_id": run})).json()
     assert (before["weights_epoch"], before["rolled_back_to"]) == (0, None)
-    await api.services.connection.hset(run_keys.run(run), mapping=told)  # as `roll_back.lua` does
+    await api.services.connection.hset(redis_keys.run(run), mapping=told)  # as `roll_back.lua` does
     info = (await api.post("get_info", {"model_id": run})).json()
     one = (await api.get(f"training_runs/{run}")).json()
     [listed] = (await api.get("training_runs")).json()["training_runs"]

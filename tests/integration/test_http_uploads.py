@@ -20,12 +20,10 @@ import pytest
 from cotrain_server.adapter_upload.adapter_files import delete_expired
 from cotrain_server.http import upload_body as uploads
 from cotrain_server.signed_tokens import Link
-from cotrain_store.bodies.import_body import decode_import
-from cotrain_store.keys import result_keys, tenant_keys
+from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import SaveRequest, decode_import
 from cotrain_store.messages.ids import RequestId, RunId, WeightsRef
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.saves import SaveRequest
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
@@ -327,14 +325,14 @@ async def test_a_form_without_a_valid_adapter_is_rejected_by_name(api: Api) -> N
 
 async def test_a_form_with_an_adapter_of_another_base_model_gets_the_reason(api: Api) -> None:
     posting = asyncio.create_task(upload_as_mint_does(api, GOOD, None))
-    redis, runs = api.services.connection, tenant_keys.tenant_runs(await tenant(api))
+    redis, runs = api.services.connection, redis_keys.tenant_runs(await tenant(api))
     while not (queued := await redis.smembers(runs)):  # noqa: ASYNC110  # it has to be asked
         await asyncio.sleep(0.01)
     first = RequestId(f"{queued.pop().decode()}:0")
     failed = Result.failed("q_proj has another shape", "user")
-    await redis.set(result_keys.result(first), failed.encode())
+    await redis.set(redis_keys.result(first), failed.encode())
     while not posting.done():
-        await redis.publish(result_keys.notify_results(), first)
+        await redis.publish(redis_keys.notify_results(), first)
         await asyncio.sleep(0.01)
     answer = await posting
     assert (answer.status_code, answer.json()["detail"]) == (400, "q_proj has another shape")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from cotrain_store.keys import tenant_keys
-from cotrain_store.messages.results import SampleUsage
+from cotrain_store import redis_keys
+from cotrain_store.messages.ops import SampleUsage
 from cotrain_store.tenants.audit_log import AuditEvent
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, sample_body
 from tests.support.stand_in import DEVICE_S, FILES, StandIn
@@ -147,7 +147,7 @@ async def test_a_day_of_the_audit_log_ends_at_midnight(api: Api) -> None:
         ("after", day + 24 * HOUR),
     ):
         row = {"event": name, "details": "{}"}
-        await api.services.connection.xadd(tenant_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7")
+        await api.services.connection.xadd(redis_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7")
     entries = (await got(api, "audit", day="2026-07-13"))["entries"]
     assert [entry["event"] for entry in entries] == ["on", "still"]
     for day_of_no_time in ("0001-01-01", "9999-12-31"):

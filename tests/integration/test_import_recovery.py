@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
+from cotrain_store.bodies.adapter_bodies import PeftAdapter, PeftModule, SaveRequest, encode_import
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.messages.ids import SessionId, TenantId, encode, request_id, run_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.saves import SaveRequest
 from cotrain_workers.checkpoints.peft_folder import read_folder
 from cotrain_workers.engine.adapters.lifecycle import read_import
 from cotrain_workers.engine.engine import Engine

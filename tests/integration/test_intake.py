@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, RunClosed, RunNotFound, SeqConflict
-from cotrain_store.keys import run_keys
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.log import Log, open_log, record_of
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
@@ -63,7 +63,7 @@ async def test_a_repeat_without_a_stored_digest_is_not_run_again(log: Log) -> No
     run = await log.new_run()
     once = await log.submit(run, 1)
     await log.run_all()
-    log.redis.hdel(run_keys.digests(POOL, run.id), 1)
+    log.redis.hdel(redis_keys.digests(POOL, run.id), 1)
     before = log.everything()
     assert await log.submit(run, 1) == once
     assert log.everything() == before
@@ -276,7 +276,7 @@ async def test_a_large_body_goes_to_disk_and_a_small_one_to_redis(log: Log) -> N
     step = await log.plan()
     assert [op.ref == "inline" for op in step.ops] == [True, True, False]
     assert log.execution.bodies(step.ops)[1:] == [b"small", LARGE]
-    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), 2)
+    assert not log.redis.hexists(redis_keys.bodies(POOL, run.id), 2)
 
 
 @pytest.mark.parametrize("body", [b"small", LARGE])
@@ -328,7 +328,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
     async with open_log(empty_redis.url, tmp_path) as log:
         run = await log.new_run()
         await log.submit(run, 1)
-        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
+        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-6)
         async with open_log(empty_redis.url, tmp_path) as full:
             before = log.everything()
             with refused(Reason.STORE_FULL):
@@ -336,7 +336,7 @@ async def test_an_almost_full_redis_rejects_new_requests_and_finishes_old_ones(
             assert log.everything() == before
             await full.run_all()
             assert full.result(run, 1) is not None
-        monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1.0)
+        monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1.0)
         async with open_log(empty_redis.url, tmp_path) as emptied:
             await emptied.submit(run, 2)
 

@@ -12,7 +12,7 @@ from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.joint_intake import JointIntake, JointOp
-from cotrain_store.oplog.submission import TenantLimits
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 from tests.support.log import Log
 from tests.support.refusals import refused

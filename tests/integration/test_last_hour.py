@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from cotrain_store.keys import fleet_keys
-from cotrain_store.keys.fleet_keys import minute_of
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
+from cotrain_store.tenants.usage import minute_of
 from tests.support.redis_server import EmbeddedRedis
 
 POOLS = [PoolId("p"), PoolId("q")]
@@ -22,7 +22,7 @@ async def test_the_busiest_tenants_of_all_pools_come_first(empty_redis: Embedded
         ("q", 1, {"device_s|t-c": 0.25, "device_s|t-a": 1}),
         ("p", TOP_MINUTES, {"device_s|t-d": 60}),
     ):
-        minute = fleet_keys.minute(PoolId(pool), minute_of(now) - 60 * back)
+        minute = redis_keys.minute(PoolId(pool), minute_of(now) - 60 * back)
         redis.hset(minute, mapping=counts)
     connection = open_connection(empty_redis.url)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
@@ -28,12 +28,12 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
     expected, digest = await undisturbed(server, url, tmp_path, engine)
     run = await server.create("a", "a", LORA)
     with ExitStack() as old, worker(url, tmp_path, other, worker_id=NEW):
-        redis.hset(fleet_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
+        redis.hset(redis_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
         old.enter_context(worker(url, tmp_path, engine))
         await until(lambda: not is_listed(redis, NEW))
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        assert redis.hget(run_keys.log(POOL, run.id), "worker") == OLD.encode()
-        redis.hdel(fleet_keys.draining(POOL), NEW)
+        assert redis.hget(redis_keys.log(POOL, run.id), "worker") == OLD.encode()
+        redis.hdel(redis_keys.draining(POOL), NEW)
         await until(lambda: heartbeat(redis, NEW)["state"] == "serving" and is_listed(redis, NEW))
         under_way = await submit(server, run, STEP + 1, 2 * STEP)
         await asyncio.to_thread(old.close)
@@ -42,11 +42,11 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
         answers += await results(server, run, under_way)
         after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
         answers += await results(server, run, after)
-        assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+        assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()
         assert heartbeat(redis, NEW)["restored_ops"] == 0
     assert answers == expected
     assert other.adapters.state(run.id).digest() == digest
-    assert redis.hget(fleet_keys.counters(POOL), "reassignments") is None
+    assert redis.hget(redis_keys.counters(POOL), "reassignments") is None
 
 
 async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_process(

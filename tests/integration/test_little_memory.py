@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_store.keys import run_keys
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
+from cotrain_store import redis_keys
+from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
@@ -51,7 +50,7 @@ async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
         assert found.kind is ResultKind.PASS
         await server.result(run, await server.optim_step(run, 2))
         assert loop._heartbeat._describe().safe_tokens <= 128
-    assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
+    assert redis.hget(redis_keys.log(POOL, run.id), "numerics") == b"mixed"
     limit_rows(1 << 30)
     engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):

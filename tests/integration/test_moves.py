@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason, RunClosed
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.moves import Moves
@@ -28,15 +28,15 @@ pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
 
 
 def owner(redis: Any, run: RunRecord) -> str:
-    return str(redis.hget(run_keys.log(POOL, run.id), "worker").decode())
+    return str(redis.hget(redis_keys.log(POOL, run.id), "worker").decode())
 
 
 def moves_and_owners(redis: Any, runs: Sequence[RunRecord]) -> tuple[int, list[str]]:
     """Count the moves so far, and say whose each run is: at one moment, as runs are moved meanwhile."""
     with redis.pipeline(transaction=True) as asked:
-        asked.hget(fleet_keys.counters(POOL), "moves")
+        asked.hget(redis_keys.counters(POOL), "moves")
         for run in runs:
-            asked.hget(run_keys.log(POOL, run.id), "worker")
+            asked.hget(redis_keys.log(POOL, run.id), "worker")
         moved, *owners = asked.execute()
     return int(moved or 0), [(owner or b"").decode() for owner in owners]  # none has one at first
 
@@ -73,8 +73,8 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
         await until(lambda: owner(redis, run) == NEW)
         assert heartbeat(redis, OLD)["restored_ops"] == heartbeat(redis, NEW)["restored_ops"] == 0
     assert answers == expected
-    assert redis.hget(fleet_keys.counters(POOL), "moves") == b"3"
-    assert redis.hget(fleet_keys.counters(POOL), "replayed_ops") in (None, b"0")
+    assert redis.hget(redis_keys.counters(POOL), "moves") == b"3"
+    assert redis.hget(redis_keys.counters(POOL), "replayed_ops") in (None, b"0")
     with worker(url, tmp_path, other, worker_id=NEW):
         await results(server, run, [await server.optim_step(run, len(PROGRAM) + 1)])
     assert digest
@@ -107,7 +107,7 @@ async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
         engine.adapters.drop(run.id)
         with worker(url, tmp_path, engine):
             answers += await results(server, run, under_way)
-            await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
+            await until(lambda: redis.hlen(redis_keys.moves(POOL)) == 0)
     assert answers == expected
     states = [each.adapters.state(run.id).digest() for each in (engine, other) if run.id in each.adapters]
     assert digest in states
@@ -130,7 +130,7 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
             with pytest.raises(Fenced):
                 own.hand_over(move, epoch - 1, in_memory=False)
             assert not own.hand_over(move, epoch, in_memory=True)  # no copy holds all of it
-            log = run_keys.log(POOL, run.id)
+            log = redis_keys.log(POOL, run.id)
             after = int(redis.hget(log, "next"))
             redis.hset(log, "next", after + 1)  # as while an op of it is planned
             assert not own.hand_over(move, epoch, in_memory=False)
@@ -160,7 +160,7 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
             await moves.ask(POOL, run.id, NEW)
         loop._moves.go_on = go_on  # type: ignore[method-assign]
         await results(server, run, await submit(server, run, STEP + 1, 2 * STEP))
-        await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
+        await until(lambda: redis.hlen(redis_keys.moves(POOL)) == 0)
     assert owner(redis, run) == OLD
 
 
@@ -169,9 +169,9 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
     redis: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     url = empty_redis.url
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.placement.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(url, tmp_path, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)

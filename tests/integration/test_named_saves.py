@@ -8,16 +8,20 @@ from dataclasses import replace
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, Fenced
-from cotrain_store.keys import result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, external_folder
+from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.runs import (
+    CheckpointKind,
+    CheckpointRecord,
+    RunRecord,
+    RunState,
+    SaveRecords,
+    external_folder,
+)
 from cotrain_store.results.futures import Pending
-from cotrain_store.weights.checkpoints import Checkpoints
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import Checkpoints, SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import Samples
 from tests.support.stack import POOL
@@ -42,8 +46,8 @@ async def found(
 def listed(samples: Samples, run: RunRecord) -> tuple[list[bytes], list[bytes]]:
     redis = samples.log.redis
     return (
-        redis.zrange(weights_keys.run_checkpoints(run.id), 0, -1),
-        redis.zrange(weights_keys.tenant_checkpoints(run.tenant), 0, -1),
+        redis.zrange(redis_keys.run_checkpoints(run.id), 0, -1),
+        redis.zrange(redis_keys.tenant_checkpoints(run.tenant), 0, -1),
     )
 
 
@@ -66,7 +70,7 @@ async def test_a_save_appears_with_its_result_when_it_is_stored(samples: Samples
     assert listed(samples, run) == ([b"weights/x"], [member])
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1})
     assert not samples.log.redis.keys("*pending*")
-    assert not samples.log.redis.exists(weights_keys.unstored_checkpoints(A))
+    assert not samples.log.redis.exists(redis_keys.unstored_checkpoints(A))
 
 
 async def test_storing_twice_changes_nothing(samples: Samples) -> None:
@@ -105,7 +109,7 @@ async def test_the_end_of_a_save_is_told(samples: Samples, is_lost: bool) -> Non
     run = await samples.log.new_run()
     await samples.save(run, 1, name="x")
     with samples.log.redis.pubsub(ignore_subscribe_messages=True) as heard:
-        heard.subscribe(result_keys.notify_results())
+        heard.subscribe(redis_keys.notify_results())
         assert heard.get_message(timeout=120) is None  # that it has subscribed
         if is_lost:
             samples.saved.lost(ref_of(run, 1), "gone")
@@ -135,7 +139,7 @@ async def test_a_save_owed_for_long_is_pending_and_one_read_long_ago_has_expired
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.0) == Pending()
         samples.stored(run, 1)
-        samples.log.redis.delete(result_keys.result(request))
+        samples.log.redis.delete(redis_keys.result(request))
         with pytest.raises(Exception, match="expired"):
             await futures.wait(A, request, 0.0)
 
@@ -193,8 +197,8 @@ async def test_an_overwritten_checkpoint_stays_until_its_successor_is_stored(
     new = await found(samples, run, kind=kind)
     assert new
     assert (new.weights, new.size, new.expires_at) == (ref_of(run, 2), 20, None)
-    assert samples.log.redis.pttl(weights_keys.checkpoint(run.id, kind, "x")) == -1
-    assert not samples.log.redis.exists(weights_keys.expiring_checkpoints(A))
+    assert samples.log.redis.pttl(redis_keys.checkpoint(run.id, kind, "x")) == -1
+    assert not samples.log.redis.exists(redis_keys.expiring_checkpoints(A))
     assert [w.ref for w in samples.saved.unused_weights()] == [ref_of(run, 1)]
     assert listed(samples, run)[0] == [f"{kind}/x".encode()]
 
@@ -206,7 +210,7 @@ async def test_a_late_store_of_an_older_save_does_not_move_the_name_back(samples
         await samples.save(run, seq, name="x", kind="weights", overwrite=True)
     samples.stored(run, 2)
     if deleted:
-        samples.log.redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
+        samples.log.redis.delete(redis_keys.checkpoint(run.id, "weights", "x"))
     samples.stored(run, 1)
     checkpoint = await found(samples, run)
     assert checkpoint is None if deleted else checkpoint and checkpoint.weights == ref_of(run, 2)
@@ -297,7 +301,7 @@ async def test_external_files_tell_their_size_and_are_known_by_their_folder(samp
     assert samples.log.result(run, 1) == Result.of_json({"seq": 1, "size_bytes": 123})
     folder = external_folder(ref_of(run, 1))
     assert samples.saved.knows_external(folder)
-    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "x"))
+    samples.log.redis.delete(redis_keys.checkpoint(run.id, "external_weights", "x"))
     samples.saved.forget_weights(ref_of(run, 1))
     assert not samples.saved.knows_external(folder)
 
@@ -313,7 +317,7 @@ async def test_an_optimizer_state_goes_with_the_last_weights_that_have_it(sample
     assert await samples.records.weights(ref_of(run, 1)) == weights
     for seq in (1, 2):
         assert samples.saved.knows_optimizer("adam")
-        samples.log.redis.delete(weights_keys.checkpoint(run.id, "weights", f"n{seq}"))
+        samples.log.redis.delete(redis_keys.checkpoint(run.id, "weights", f"n{seq}"))
         samples.saved.forget_weights(ref_of(run, seq))
     assert not samples.saved.knows_optimizer("adam")
 
@@ -328,7 +332,7 @@ async def test_a_large_answer_of_a_save_comes_from_the_spool(samples: Samples) -
     samples.stored(run, 1)
     async with samples.log.futures() as futures:
         assert await futures.wait(A, RequestId(f"{run.id}:1"), 0.0) == large
-    assert samples.log.redis.strlen(result_keys.result(RequestId(f"{run.id}:1"))) < 1_000
+    assert samples.log.redis.strlen(redis_keys.result(RequestId(f"{run.id}:1"))) < 1_000
 
 
 async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> None:
@@ -340,7 +344,7 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
     samples.stored(run, 1)
     assert await found(samples, run, kind="sampler_weights")
     assert samples.log.execution.forget(run.id)
-    assert not samples.log.redis.exists(run_keys.unnumbered_ops(POOL, run.id))
+    assert not samples.log.redis.exists(redis_keys.unnumbered_ops(POOL, run.id))
 
 
 @pytest.mark.parametrize(

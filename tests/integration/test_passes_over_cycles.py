@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, OptimStep
@@ -90,18 +89,18 @@ def cycle_of(result: Result) -> int:
 
 
 def begun(redis: Any, run: RunRecord) -> bytes | None:
-    found: bytes | None = redis.hget(run_keys.log(POOL, run.id), "begun")
+    found: bytes | None = redis.hget(redis_keys.log(POOL, run.id), "begun")
     return found
 
 
 def counted(redis: Any, name: str) -> float:
-    return float(redis.hget(fleet_keys.counters(POOL), name) or 0)
+    return float(redis.hget(redis_keys.counters(POOL), name) or 0)
 
 
 def used(redis: Any, tenant: str) -> dict[str, float]:
     """Sum the usage of a tenant, by kind."""
     found: dict[str, float] = {}
-    for key in redis.scan_iter(tenant_keys.usage(TenantId(tenant), 0).rpartition(":")[0] + ":*"):
+    for key in redis.scan_iter(redis_keys.usage(TenantId(tenant), 0).rpartition(":")[0] + ":*"):
         for field, amount in redis.hgetall(key).items():
             what = field.decode().partition("|")[0]
             found[what] = found.get(what, 0.0) + float(amount)
@@ -290,11 +289,11 @@ async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
     with worker(empty_redis.url, tmp_path, engine) as owner:
         await server.result(run, request_id(run.id, 0))
         with worker(empty_redis.url, tmp_path, other, worker_id=target):
-            await until(lambda: redis.exists(fleet_keys.worker(POOL, target)))
+            await until(lambda: redis.exists(redis_keys.worker(POOL, target)))
             requests = await submit_two_steps(server, run)
             await until(lambda: begun(redis, run) is not None)
             await server.dispatch.moves.ask(POOL, run.id, target)
-            await until(lambda: redis.hget(run_keys.log(POOL, run.id), "worker") == b"w1")
+            await until(lambda: redis.hget(redis_keys.log(POOL, run.id), "worker") == b"w1")
             await until(lambda: run.id not in owner._engine.open_passes.runs)
             results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected

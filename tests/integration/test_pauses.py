@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.results.futures import Pending
@@ -84,7 +84,7 @@ async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(sa
 
 async def test_a_pause_is_read_back_and_unknown_fields_are_ignored(log: Log) -> None:
     await PauseRecords(log.connection).pause_tenant(ADA, "why")
-    log.redis.hset(tenant_keys.paused_tenants(), "t", '{"since": 5.0, "colour": "red"}')
+    log.redis.hset(redis_keys.paused_tenants(), "t", '{"since": 5.0, "colour": "red"}')
     pauses = await read_pauses(log.connection)
     assert pauses.notice(ADA) == "the operator has paused this tenant: why"
     assert pauses.notice(TenantId("t")) == "the operator has paused this tenant"

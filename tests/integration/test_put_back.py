@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
 from cotrain_store.errors import Fenced, PlanOutdated
-from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import WeightsRef, request_id
-from cotrain_store.messages.ops import OpKind, RunQueue, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.ops import OpKind, Result, RunQueue, Step
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord
 from tests.support.log import Log, record_of
 from tests.support.stack import MODEL, POOL
 
@@ -49,7 +47,7 @@ async def test_ops_without_a_result_are_the_head_of_their_runs_queue_again(log: 
     log.commit(await log.plan())
     assert log.queued() == (0, 0, 0)
     assert log.result(run, 3) == Result.of_json({"said": "done"})
-    assert b"begun" not in log.redis.hgetall(run_keys.log(POOL, run.id))
+    assert b"begun" not in log.redis.hgetall(redis_keys.log(POOL, run.id))
 
 
 async def test_a_second_commit_puts_nothing_back_again(log: Log) -> None:
@@ -123,9 +121,9 @@ async def test_a_run_that_ends_with_an_open_pass_fails_pending_ops(log: Log, how
     assert {log.result(run, seq) for seq in (1, 2, 3)} == {failure}
     assert (log.queued(), log.references()) == ((0, 0, 0), {})
     assert await log.dispatch.ready(POOL) == []
-    row = log.redis.hgetall(run_keys.log(POOL, run.id))
+    row = log.redis.hgetall(redis_keys.log(POOL, run.id))
     assert b"begun" not in row
-    assert not log.redis.hexists(run_keys.bodies(POOL, run.id), "2")
+    assert not log.redis.hexists(redis_keys.bodies(POOL, run.id), "2")
     if how == "closed":
         assert log.execution.forget(run.id)
 
@@ -147,7 +145,7 @@ async def test_a_gap_after_an_op_put_back_counts_only_once_it_is_planned(log: Lo
     assert log.queued()[0] == 2
     log.commit(step, opened={(run.id, 1): 3})
     assert log.queued()[0] == 2  # seq 1 and 3: the expired gap is not next any more
-    assert not log.redis.zscore(run_keys.gaps(POOL), run.id)
+    assert not log.redis.zscore(redis_keys.gaps(POOL), run.id)
     await log.submit(run, 2)  # while it is after the ops that were put back
     await log.run_all()
     assert log.queued() == (0, 0, 0)
@@ -158,9 +156,9 @@ async def test_the_age_of_a_gap_starts_at_the_plan_of_the_op_before_it(log: Log)
     await log.submit(run, 1)
     await log.submit(run, 3)
     log.commit(await log.plan(), opened={(run.id, 1): 3})
-    assert not log.redis.zscore(run_keys.gaps(POOL), run.id)
+    assert not log.redis.zscore(redis_keys.gaps(POOL), run.id)
     log.commit(await log.plan())
-    assert log.redis.zscore(run_keys.gaps(POOL), run.id)
+    assert log.redis.zscore(redis_keys.gaps(POOL), run.id)
     await log.submit(run, 2)
     await log.run_all()
     assert log.queued() == (0, 0, 0)
@@ -184,6 +182,6 @@ async def test_a_rollback_cancels_an_open_pass(log: Log) -> None:
     [rejected] = log.execution.open_steps()
     assert {op.kind for op in rejected.ops} == {OpKind.REJECTED}
     assert rejected.allowances == {}
-    assert b"begun" not in log.redis.hgetall(run_keys.log(POOL, run.id))
+    assert b"begun" not in log.redis.hgetall(redis_keys.log(POOL, run.id))
     log.commit(rejected)
     assert log.queued() == (0, 0, 0)

@@ -15,15 +15,15 @@ import pytest
 from typing_extensions import override
 
 from cotrain_scheduler.clock import Clock
+from cotrain_store import redis_keys
 from cotrain_store.errors import PlanOutdated
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ops import OpKind, RunQueue, Step
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog import dispatch as dispatch_module
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 from tests.support.log import WORKER, Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -32,7 +32,7 @@ from tests.support.waiting import until
 
 def give_heartbeat(log: Log) -> None:
     beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    log.redis.set(redis_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
 
 
 class CountingDispatch(Dispatch):
@@ -118,7 +118,7 @@ async def test_a_change_that_nobody_noted_is_found(led: Log, empty_redis: Embedd
         led.redis.eval(  # at once, as an API process of the version before would
             "redis.call('HSET', KEYS[1], 1, ARGV[1]) redis.call('HSET', KEYS[2], 'last', 1) "
             "redis.call('ZADD', KEYS[3], 0, ARGV[2])",
-            3, run_keys.ops(POOL, run.id), run_keys.log(POOL, run.id), run_keys.ready(POOL),
+            3, redis_keys.ops(POOL, run.id), redis_keys.log(POOL, run.id), redis_keys.ready(POOL),
             "forward|7|4|1.0|inline", run.id,
         )  # fmt: skip
         await ran(led, run, 1)
@@ -152,7 +152,7 @@ async def test_two_schedulers_take_turns_and_each_op_is_planned_once(led: Log, e
             await ran(led, run, 1)
             # The lease of the first runs out while it stands still; its queue is stale when it leads again.
             with open_sync_connection(empty_redis.url) as connection:
-                connection.set(fleet_keys.scheduler_lease(), "nobody", px=1)
+                connection.set(redis_keys.scheduler_lease(), "nobody", px=1)
             await until(lambda: two.epoch > one.epoch or one.epoch > 1)
             await led.submit(run, 2)
             await ran(led, run, 2)
@@ -168,7 +168,7 @@ async def test_a_plan_of_a_queue_that_is_not_the_logs_writes_nothing(log: Log) -
     step = Step(1, WORKER, queue.ops, 0.0, {run.id: run.tenant})
     was = queue.ops[1].envelope()
     assert was.startswith("forward_backward|")
-    log.redis.hset(run_keys.ops(POOL, run.id), 1, was.replace("forward_backward", "rejected"))
+    log.redis.hset(redis_keys.ops(POOL, run.id), 1, was.replace("forward_backward", "rejected"))
     before = log.everything()
     with pytest.raises(PlanOutdated):
         await log.dispatch.plan(POOL, step)
@@ -186,7 +186,7 @@ async def test_changes_are_told_again_until_a_plan_says_that_they_were_seen(log:
     ops = changes.queues[0].ops
     step = Step(1, WORKER, ops, 0.0, {second.id: second.tenant})
     await log.dispatch.plan(POOL, step, seen=2)
-    assert log.redis.zrange(run_keys.changed(POOL), 0, -1) == [first.id.encode()]
+    assert log.redis.zrange(redis_keys.changed(POOL), 0, -1) == [first.id.encode()]
 
 
 async def test_many_changes_come_in_parts(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Reason, SamplerNotFound
-from cotrain_store.keys import result_keys, tenant_keys
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, SessionId, TenantId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import SAMPLER_REST_MS, TenantLimits
-from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.redis_client.subscription import repeat
+from cotrain_store.oplog.intake import SAMPLER_REST_MS, Intake
+from cotrain_store.redis_client.connection import CONNECTION_LOST, repeat, stop_tasks
 from cotrain_store.results.delivery import DeliveryLog
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import RecordLimits, Records
 from tests.support.limits import always
 from tests.support.log import Log
@@ -35,7 +33,7 @@ LARGE = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
 
 
 def unread(log: Log, tenant: TenantId = A) -> int:
-    return int(log.redis.hget(result_keys.unread(tenant), "bytes") or 0)
+    return int(log.redis.hget(redis_keys.unread(tenant), "bytes") or 0)
 
 
 def second_of(run: RunRecord) -> RunRecord:
@@ -68,7 +66,7 @@ async def test_only_a_tenant_that_fetches_nothing_is_rejected(log: Log) -> None:
     with refused(Reason.UNREAD_QUOTA_REACHED, match="exceed the quota unread_bytes. Fetch them"):
         await intake.create_run(second_of(run))
     assert log.everything() == before
-    log.redis.hset(result_keys.unread(other.tenant), "bytes", 0)
+    log.redis.hset(redis_keys.unread(other.tenant), "bytes", 0)
     await intake.create_run(second_of(other))
     deliveries = DeliveryLog(log.connection)
     deliveries.sent(A, RequestId(f"{run.id}:0"), POOL, 0.0)
@@ -100,9 +98,9 @@ async def test_an_expired_result_does_not_count(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()
     intake = limited(log, unread(log))
-    until = result_keys.unread_until(A)
+    until = redis_keys.unread_until(A)
     in_ms = log.redis.zscore(until, f"{run.id}:0") - log.redis.time()[0] * 1000
-    assert in_ms == pytest.approx(result_keys.SMALL_RESULT_TTL_MS, abs=60_000)
+    assert in_ms == pytest.approx(redis_keys.SMALL_RESULT_TTL_MS, abs=60_000)
     log.redis.zadd(until, {f"{run.id}:0": 1})
     await intake.create_run(second_of(run))
     assert unread(log) == 0
@@ -172,10 +170,10 @@ async def test_only_live_sessions_are_counted(log: Log) -> None:
     await records.finish(A, first.id, "success")
     third = await records.create_session(A)
     # no heartbeat for long
-    log.redis.zadd(tenant_keys.living_sessions(A), {second.id: 1, third.id: 1})
+    log.redis.zadd(redis_keys.living_sessions(A), {second.id: 1, third.id: 1})
     await records.heartbeat(A, second.id)
     fourth = await records.create_session(A)
-    living = log.redis.zrange(tenant_keys.living_sessions(A), 0, -1)
+    living = log.redis.zrange(redis_keys.living_sessions(A), 0, -1)
     assert sorted(living) == sorted([second.id.encode(), fourth.id.encode()])
     with refused(Reason.SESSION_QUOTA_REACHED):
         await records.create_session(A)
@@ -188,14 +186,14 @@ async def test_samplers_are_counted_while_they_exist(samples: Samples) -> None:
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=2))
     assert (await records.create_sampler(sampler_record(number=1))).id == idle.id  # a repeat
-    log.redis.zadd(tenant_keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
+    log.redis.zadd(redis_keys.tenant_samplers(A), {used.id: 1, idle.id: 1})
     await samples.submit(used, 0)  # in use: its lifetime is extended
     await records.create_sampler(sampler_record(number=3))
     with refused(Reason.SAMPLER_QUOTA_REACHED):
         await records.create_sampler(sampler_record(number=4))
     run = await log.new_run()
     await samples.save(run, 1, sampler=7)
-    assert log.redis.zcard(tenant_keys.tenant_samplers(A)) == 3
+    assert log.redis.zcard(redis_keys.tenant_samplers(A)) == 3
 
 
 async def test_samplers_count_from_the_save_that_requests_them(samples: Samples) -> None:
@@ -210,7 +208,7 @@ async def test_samplers_count_from_the_save_that_requests_them(samples: Samples)
         await Records(log.connection, always(RecordLimits(samplers=1))).create_sampler(sampler_record())
     assert await save_for(intake, run, 1, sampler) == first
     assert log.everything() == before
-    log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
+    log.redis.zadd(redis_keys.tenant_samplers(A), {sampler: 1})
     await save_for(intake, run, 2, other)
 
 
@@ -226,7 +224,7 @@ async def unnamed(samples: Samples, run: RunRecord, seq: int, size: int) -> Samp
 
 
 def let_rest(samples: Samples, sampler: SamplerId, rest_ms: float) -> None:
-    samples.log.redis.zincrby(tenant_keys.tenant_samplers(A), -rest_ms, sampler)
+    samples.log.redis.zincrby(redis_keys.tenant_samplers(A), -rest_ms, sampler)
 
 
 async def test_unused_samplers_of_unnamed_saves_are_removed_for_new_ones(samples: Samples) -> None:
@@ -244,7 +242,7 @@ async def test_unused_samplers_of_unnamed_saves_are_removed_for_new_ones(samples
     for left in (old, used):  # the quota has space without them
         assert (await samples.records.sampler(A, left)).id == left
     assert [weights.ref for weights in samples.saved.unused_weights()] == [f"{run.id}:1"]
-    assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {
+    assert log.redis.hgetall(redis_keys.sampler_bytes(A)) == {
         b"bytes": b"40", old.encode(): b"20", used.encode(): b"20"
     }  # fmt: skip
 
@@ -253,8 +251,8 @@ async def test_the_bytes_of_expired_samplers_do_not_count(samples: Samples) -> N
     log, run = samples.log, await samples.log.new_run()
     sampler = await unnamed(samples, run, 1, 20)
     samples.stored(run, 1, 20)  # a repeat has no effect
-    assert int(log.redis.hget(tenant_keys.sampler_bytes(A), "bytes")) == 20
-    log.redis.zadd(tenant_keys.tenant_samplers(A), {sampler: 1})
+    assert int(log.redis.hget(redis_keys.sampler_bytes(A), "bytes")) == 20
+    log.redis.zadd(redis_keys.tenant_samplers(A), {sampler: 1})
     intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=1)))
     await save_for(intake, run, 2, SamplerId("s:sample:9"))
-    assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {b"bytes": b"0"}
+    assert log.redis.hgetall(redis_keys.sampler_bytes(A)) == {b"bytes": b"0"}

@@ -6,16 +6,15 @@ import json
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL, pool_record_for_tests
@@ -62,7 +61,7 @@ async def test_an_open_step_is_run_by_the_heir_as_it_was_planned(log: Log) -> No
     log.commit(moved)
     assert log.result(run, 1)
     assert log.queued() == (0, 0, 0)
-    assert not log.redis.exists(fleet_keys.open_steps(POOL, WORKER), fleet_keys.open_steps(POOL, HEIR))
+    assert not log.redis.exists(redis_keys.open_steps(POOL, WORKER), redis_keys.open_steps(POOL, HEIR))
 
 
 async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: Log) -> None:
@@ -81,7 +80,7 @@ async def test_the_heir_knows_how_many_died_over_a_step_and_over_its_parts(log: 
     assert log.execution.crash_counts.by_part() == {f"{run.id}:0": 1}
     log.commit(moved)
     assert log.execution.crash_counts.by_part() == {}
-    assert not log.redis.exists(fleet_keys.starts(POOL))
+    assert not log.redis.exists(redis_keys.starts(POOL))
 
 
 async def test_only_what_ends_while_a_step_runs_crashed_over_it(log: Log) -> None:
@@ -103,7 +102,7 @@ async def test_only_what_ends_while_a_step_runs_crashed_over_it(log: Log) -> Non
     log.execution = log.new_worker()
     assert log.execution.crashes(step) == 1
     log.commit(step)
-    assert not log.redis.exists(fleet_keys.starts(POOL))
+    assert not log.redis.exists(redis_keys.starts(POOL))
 
 
 async def test_a_commit_leaves_what_is_held_against_another_step(log: Log) -> None:
@@ -141,7 +140,7 @@ async def test_an_owed_save_goes_to_the_heir_with_its_run(samples: Samples) -> N
     saved = SavedWeights(log.redis, POOL, heir.worker, heir.epoch)
     [owed] = saved.unstored()
     assert samples.saved.unstored() == []
-    assert log.redis.hget(run_keys.log(POOL, run.id), "worker") == HEIR.encode()
+    assert log.redis.hget(redis_keys.log(POOL, run.id), "worker") == HEIR.encode()
     with pytest.raises(Fenced):
         samples.stored(run, 1)
     assert saved.stored(owed.ref, "digest", 10)
@@ -172,7 +171,7 @@ async def test_sample_requests_go_on_in_their_order(samples: Samples) -> None:
     assert result is not None
     assert result.json()["category"] == "user"  # cancelled
     later = (await samples.submit(fresh, 3))[0]
-    assert log.redis.hget(run_keys.sample(later), "lane") == HEIR.encode()
+    assert log.redis.hget(redis_keys.sample(later), "lane") == HEIR.encode()
 
 
 async def test_what_waits_for_weights_that_are_stored_may_run_anywhere(samples: Samples) -> None:
@@ -229,7 +228,7 @@ async def test_nothing_is_given_away_when_it_changed_meanwhile(log: Log, change:
     elif change == "was there in between":
         log.new_worker()
     else:
-        log.redis.delete(fleet_keys.worker(POOL, HEIR))
+        log.redis.delete(redis_keys.worker(POOL, HEIR))
     before = log.everything()
     assert not await log.dispatch.reassign(POOL, place, HEIR)
     assert log.everything() == before
@@ -258,8 +257,8 @@ async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1, OpKind.OPTIM_STEP, body=b"\xff\x00")
     step = await log.plan()
-    [text] = log.redis.hvals(fleet_keys.open_steps(POOL, WORKER))
+    [text] = log.redis.hvals(redis_keys.open_steps(POOL, WORKER))
     enter(log, HEIR)
     await reassign(log)
-    assert log.redis.hvals(fleet_keys.open_steps(POOL, HEIR)) == [text]
+    assert log.redis.hvals(redis_keys.open_steps(POOL, HEIR)) == [text]
     assert json.loads(text)["cycle"] == step.cycle

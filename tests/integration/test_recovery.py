@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.snapshot_file import Snapshot, write_snapshot
@@ -124,7 +123,7 @@ async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written
         monkeypatch.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", slow)
         for first, last in ((1, 4), (5, 5)):
             await results(server, run, await submit(server, run, first, last))
-    assert redis.hget(run_keys.log(POOL, run.id), "snap") == b"5"
+    assert redis.hget(redis_keys.log(POOL, run.id), "snap") == b"5"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +157,7 @@ async def test_a_newest_copy_that_cannot_be_read_costs_a_longer_replay_and_nothi
         case "gone":
             newest.unlink()
         case "another run's":
-            name = redis.hget(run_keys.log(POOL, UNDISTURBED), "snapfile")
+            name = redis.hget(redis_keys.log(POOL, UNDISTURBED), "snapfile")
             other = tmp_path / "snapshots" / name.decode()
             newest.write_bytes(other.read_bytes())
     with worker(url, tmp_path, engine):
@@ -208,15 +207,15 @@ async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_an
     """Another CPU or another torch moves the last bits; that is no reason to stop a run."""
     url = empty_redis.url
     run, _ = await killed_after(server, url, tmp_path, engine, last=4)
-    redis.hset(run_keys.log(POOL, run.id), "numerics", "another-machine")
-    name = result_keys.result(request_id(run.id, 4))
+    redis.hset(redis_keys.log(POOL, run.id), "numerics", "another-machine")
+    name = redis_keys.result(request_id(run.id, 4))
     stored = Result.decode(redis.get(name)).json()
     stored["metrics"]["grad_norm"] *= 1 + 1e-6
     redis.set(name, Result.of_json(stored).encode())
     with worker(url, tmp_path, engine):
         answers = await results(server, run, await submit(server, run, 5, 5))
         assert isinstance(answers[0], bytes)
-    assert redis.hmget(run_keys.log(POOL, run.id), ["snap", "numerics"]) == [b"5", None]
+    assert redis.hmget(redis_keys.log(POOL, run.id), ["snap", "numerics"]) == [b"5", None]
 
 
 async def test_a_replay_does_without_results_that_have_expired(
@@ -226,11 +225,11 @@ async def test_a_replay_does_without_results_that_have_expired(
     _, digest = await undisturbed(server, url, tmp_path, engine, last=4)
     run, _ = await killed_after(server, url, tmp_path, engine, last=3)
     for seq in range(4):
-        redis.delete(result_keys.result(request_id(run.id, seq)))
+        redis.delete(redis_keys.result(request_id(run.id, seq)))
     with worker(url, tmp_path, engine):
         await results(server, run, await submit(server, run, 4, 4))
     assert engine.adapters.state(run.id).digest() == digest
-    assert float(redis.hget(fleet_keys.counters(POOL), "replayed_ops")) > 0
+    assert float(redis.hget(redis_keys.counters(POOL), "replayed_ops")) > 0
 
 
 async def test_a_request_that_is_not_a_number_fails_again_in_a_replay_and_leaves_nothing(

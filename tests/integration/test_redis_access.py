@@ -16,9 +16,9 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.redis_client.connection import check_store, open_connection, open_sync_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.results.futures import Futures
@@ -65,7 +65,7 @@ async def test_redis_is_used_over_tls_with_a_valid_certificate(tls_port: int) ->
     await check_store(connection, accept_data_loss=False)
     await connection.aclose()
     of_worker = open_sync_connection(url)
-    assert await asyncio.to_thread(of_worker.get, fleet_keys.schema())
+    assert await asyncio.to_thread(of_worker.get, redis_keys.schema())
     await asyncio.to_thread(of_worker.close)
 
 
@@ -136,7 +136,7 @@ def test_no_user_administers_redis_and_workers_read_no_keys_of_tenants(port: int
                 connection.execute_command(*forbidden.split())
         with pytest.raises(redis.exceptions.NoPermissionError):
             connection.get("another programs key")
-        for secret in (tenant_keys.api_key("x"), tenant_keys.api_keys(), tenant_keys.signing_secret()):
+        for secret in (redis_keys.api_key("x"), redis_keys.api_keys(), redis_keys.signing_secret()):
             may_read = contextlib.nullcontext() if user == "cotrain-api" else pytest.raises(
                 redis.exceptions.NoPermissionError
             )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
@@ -140,9 +140,9 @@ async def test_a_replaced_worker_ends_and_leaves_the_step_to_its_successor(
         pass
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
-        before = redis.hgetall(run_keys.log(POOL, run.id))
-        assert old._execution.epoch < int(redis.get(fleet_keys.worker_epoch(POOL, old._execution.worker)))
-    assert redis.hget(run_keys.log(POOL, run.id), "done") == before[b"done"]
+        before = redis.hgetall(redis_keys.log(POOL, run.id))
+        assert old._execution.epoch < int(redis.get(redis_keys.worker_epoch(POOL, old._execution.worker)))
+    assert redis.hget(redis_keys.log(POOL, run.id), "done") == before[b"done"]
     assert engine.adapters.state(run.id).digest() == digest
 
 

@@ -15,10 +15,10 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.redis_client.connection import DURABLE, check_store, open_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-from cotrain_store.settings.store import with_password_of
+from cotrain_store.settings import with_password_of
 from tests.support.compose_files import ROOT
 
 CONFIG = ROOT / "docker" / "redis"
@@ -151,11 +151,11 @@ def test_the_store_accepts_it(url: str) -> None:
     async def check() -> bytes | None:
         connection = open_connection(url)
         await check_store(connection, accept_data_loss=False)
-        version: bytes | None = await connection.get(fleet_keys.schema())
+        version: bytes | None = await connection.get(redis_keys.schema())
         await connection.aclose()
         return version
 
-    assert asyncio.run(check()) == fleet_keys.SCHEMA_VERSION.encode()
+    assert asyncio.run(check()) == redis_keys.SCHEMA_VERSION.encode()
 
 
 def test_its_user_cannot_weaken_or_flush_it(url: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_store.errors import UnsafeRedis
+from cotrain_store.redis_client.clients import RedisRefuses
 from cotrain_store.redis_client.connection import (
     CONNECTION_LOST,
     Connection,
@@ -20,7 +21,6 @@ from cotrain_store.redis_client.connection import (
     open_sync_connection,
 )
 from cotrain_store.redis_client.embedded_server import find_redis_binary
-from cotrain_store.redis_client.refusals import RedisRefuses
 from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_replicas import RedisReplicas, newer_binary
@@ -95,7 +95,7 @@ async def test_what_was_acknowledged_is_on_the_replica_whenever_the_master_dies(
 async def test_a_write_that_no_replica_has_is_refused_for_now_and_a_read_is_not(
     replicas: RedisReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.redis_client.replicas.WAIT_MS", 50)
+    monkeypatch.setattr("cotrain_store.redis_client.clients.WAIT_MS", 50)
     replicas.kill_replicas()
     for opened in (open_connection, open_batching_connection):
         connection = opened(replicas.url("?replicas=1"))
@@ -113,7 +113,7 @@ async def test_a_write_that_no_replica_has_is_refused_for_now_and_a_read_is_not(
 async def test_a_read_does_not_wait_for_the_writes_of_others(
     replicas: RedisReplicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.redis_client.replicas.WAIT_MS", 1_000)
+    monkeypatch.setattr("cotrain_store.redis_client.clients.WAIT_MS", 1_000)
     connection = open_batching_connection(replicas.url("?replicas=1"))
     await connection.hset("numbers", "1", "1")
     replicas.kill_replicas()

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
@@ -108,9 +108,9 @@ async def test_a_long_log_is_cut_and_two_copies_are_kept(
         run = await server.create("a", "a", LORA)
         for seq in range(1, len(PROGRAM) + 1):
             await results(server, run, await submit(server, run, seq, seq))
-    cut, done = (int(each) for each in redis.hmget(run_keys.log(POOL, run.id), ["oldsnap", "done"]))
+    cut, done = (int(each) for each in redis.hmget(redis_keys.log(POOL, run.id), ["oldsnap", "done"]))
     assert 0 < cut < done == len(PROGRAM)
-    assert redis.hlen(run_keys.ops(POOL, run.id)) == done - cut
+    assert redis.hlen(redis_keys.ops(POOL, run.id)) == done - cut
     kept = snapshot_files(redis, run, tmp_path)
     assert len(kept) == 2
     assert sorted(kept[0].parent.iterdir()) == sorted(kept)
@@ -130,8 +130,8 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
         for seq in range(1, 20):
             data = sequences(seq, 1, 5)
             await server.result(run, await server.forward_backward(run, seq, data, OpKind.FORWARD))
-            assert redis.hlen(run_keys.ops(POOL, run.id)) <= 3 * 4
-        await until(lambda: int(redis.hget(run_keys.log(POOL, run.id), "snap")) > 10)
+            assert redis.hlen(redis_keys.ops(POOL, run.id)) <= 3 * 4
+        await until(lambda: int(redis.hget(redis_keys.log(POOL, run.id), "snap")) > 10)
 
 
 async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
@@ -142,13 +142,13 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await results(server, run, await submit(server, run, 1, 4))
         large = sequences(0, 4, 1500)
         await server.result(run, await server.forward_backward(run, 5, large))
-        assert int(redis.hvals(result_keys.spool_segment_refs())[0]) == 1
+        assert int(redis.hvals(redis_keys.spool_segment_refs())[0]) == 1
         await server.intake.close_run(run)
-        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)) and loop._residents.runs == 0)
+        await until(lambda: not redis.exists(redis_keys.ops(POOL, run.id)) and loop._residents.runs == 0)
         await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))
     assert run.id not in engine.adapters
-    assert redis.hlen(result_keys.spool_segment_refs()) == 0
-    assert redis.smembers(fleet_keys.drops(POOL, loop._execution.worker)) == set()
+    assert redis.hlen(redis_keys.spool_segment_refs()) == 0
+    assert redis.smembers(redis_keys.drops(POOL, loop._execution.worker)) == set()
 
 
 async def test_a_segment_that_no_process_holds_and_nothing_needs_is_removed(
@@ -196,12 +196,12 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
     living, dead = (folder / f".1-w9-{epoch}.safetensors.0f" for epoch in (3, 2))
     for path in (living, dead):
         path.write_bytes(b"x")
-    redis.sadd(fleet_keys.workers(POOL), "w9")
+    redis.sadd(redis_keys.workers(POOL), "w9")
     beat = WorkerHeartbeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0)
-    redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
+    redis.set(redis_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(empty_redis.url, tmp_path, engine, orphan_age_s=0):
         # Before, w9 would be the only one that the run could go to.
-        await until(lambda: redis.exists(fleet_keys.worker(POOL, WorkerId("w0"))))
+        await until(lambda: redis.exists(redis_keys.worker(POOL, WorkerId("w0"))))
         run = await server.create("a", "a", LORA)
         await results(server, run, await submit(server, run, 1, 4))
         await until(lambda: not dead.exists())
@@ -225,7 +225,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 2))
         await results(server, run, await submit(server, run, 3, 3))
-        await until(lambda: redis.hget(run_keys.log(POOL, run.id), "snap") == b"3")
+        await until(lambda: redis.hget(redis_keys.log(POOL, run.id), "snap") == b"3")
 
 
 async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
@@ -248,7 +248,7 @@ async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, stop_grace_s=MARGIN_S + 0.05):
         answers = await results(server, run, await submit(server, run, 1, 3))
-    assert redis.hget(run_keys.log(POOL, run.id), "snap") == b"-1"
+    assert redis.hget(redis_keys.log(POOL, run.id), "snap") == b"-1"
     released.set()
     with worker(url, tmp_path, engine):
         answers += await results(server, run, await submit(server, run, 4, 4))

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.fleet import pool_status
@@ -102,7 +102,7 @@ async def test_two_kills_during_restores_lose_no_restored_run(
         copies, before = list[bytes](), 0
         for restored in (1, 2):
             await asyncio.to_thread(host.worker.await_kill)
-            copies = [redis.hget(run_keys.log(POOL, run.id), "snap") for run in host.runs]
+            copies = [redis.hget(redis_keys.log(POOL, run.id), "snap") for run in host.runs]
             assert sorted(copies) == [b"-1"] * (len(NAMES) - restored) + [b"8"] * restored
             before = len(host.events("run_restored"))
             host.worker.start()
@@ -114,7 +114,7 @@ async def test_two_kills_during_restores_lose_no_restored_run(
         assert 7 in last.values()
         assert last.items() <= expected.items()
         assert host.events("step_crash_loop") == []
-        assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
+        assert not redis.exists(redis_keys.starts(POOL), redis_keys.crash_counts(POOL))
 
 
 async def test_a_worker_stopped_during_a_restore_has_not_crashed(
@@ -129,13 +129,13 @@ async def test_a_worker_stopped_during_a_restore_has_not_crashed(
         host.worker.send(signal.SIGCONT)
         await asyncio.to_thread(host.worker.await_end)
         assert [event["progress"] for event in host.events("restore_stopped")] == ["1 of 3 runs, 9 of 27 ops"]
-        assert all(int(count) <= 0 for count in redis.hvals(fleet_keys.starts(POOL)))
-        assert not redis.exists(fleet_keys.crash_counts(POOL))
+        assert all(int(count) <= 0 for count in redis.hvals(redis_keys.starts(POOL)))
+        assert not redis.exists(redis_keys.crash_counts(POOL))
         host.worker.start()
         assert len(await answers) == len(NAMES)
         await asyncio.to_thread(host.worker.stop)
         assert sorted(times[-1] for times in host.replayed.values()) == [0, 7, 7]
-        assert not redis.exists(fleet_keys.starts(POOL))
+        assert not redis.exists(redis_keys.starts(POOL))
 
 
 async def test_many_small_passes_trigger_a_snapshot_before_replay_is_too_slow(
@@ -150,7 +150,7 @@ async def test_many_small_passes_trigger_a_snapshot_before_replay_is_too_slow(
             await results(server, run, requests)
 
         def copied() -> list[bytes | None]:
-            return [redis.hget(run_keys.log(POOL, run.id), "snap") for run in runs]
+            return [redis.hget(redis_keys.log(POOL, run.id), "snap") for run in runs]
 
         await until(lambda: copied().count(b"4") >= 2)
 

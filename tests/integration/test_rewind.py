@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
@@ -89,7 +89,7 @@ async def test_a_replay_after_a_kill_starts_before_the_abandoned_copies(
     with worker(url, tmp_path, engine, tuning=never, drains=False) as loop:
         loop._residents._copy_out = lambda *_: None  # type: ignore[method-assign]  # no copy at all
         await results(server, run, [*before, *after])
-    row = redis.hgetall(run_keys.log(POOL, run.id))
+    row = redis.hgetall(redis_keys.log(POOL, run.id))
     assert (row[b"snap"], row[b"rewind:13"], row[b"rewound"]) == (b"-1", b"4", b"13")
     assert sorted(int(name[5:]) for name in row if name.startswith(b"step:")) == [4, 17, 21]
     assert restored_digest(url, tmp_path, engine, run.id) == digest

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, RunClosed, SeqConflict
-from cotrain_store.keys import run_keys
-from cotrain_store.messages.gaps import still_waiting
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import DIGESTS_KEPT
-from cotrain_store.oplog.submission import MAX_SEQ_GAP
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
 from cotrain_store.results.futures import Pending
+from cotrain_store.results.queue_notice import still_waiting
 from tests.support.draws import examples
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
@@ -118,12 +118,12 @@ async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(log: Log, mon
     await executed(log)
     log.execution.register_snapshot(run.id, 2, "older", "sha")
     log.execution.register_snapshot(run.id, 3, "newer", "sha")
-    fields = set(log.redis.hkeys(run_keys.digests(POOL, run.id)))
+    fields = set(log.redis.hkeys(redis_keys.digests(POOL, run.id)))
     assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
     await send(log, run, 3)
     await executed(log)
     log.execution.register_snapshot(run.id, 4, "newest", "sha")
-    assert set(log.redis.hkeys(run_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
+    assert set(log.redis.hkeys(redis_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
 
 
 async def test_an_unnumbered_op_counts_against_the_limit_of_ops_ahead(log: Log) -> None:
@@ -147,7 +147,7 @@ async def test_a_closed_run_rejects_unnumbered_ops(log: Log) -> None:
     assert "unloaded" in result.json()["error"]
     await executed(log)
     assert log.execution.forget(run.id)
-    assert not log.redis.exists(run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id))
+    assert not log.redis.exists(redis_keys.unnumbered_ops(POOL, run.id), redis_keys.digests(POOL, run.id))
 
 
 async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
@@ -158,7 +158,7 @@ async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
     waiting = await send(log, run, 2)
     assert waiting == 3
     await executed(log)
-    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
+    log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
     async with log.futures() as futures:
         pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
     assert isinstance(pending, Pending)

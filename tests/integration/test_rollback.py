@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from tests.support.log import Log, record_of
 from tests.support.samples import Samples
 from tests.support.stack import POOL
@@ -100,7 +99,7 @@ async def test_a_rollback_is_reported_with_its_run_and_counted(samples: Samples)
     told = await samples.records.run(run.tenant, run.id)
     assert (told.weights_epoch, told.rolled_back_to) == (2, checkpoint.path)
     assert told.state is RunState.LIVE
-    assert samples.log.redis.hget(fleet_keys.counters(POOL), "rollbacks") == b"2"
+    assert samples.log.redis.hget(redis_keys.counters(POOL), "rollbacks") == b"2"
 
 
 async def test_a_repeat_after_a_lost_answer_changes_nothing(samples: Samples) -> None:

@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from cotrain_store.disk.capacity import Capacity
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import Capacity
 from cotrain_store.errors import Reason
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId
-from cotrain_store.messages.ops import pool_record
-from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
-from cotrain_store.tenants.run_bytes import run_bytes, state_bytes
+from cotrain_store.tenants.policies import TenantLimits, run_bytes, state_bytes
 from cotrain_workers.engine.engine import Engine
 from tests.support.limits import always
 from tests.support.log import Log, record_of
@@ -48,7 +46,7 @@ def intake_of(log: Log, run_bytes: int = 0) -> Intake:
 
 
 def claimed(log: Log) -> int:
-    return int(log.redis.get(tenant_keys.unwritten_run_bytes()) or 0)
+    return int(log.redis.get(redis_keys.unwritten_run_bytes()) or 0)
 
 
 async def weight(log: Log, tenant: TenantId = A) -> int:
@@ -109,7 +107,7 @@ async def test_nothing_is_left_of_it_when_runs_are_gone(log: Log) -> None:
     assert (await weight(log), claimed(log)) == (3 * STATE, 2 * STATE)
     for _ in range(2):
         await drop(log, planned)
-    assert log.redis.zrange(tenant_keys.run_bytes(), 0, -1) == []
+    assert log.redis.zrange(redis_keys.run_bytes(), 0, -1) == []
     assert claimed(log) == 0
 
 
@@ -164,12 +162,12 @@ async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
         run = await server.create("a", "a", lora)
         for first, last in ((1, 1), (2, 3)):  # a forward alone is copied for nothing
             await results(server, run, await submit(server, run, first, last))
-            await until(lambda: redis.hget(run_keys.log(POOL, run.id), "snap") == b"%d" % last)  # noqa: B023
-        expected = state_bytes(lora, pool_record(redis.hget(fleet_keys.pools(), POOL)))
+            await until(lambda: redis.hget(redis_keys.log(POOL, run.id), "snap") == b"%d" % last)  # noqa: B023
+        expected = state_bytes(lora, pool_record(redis.hget(redis_keys.pools(), POOL)))
         copies = list((tmp_path / "snapshots").glob("*/*.safetensors"))
         assert [copy.stat().st_size for copy in copies] == [pytest.approx(expected, rel=0.01)] * 2
-        assert int(redis.zscore(tenant_keys.run_bytes(), "a")) == 3 * expected
-        assert int(redis.get(tenant_keys.unwritten_run_bytes())) == 0
+        assert int(redis.zscore(redis_keys.run_bytes(), "a")) == 3 * expected
+        assert int(redis.get(redis_keys.unwritten_run_bytes())) == 0
         await server.intake.close_run(run)
-        await until(lambda: redis.zscore(tenant_keys.run_bytes(), "a") is None)
+        await until(lambda: redis.zscore(redis_keys.run_bytes(), "a") is None)
         await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))

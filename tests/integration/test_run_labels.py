@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from tests.support.http_api import ALICE, BOB, POOL, Api
 from tests.support.lists import got
 
@@ -70,7 +70,7 @@ async def test_labels_have_limits_and_belong_to_their_tenant(api: Api) -> None:
 async def test_labels_count_as_records(api: Api) -> None:
     run = await api.new_run()
     tenant = (await api.services.tenants.authenticate(ALICE)).id
-    name = tenant_keys.record_bytes(tenant)
+    name = redis_keys.record_bytes(tenant)
     before = int(await api.services.connection.get(name) or 0)
     await label(api, run, note="x" * 100)
     assert int(await api.services.connection.get(name) or 0) == before + 100

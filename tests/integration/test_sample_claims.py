@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, WorkerId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from tests.support.full_table import no_descriptor
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
@@ -24,7 +24,7 @@ OTHER_WORKER = WorkerId("w1")
 
 
 def counted(samples: Samples) -> dict[str, float]:
-    rows = samples.log.redis.hgetall(fleet_keys.counters(POOL))
+    rows = samples.log.redis.hgetall(redis_keys.counters(POOL))
     return {name.decode(): float(value) for name, value in rows.items()}
 
 
@@ -166,7 +166,7 @@ async def test_what_waits_for_a_worker_that_is_gone_runs_elsewhere_once_it_can(s
     samples.saved.stored(fresh.weights, "d" * 64, 10)
     samples.beat(WORKER)
     assert other.claim(9) == []  # w0 lives: it will come to it
-    samples.log.redis.delete(fleet_keys.worker(POOL, WORKER))
+    samples.log.redis.delete(redis_keys.worker(POOL, WORKER))
     assert [claimed.request for claimed in other.claim(9)] == requests
 
 
@@ -178,9 +178,9 @@ async def test_a_result_frees_all_that_its_request_held(samples: Samples) -> Non
     left = set(samples.log.everything()) - before
     assert samples.result(request) == RESULT
     assert (samples.load(), samples.log.references()) == ((0, 0, 0), {})
-    record = samples.log.redis.hgetall(run_keys.sample(request))
+    record = samples.log.redis.hgetall(redis_keys.sample(request))
     assert set(record) == {b"state", b"tenant", b"digest", b"failed", b"size"}
-    named = (f"cotrain:sampler:{sampler_record().id}", result_keys.result(request), run_keys.sample(request))
+    named = (f"cotrain:sampler:{sampler_record().id}", redis_keys.result(request), redis_keys.sample(request))
     assert left >= {name.encode() for name in named}
     assert not {name for name in left if b"waiting" in name or b"claimed" in name}
     assert counted(samples) == {"sample_requests": 1}
@@ -255,7 +255,7 @@ async def test_a_body_that_is_gone_or_broken_is_none(samples: Samples) -> None:
     small = await samples.intake.submit(sampler, 1, BODY)
     for path in samples.log.spool.folder.iterdir():
         path.write_bytes(b"")
-    samples.log.redis.hset(run_keys.sample(small), "body", "nonsense")
+    samples.log.redis.hset(redis_keys.sample(small), "body", "nonsense")
     bodies = {claimed.request: claimed.body for claimed in samples.sampling.claim(9)}
     assert bodies == {large: None, small: None}
 
@@ -269,7 +269,7 @@ async def test_a_large_result_goes_to_disk_and_lives_shorter(samples: Samples) -
     assert stored
     assert stored.kind is ResultKind.SPOOLED_SAMPLE
     assert samples.log.results.read(stored.payload.decode()) == large.payload
-    lives = [life_ms(samples.log.redis, result_keys.result(request)) for request in requests]
+    lives = [life_ms(samples.log.redis, redis_keys.result(request)) for request in requests]
     assert lives[0] == pytest.approx(2 * 3600e3, abs=60e3)
     assert lives[1] == pytest.approx(24 * 3600e3, abs=60e3)
 

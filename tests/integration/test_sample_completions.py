@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_store.keys import result_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, sample_id
-from cotrain_store.messages.results import Result
-from cotrain_store.sampling.completions import Completion, Completions
+from cotrain_store.messages.ops import Result
+from cotrain_store.results.delivery import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, Samples, open_samples
@@ -81,7 +81,7 @@ async def test_many_ends_within_one_millisecond_are_all_told(samples: Samples, m
 
 async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: Samples) -> None:
     """Numbers run ahead of the clock where several ends come within a millisecond."""
-    samples.log.redis.set(result_keys.clock(), 1_000_000)
+    samples.log.redis.set(redis_keys.clock(), 1_000_000)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(4))
     samples.claim()
@@ -94,7 +94,7 @@ async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: 
 
 
 async def test_so_many_are_told_by_one_answer(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.LIMITS", 3)
+    monkeypatch.setattr("cotrain_store.results.delivery.LIMITS", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
     samples.claim()
@@ -127,7 +127,7 @@ async def test_nobody_is_told_of_the_servers_own_requests(samples: Samples) -> N
     await samples.submit(sampler, OWN_SEQS - 1, OWN_SEQS, 2**63 - 1)
     samples.resolve(*samples.claim())
     told = samples.log.redis.keys("cotrain:completions:*")
-    assert told == [run_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
+    assert told == [redis_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
 
 
 async def test_a_poll_is_held_until_something_ends(samples: Samples) -> None:
@@ -165,33 +165,33 @@ async def test_a_poll_that_runs_out_of_time_keeps_its_cursor(samples: Samples) -
 
 
 async def test_a_poll_without_a_timeout_is_held_for_a_while(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.HOLD_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.HOLD_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         assert await completions.wait(sampler, 0, 0, None) == ([], 0)
 
 
 async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", 0.02)
+    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", 0.02)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
         await somebody_waits(completions)
-        samples.log.redis.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
+        samples.log.redis.zadd(redis_keys.completions(sampler.id, 0), {"3": 1})
         assert await poll == ([Completion(sample_id(sampler.id, 3), failed=False, size=0)], 1)
 
 
 async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
     samples: Samples, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_store.sampling.completions.SWEEP_S", NEVER_S)
+    monkeypatch.setattr("cotrain_store.results.delivery.SWEEP_S", NEVER_S)
     sampler = await samples.sampler()
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
         await somebody_waits(completions)
         with samples.log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
+            at_once.zadd(redis_keys.completions(sampler.id, 0), {"3": 1})
             at_once.execute()
         assert names((await poll)[0]) == [sample_id(sampler.id, 3)]
 
@@ -227,9 +227,9 @@ async def test_an_end_is_told_for_a_day(samples: Samples) -> None:
     await samples.submit(sampler, 0, 1)
     samples.claim()
     samples.resolve(sample_id(sampler.id, 0))
-    name = run_keys.completions(sampler.id, 0)
+    name = redis_keys.completions(sampler.id, 0)
     assert life_ms(samples.log.redis, name) == pytest.approx(24 * 3600e3, abs=60e3)
-    pass_time(samples.log.redis, run_keys.COMPLETION_TTL_MS + 1_000)
+    pass_time(samples.log.redis, redis_keys.COMPLETION_TTL_MS + 1_000)
     samples.resolve(sample_id(sampler.id, 1))
     assert samples.log.redis.zrange(name, 0, -1) == [b"1"]
 
@@ -244,10 +244,10 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
     async with samples.completions() as completions:
         await completions.acknowledge(sampler, [requests[0], requests[2], foreign, *hostile])
         await completions.acknowledge(sampler, [])
-    lives = [life_ms(samples.log.redis, result_keys.result(r)) for r in (requests[0], requests[1], foreign)]
-    assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
-    assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
-    assert life_ms(samples.log.redis, run_keys.sample(requests[0])) > lives[0]
-    assert life_ms(samples.log.redis, run_keys.sample(requests[2])) == -1  # still waiting
+    lives = [life_ms(samples.log.redis, redis_keys.result(r)) for r in (requests[0], requests[1], foreign)]
+    assert 0 < lives[0] <= redis_keys.READ_RESULT_TTL_MS
+    assert min(lives[1:]) > redis_keys.READ_RESULT_TTL_MS
+    assert life_ms(samples.log.redis, redis_keys.sample(requests[0])) > lives[0]
+    assert life_ms(samples.log.redis, redis_keys.sample(requests[2])) == -1  # still waiting
     samples.resolve(requests[2])
     assert samples.result(requests[2]) == RESULT

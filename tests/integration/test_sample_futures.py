@@ -9,12 +9,12 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId, parse_sample, sampler_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
 from tests.support.lives import life_ms
@@ -49,7 +49,7 @@ async def test_a_poll_says_where_its_request_stands(samples: Samples) -> None:
     await samples.submit(other, 0)
     each = len(BODY.prompt) + (BODY.max_tokens or 0)
     beat = WorkerHeartbeat(WORKER, 1, "serving", "cpu", 1.0, 0, 0, 0.0, sample_tokens_per_s=each / 10)
-    samples.log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    samples.log.redis.set(redis_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     told = (
         "one of your 3 sample requests ({}), next to 1 other tenant with work; "
         "at most about 40 s for all that you have sent"
@@ -77,7 +77,7 @@ async def test_a_large_result_comes_from_disk_and_expires_with_its_file(samples:
 async def test_the_result_outlives_its_sampler(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    samples.log.redis.delete(run_keys.sampler(sampler.id))
+    samples.log.redis.delete(redis_keys.sampler(sampler.id))
     async with samples.log.futures() as futures:
         assert await futures.wait(A, request, 0.01) == Pending()
         samples.resolve(*samples.claim())
@@ -88,14 +88,14 @@ async def test_an_expired_result_can_be_asked_for_again(samples: Samples) -> Non
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
-    samples.log.redis.delete(result_keys.result(request))
+    samples.log.redis.delete(redis_keys.result(request))
     async with samples.log.futures() as futures:
         with pytest.raises(SampleExpired, match="expired"):
             await futures.wait(A, request, NEVER_S)  # nothing will come: it is told at once
-        samples.log.redis.delete(run_keys.sample(request))
+        samples.log.redis.delete(redis_keys.sample(request))
         with pytest.raises(SampleExpired):
             await futures.wait(A, request, 0.01)
-        samples.log.redis.delete(run_keys.sampler(sampler.id))
+        samples.log.redis.delete(redis_keys.sampler(sampler.id))
         with pytest.raises(RequestNotFound) as unknown:
             await futures.wait(A, request, 0.01)
         assert not isinstance(unknown.value, SampleExpired)
@@ -106,7 +106,7 @@ async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(sampl
     (request,) = await samples.submit(await samples.sampler(), 0)
     samples.resolve(*samples.claim())
     if not is_known:
-        samples.log.redis.delete(run_keys.sample(request))
+        samples.log.redis.delete(redis_keys.sample(request))
     async with samples.log.futures() as futures:
         with pytest.raises(RequestNotFound) as foreign:
             await futures.wait(B, request, 0.01)
@@ -133,20 +133,20 @@ async def test_a_result_that_was_sent_to_a_living_session_is_not_kept_for_a_day(
     for request in requests:
         name = parse_sample(request)
         assert name
-        samples.log.redis.set(result_keys.result(request), RESULT.encode())
-        ends = time.time() * 1000 + result_keys.SMALL_RESULT_TTL_MS
-        samples.log.redis.zadd(result_keys.ends(), {result_keys.result(request): ends})
-        samples.log.redis.hset(run_keys.sample(request), "state", "done")
-        samples.log.redis.zadd(run_keys.completions(name.sampler, 0), {"0": 1, "1": 2})
+        samples.log.redis.set(redis_keys.result(request), RESULT.encode())
+        ends = time.time() * 1000 + redis_keys.SMALL_RESULT_TTL_MS
+        samples.log.redis.zadd(redis_keys.ends(), {redis_keys.result(request): ends})
+        samples.log.redis.hset(redis_keys.sample(request), "state", "done")
+        samples.log.redis.zadd(redis_keys.completions(name.sampler, 0), {"0": 1, "1": 2})
         deliveries.sent(A, request, name, NOW)
 
     def lives_ms() -> list[float]:
-        return [life_ms(samples.log.redis, result_keys.result(request)) for request in requests]
+        return [life_ms(samples.log.redis, redis_keys.result(request)) for request in requests]
 
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
-    assert min(lives_ms()) > result_keys.READ_RESULT_TTL_MS
+    assert min(lives_ms()) > redis_keys.READ_RESULT_TTL_MS
     await deliveries.expire_read(LATER)
-    assert lives_ms()[0] <= result_keys.READ_RESULT_TTL_MS < lives_ms()[1]
+    assert lives_ms()[0] <= redis_keys.READ_RESULT_TTL_MS < lives_ms()[1]
     told = [samples.log.redis.zcard(f"cotrain:completions:{name}:0") for name in (first, second)]
     assert told == [1, 2]
 
@@ -166,10 +166,10 @@ async def test_a_result_sent_to_another_key_is_kept_for_the_one_that_opened_the_
     for key_id in ("other", "own"):
         deliveries.sent(A, request, name, NOW, key_id)
         await deliveries.expire_read(LATER)
-        told = samples.log.redis.zcard(run_keys.completions(sampler.id, 0))
-        left_ms.append((life_ms(samples.log.redis, result_keys.result(request)), told))
-    assert left_ms[0] > (result_keys.READ_RESULT_TTL_MS, 2)
-    assert left_ms[1] <= (result_keys.READ_RESULT_TTL_MS, 1)
+        told = samples.log.redis.zcard(redis_keys.completions(sampler.id, 0))
+        left_ms.append((life_ms(samples.log.redis, redis_keys.result(request)), told))
+    assert left_ms[0] > (redis_keys.READ_RESULT_TTL_MS, 2)
+    assert left_ms[1] <= (redis_keys.READ_RESULT_TTL_MS, 1)
 
 
 async def test_waiting_for_a_result_notes_that_it_was_sent(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,8 +178,8 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(samples: Samples, mon
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
     samples.resolve(*samples.claim())
-    samples.log.redis.set(tenant_keys.session_heartbeat(sampler.session), "now")
-    name = result_keys.result(request)
+    samples.log.redis.set(redis_keys.session_heartbeat(sampler.session), "now")
+    name = redis_keys.result(request)
     async with samples.log.futures() as futures:
         await futures.wait(A, request, 10)
-        await until(lambda: life_ms(samples.log.redis, name) <= result_keys.READ_RESULT_TTL_MS)
+        await until(lambda: life_ms(samples.log.redis, name) <= redis_keys.READ_RESULT_TTL_MS)

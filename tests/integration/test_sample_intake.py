@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.errors import Reason, SamplerNotFound, SeqConflict
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits, token_limit
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
@@ -68,13 +68,13 @@ async def test_a_seq_used_with_other_content_is_a_conflict(samples: Samples, is_
 async def test_what_tells_a_repeat_lives_longer_than_the_result(samples: Samples) -> None:
     sampler = await samples.sampler()
     (request,) = await samples.submit(sampler, 0)
-    assert life_ms(samples.log.redis, run_keys.sample(request)) == -1
+    assert life_ms(samples.log.redis, redis_keys.sample(request)) == -1
     samples.resolve(*samples.claim())
     lives = (
-        life_ms(samples.log.redis, run_keys.sample(request)),
-        life_ms(samples.log.redis, result_keys.result(request)),
+        life_ms(samples.log.redis, redis_keys.sample(request)),
+        life_ms(samples.log.redis, redis_keys.result(request)),
     )
-    assert lives[0] - lives[1] == pytest.approx(run_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
+    assert lives[0] - lives[1] == pytest.approx(redis_keys.SAMPLE_RECORD_EXTRA_MS, abs=1e3)
 
 
 async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
@@ -82,12 +82,12 @@ async def test_a_request_makes_its_sampler_live_on(samples: Samples) -> None:
         record = replace(sampler_record(number=int(ephemeral)), ephemeral=ephemeral)
         sampler = await samples.records.create_sampler(record)
         await samples.submit(sampler, 0)
-        assert life_ms(samples.log.redis, run_keys.sampler(sampler.id)) == pytest.approx(idle_ms, abs=60e3)
+        assert life_ms(samples.log.redis, redis_keys.sampler(sampler.id)) == pytest.approx(idle_ms, abs=60e3)
 
 
 async def test_a_sampler_that_expired_is_refused_with_what_to_do(samples: Samples) -> None:
     sampler = await samples.sampler()
-    samples.log.redis.delete(run_keys.sampler(sampler.id))
+    samples.log.redis.delete(redis_keys.sampler(sampler.id))
     before = samples.log.everything()
     with pytest.raises(SamplerNotFound, match=r"6 hours without use, .* Save under a name"):
         await samples.submit(sampler, 0)
@@ -171,7 +171,7 @@ async def test_without_room_nothing_new_is_taken(
     async with open_samples(empty_redis.url, tmp_path, disk_reserve_bytes=1 << 60) as samples:
         with refused(Reason.DISK_RESERVE_REACHED):
             await samples.submit(await samples.sampler(), 0)
-    monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-6)
+    monkeypatch.setattr("cotrain_store.disk.storage.MEMORY_SHARE", 1e-6)
     async with open_samples(empty_redis.url, tmp_path) as samples:
         with refused(Reason.STORE_FULL):
             await samples.submit(await samples.sampler(), 0)
@@ -247,7 +247,7 @@ async def test_a_cancel_between_two_lives_of_a_worker_is_kept(samples: Samples) 
 
 async def test_a_request_and_its_cancel_wake_the_worker(samples: Samples) -> None:
     listener = samples.log.redis.pubsub(ignore_subscribe_messages=True)
-    listener.subscribe(fleet_keys.notify_worker(POOL, WORKER))
+    listener.subscribe(redis_keys.notify_worker(POOL, WORKER))
     assert listener.get_message(timeout=120) is None  # the subscription itself
     (request,) = await samples.submit(await samples.sampler(), 0)
     assert listener.get_message(timeout=120)["data"] == b"sample"

@@ -7,12 +7,12 @@ import asyncio
 import threading
 from pathlib import Path
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.sampling.completions import Completions
+from cotrain_store.results.delivery import Completions
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples
 from tests.support.stack import POOL
@@ -88,4 +88,4 @@ async def test_every_request_ends_and_is_published_once_across_kills_of_redis(tm
             assert all(samples.result(request) == Result(ResultKind.SAMPLE, request.encode()) for request in requests)
             assert (samples.load("a"), samples.load("b")) == ((0, 0, 0), (0, 0, 0))
             assert samples.log.references() == {}
-            assert float(samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")) == len(requests)
+            assert float(samples.log.redis.hget(redis_keys.counters(POOL), "sample_requests")) == len(requests)

@@ -27,13 +27,13 @@ from hypothesis.stateful import (
 )
 from typing_extensions import override
 
+from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.errors import Fenced, Reason, SeqConflict
-from cotrain_store.keys import run_keys
 from cotrain_store.messages.ids import CLONE_SIZE, RequestId, TenantId, sample_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.intake import SampleLimits
 from tests.support.draws import examples
 from tests.support.log import WORKER
@@ -68,7 +68,7 @@ class Model:
 
     def lanes(self, tenant: str) -> list[list[RequestId]]:
         """Return a tenant's queues in the order in which w0 claims from them."""
-        return [self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, run_keys.ANY_WORKER)]
+        return [self.waiting.setdefault((tenant, lane), []) for lane in (WORKER, redis_keys.ANY_WORKER)]
 
     def held(self, tenant: str) -> int:
         mine = [request for request in self.running if tenant_of(request) == tenant]
@@ -257,9 +257,9 @@ class SampleMachine(RuleBasedStateMachine):
     @invariant()
     def the_store_equals_the_model(self) -> None:
         redis, model = self.samples.log.redis, self.model
-        ring = [tenant.decode() for tenant in redis.lrange(run_keys.sample_ring(POOL), 0, -1)]
+        ring = [tenant.decode() for tenant in redis.lrange(redis_keys.sample_ring(POOL), 0, -1)]
         assert ring == model.ring
-        running = redis.lrange(run_keys.claimed_samples(POOL, WORKER), 0, -1)
+        running = redis.lrange(redis_keys.claimed_samples(POOL, WORKER), 0, -1)
         assert [request.decode() for request in running] == model.running
         for tenant in TENANTS:
             waiting = sum(map(len, model.lanes(tenant)))

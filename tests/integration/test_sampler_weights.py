@@ -7,13 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, Fenced, MalformedPath, SamplerNotFound, SeqConflict
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.runs import RunRecord, RunState, SamplerRecord, WeightsRecord
 from tests.support.lives import life_ms
 from tests.support.log import WORKER
 from tests.support.samples import Samples, sampler_record, weights_record
@@ -60,7 +58,7 @@ async def test_a_save_without_a_name_makes_a_sampler_at_once(samples: Samples) -
     sampler = await samples.records.sampler(A, sampler_record(number=3).id)
     assert (sampler.weights, sampler.ephemeral) == (ref_of(run, 1), True)
     assert await samples.records.samplers_of(sampler.session) == (sampler,)
-    left_ms = life_ms(samples.log.redis, run_keys.sampler(sampler.id))
+    left_ms = life_ms(samples.log.redis, redis_keys.sampler(sampler.id))
     assert left_ms == pytest.approx(6 * 3600e3, abs=60e3)
 
 
@@ -75,7 +73,7 @@ async def test_a_second_commit_of_a_save_changes_nothing(samples: Samples) -> No
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert samples.log.everything() == before
     # As a store that went back in time would have it.
-    samples.log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    samples.log.redis.hset(redis_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
     samples.log.execution.commit(step, results, {}, {}, saves=saves)
     assert (await samples.records.weights(ref_of(run, 1))).digest == DIGEST
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
@@ -103,10 +101,10 @@ async def test_a_name_given_again_moves_and_samplers_keep_what_they_have(samples
     assert (await samples.records.checkpoint(A, path_of(run))).weights == ref_of(run, 2)
     assert (await samples.records.sampler(A, old.id)).weights == ref_of(run, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(run_keys.sampler(old.id))
+    samples.log.redis.delete(redis_keys.sampler(old.id))
     assert unused(samples) == [ref_of(run, 1)]
     assert await samples.records.samplers_of(old.session) == ()
-    assert not samples.log.redis.exists(tenant_keys.session_samplers(old.session))
+    assert not samples.log.redis.exists(redis_keys.session_samplers(old.session))
 
 
 async def test_a_checkpoint_goes_when_its_tenant_said_so(samples: Samples) -> None:
@@ -116,7 +114,7 @@ async def test_a_checkpoint_goes_when_its_tenant_said_so(samples: Samples) -> No
     for seq in (1, 2):
         samples.saved.stored(ref_of(run, seq), DIGEST[:-1] + str(seq), 10)
     soon = await samples.records.checkpoint(A, path_of(run, "soon"))
-    life_ms = samples.log.redis.pttl(weights_keys.checkpoint(run.id, "sampler_weights", "soon"))
+    life_ms = samples.log.redis.pttl(redis_keys.checkpoint(run.id, "sampler_weights", "soon"))
     assert life_ms == pytest.approx(3600e3, abs=60e3)
     assert soon.expires_at
     with pytest.raises(CheckpointNotFound):
@@ -130,13 +128,13 @@ async def test_naming_again_without_a_time_lets_a_checkpoint_live(samples: Sampl
     await samples.save(run, 2, name="x")
     for seq in (1, 2):
         samples.saved.stored(ref_of(run, seq), DIGEST, 10)
-    assert samples.log.redis.pttl(weights_keys.checkpoint(run.id, "sampler_weights", "x")) == -1
+    assert samples.log.redis.pttl(redis_keys.checkpoint(run.id, "sampler_weights", "x")) == -1
 
 
 async def test_weights_that_are_not_stored_yet_are_not_unused(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(run_keys.sampler(sampler_record().id))
+    samples.log.redis.delete(redis_keys.sampler(sampler_record().id))
     assert unused(samples) == []
     samples.saved.stored(ref_of(run, 1), DIGEST, 10)
     assert unused(samples) == [ref_of(run, 1)]
@@ -149,7 +147,7 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
         samples.saved.stored(ref_of(run, seq), DIGEST, 10)
     assert not samples.saved.forget_weights(ref_of(run, 1))  # a sampler uses it
     for number in (1, 2):
-        samples.log.redis.delete(run_keys.sampler(sampler_record(number=number).id))
+        samples.log.redis.delete(redis_keys.sampler(sampler_record(number=number).id))
     assert unused(samples) == [ref_of(run, 1), ref_of(run, 2)]
     assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.saved.knows(DIGEST)
@@ -163,7 +161,7 @@ async def test_a_folder_goes_with_the_last_weights_of_its_content(samples: Sampl
 
 
 async def test_all_weights_are_looked_at_however_many(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.weights.saved_weights.WEIGHTS_AT_ONCE", 2)
+    monkeypatch.setattr("cotrain_store.weights.WEIGHTS_AT_ONCE", 2)
     run = await samples.log.new_run()
     for seq in range(1, 6):
         await samples.save(run, seq, name="x")
@@ -174,7 +172,7 @@ async def test_all_weights_are_looked_at_however_many(samples: Samples, monkeypa
 async def test_forgotten_weights_are_neither_stored_nor_sampled(samples: Samples) -> None:
     run = await samples.log.new_run()
     await samples.save(run, 1, sampler=0)
-    samples.log.redis.delete(run_keys.sampler(sampler_record().id))
+    samples.log.redis.delete(redis_keys.sampler(sampler_record().id))
     assert not samples.saved.forget_weights(ref_of(run, 1))
     assert samples.saved.unstored() == []
     before = samples.log.everything()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.messages.ids import sample_id
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.sampling.endings import CANCELLED
+from cotrain_store.messages.ops import ResultKind
 from cotrain_store.sampling.token_stream import TokenStream
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress
@@ -164,7 +164,7 @@ async def test_what_sampling_did_is_counted(
     with worker(empty_redis.url, tmp_path, engine):
         for seq in range(2):
             await sample(server, sampler, seq, prompt=prompt)
-    counted = {name: float(value) for name, value in redis.hgetall(fleet_keys.counters(POOL)).items()}
+    counted = {name: float(value) for name, value in redis.hgetall(redis_keys.counters(POOL)).items()}
     assert counted[b"sample_requests"] == 2
     assert counted[b"sampled_tokens"] == 2 * 2 * 12
     assert counted[b"prompt_tokens"] == 2 * len(prompt)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import request_id
 from cotrain_store.messages.runs import RunRecord
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
@@ -131,7 +131,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     with worker(url, tmp_path, engine):
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await sample(server, sampler, 1)
-        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)))
+        await until(lambda: not redis.exists(redis_keys.ops(POOL, run.id)))
     with worker(url, tmp_path, engine):
         assert await sample(server, sampler, 2) == await sample(server, sampler, 3)
 
@@ -197,7 +197,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
         patch.setattr(EngineDecoder, "step", step)
         assert await asyncio.to_thread(live, loop, opened)
     assert loop._sampler.running == 3
-    assert redis.llen(run_keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    assert redis.llen(redis_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(url, tmp_path, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
 

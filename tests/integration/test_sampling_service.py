@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.keys import run_keys
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.messages.ids import RequestId, TenantId, WorkerId
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import Result
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import TokenPublisher
 from cotrain_store.tenants.policies import Policies
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
@@ -254,7 +254,7 @@ async def test_what_has_ended_is_answered_before_the_rest_is_given_back(bench: B
     assert bench.ended(first) is not None
     assert bench.ended(second) is None
     assert bench.samples.load()[:2] == (1, 0)
-    assert bench.samples.log.redis.hget(run_keys.sample(second), "starts") in (None, b"0")
+    assert bench.samples.log.redis.hget(redis_keys.sample(second), "starts") in (None, b"0")
 
 
 async def test_a_full_disk_delays_answers_and_claims_and_loses_none(

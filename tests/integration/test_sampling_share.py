@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cotrain_store.messages.ids import sample_id
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ops import ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress, SampleRequest

@@ -9,13 +9,13 @@ import pytest
 
 from cotrain_scheduler.scaling import Demand, demand_of, workers_needed
 from cotrain_server.supervisor.supervisor import store_exit
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Pause, Pauses, Scaling, WorkerExit, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import TenantId
+from cotrain_store.monitoring.failures import note_silent_exit, noted_exit
 from cotrain_store.monitoring.fleet import QueueStatus, pool_status, read_fleet, read_pools, redis_status
 from cotrain_store.monitoring.status import cycle_records
-from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.tenants.policies import PauseRecords
 from tests.support.log import WORKER, Log
@@ -75,8 +75,8 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
     await log.plan()
     await log.submit(first, 2, tokens=6, body=b"123456")
     await log.submit(second, 3)
-    log.redis.zadd(run_keys.ready(POOL), {first.id: (time.time() - 5_000) * 1000})
-    log.redis.zadd(run_keys.gaps(POOL), {second.id: (time.time() - 7_000) * 1000})
+    log.redis.zadd(redis_keys.ready(POOL), {first.id: (time.time() - 5_000) * 1000})
+    log.redis.zadd(redis_keys.gaps(POOL), {second.id: (time.time() - 7_000) * 1000})
     beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 2, 10, time.time())
     log.execution.heartbeat(beat)
 
@@ -91,9 +91,9 @@ async def test_a_pools_status_counts_what_waits_and_what_runs(log: Log) -> None:
 
 def listed(log: Log) -> list[str]:
     """Return the tenants in the pool's list, and those with counters."""
-    counters = (run_keys.queue, run_keys.sample_load)
+    counters = (redis_keys.queue, redis_keys.sample_load)
     kept = [key for of in counters for key in log.redis.keys(of(POOL, TenantId("*")))]
-    names = {name.decode() for name in log.redis.smembers(run_keys.queue_tenants(POOL))}
+    names = {name.decode() for name in log.redis.smembers(redis_keys.queue_tenants(POOL))}
     return sorted(names | {key.decode().rpartition(":")[2] for key in kept})
 
 
@@ -116,13 +116,13 @@ async def test_a_tenant_is_listed_while_it_has_waiting_or_running_work(samples: 
     await log.dispatch.expire_gap(POOL, run.id, run.tenant)
     assert listed(log) == []  # failed ops count in no queue …
     await log.submit(run, 1)
-    assert log.queued() == (2, 7, 4 + len(log.redis.hget(run_keys.bodies(POOL, run.id), 2)))  # … until they may run
+    assert log.queued() == (2, 7, 4 + len(log.redis.hget(redis_keys.bodies(POOL, run.id), 2)))  # … until they may run
     await log.run_all()
     assert listed(log) == []
 
 
 async def test_which_pools_have_workers_is_read_from_heartbeats_alone(log: Log) -> None:
-    log.redis.set(run_keys.queue_tenants(POOL), "whoever reads this fails")
+    log.redis.set(redis_keys.queue_tenants(POOL), "whoever reads this fails")
     (pool,) = await read_pools(log.connection, with_queues=False)
     assert not pool.has_worker
     log.execution.heartbeat(WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
@@ -145,7 +145,7 @@ async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> No
     log.execution.heartbeat(WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0))
     beats = [slot.heartbeat for slot in (await log.dispatch.view(POOL)).slots]
     assert [beat.id for beat in beats if beat] == [WORKER]
-    assert 0 < log.redis.pttl(fleet_keys.worker(POOL, WORKER)) <= fleet_keys.WORKER_HEARTBEAT_TTL_MS
+    assert 0 < log.redis.pttl(redis_keys.worker(POOL, WORKER)) <= redis_keys.WORKER_HEARTBEAT_TTL_MS
     log.execution.leave()
     status = await pool_status(log.connection, POOL)
     assert (status.workers, status.workers_known) == ((), 1)
@@ -154,7 +154,7 @@ async def test_a_worker_without_heartbeat_is_known_and_not_alive(log: Log) -> No
 
 async def test_a_heartbeat_of_another_version_is_read(log: Log) -> None:
     log.redis.set(
-        fleet_keys.worker(POOL, WORKER),
+        redis_keys.worker(POOL, WORKER),
         '{"id":"w0","epoch":1,"state":"serving","device":"cpu","tokens_per_s":1.0,"runs":0,'
         '"memory_bytes":0,"seen_at":0.0,"a_field_of_tomorrow":[]}',
     )

@@ -8,7 +8,7 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.fleet import read_fleet
@@ -33,7 +33,7 @@ async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
     log: Log, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    log.redis.set(redis_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     await log.dispatch.resign()
     epoch = log.dispatch.epoch
     settings = {"COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path)}

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.disk.result_storage import RUN_STOPPED
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, SpoolRef, new_writer
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
+from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_workers.engine.engine import Engine
 from tests.support.bodies import sequences
@@ -74,7 +74,7 @@ async def test_a_missing_body_stops_its_run_alone(
     url = empty_redis.url
     broken, neighbour = await two_runs(server, url, tmp_path, engine, last=2)
     await submit(server, broken, 3, 3)
-    redis.hdel(run_keys.bodies(POOL, broken.id), 3)
+    redis.hdel(redis_keys.bodies(POOL, broken.id), 3)
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour)
 
 
@@ -106,10 +106,10 @@ async def test_a_replay_with_other_results_stops_its_run_alone(
 ) -> None:
     url = empty_redis.url
     broken, neighbour = await killed_after(server, url, tmp_path, engine, last=4)
-    name = result_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
+    name = redis_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
     redis.set(name, tampered(redis.get(name), how))
     await assert_stopped_alone(server, url, tmp_path, engine, broken, neighbour, first=5)
-    assert redis.hget(fleet_keys.counters(POOL), "diverged_runs") == b"1"
+    assert redis.hget(redis_keys.counters(POOL), "diverged_runs") == b"1"
 
 
 @pytest.mark.parametrize("is_gone", [False, variant(True)])
@@ -121,7 +121,7 @@ async def test_a_large_result_is_compared_too_while_it_exists(
     with worker(url, tmp_path, engine, drains=False):
         large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
-    stored = Result.decode(redis.get(result_keys.result(large)))
+    stored = Result.decode(redis.get(redis_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
     spool = Spool(tmp_path / "spool", new_writer("forger"))
     payload = Result.decode(tampered(whole.encode(), "a log-prob")).payload
@@ -129,7 +129,7 @@ async def test_a_large_result_is_compared_too_while_it_exists(
     spool.close()
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
-    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).encode())
+    redis.set(redis_keys.result(large), Result(stored.kind, forged.encode()).encode())
     engine.adapters.drop(run.id)
     with worker(url, tmp_path, engine):
         step = await server.result(run, await server.optim_step(run, 2))

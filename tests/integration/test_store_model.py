@@ -26,20 +26,19 @@ from hypothesis.stateful import (
 from typing_extensions import override
 
 from cotrain_scheduler.planner import runnable_prefix
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, new_writer
 from cotrain_store.errors import Fenced, PlanOutdated, Reason, RunClosed, SeqConflict
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef, WorkerId, request_id, run_id
 from cotrain_store.messages.ops import PASSES, OpKind, Step
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import MAX_SEQ_GAP, TenantLimits
+from cotrain_store.oplog.intake import MAX_SEQ_GAP, Intake
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.delivery import DeliveryLog
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.draws import examples
 from tests.support.limits import always
 from tests.support.log_model import MANY, RunModel, halves
@@ -88,7 +87,7 @@ class LogMachine(RuleBasedStateMachine):
         epoch = execution.claim()
         execution.publish(pool_record_for_tests())
         beat = WorkerHeartbeat(worker, epoch, "serving", "cpu", 1.0, 0, 0, 0.0)
-        self.redis.set(fleet_keys.worker(POOL, worker), json.dumps(asdict(beat)))
+        self.redis.set(redis_keys.worker(POOL, worker), json.dumps(asdict(beat)))
         return execution
 
     def of(self, model: RunModel) -> Execution:
@@ -277,7 +276,7 @@ class LogMachine(RuleBasedStateMachine):
     def reassign(self, worker: WorkerId) -> None:
         zombie = self.workers.pop(worker)
         [heir] = self.workers
-        self.redis.delete(fleet_keys.worker(POOL, worker))
+        self.redis.delete(redis_keys.worker(POOL, worker))
         [place] = [p for p in self.wait(self.dispatch.view(POOL)).slots if p.worker == worker]
         assert self.wait(self.dispatch.reassign(POOL, place, heir))
         event(f"reassigned with {len(self.open[worker])} open steps")
@@ -378,7 +377,7 @@ class LogMachine(RuleBasedStateMachine):
     def the_log_equals_the_model(self) -> None:
         queued: dict[str, list[int]] = {"t0": [0, 0], "t1": [0, 0]}
         for model, record in zip(self.models, self.records, strict=True):
-            row = self.redis.hgetall(run_keys.log(POOL, record.id))
+            row = self.redis.hgetall(redis_keys.log(POOL, record.id))
             assert int(row[b"next"]) == model.next
             assert int(row[b"done"]) == model.done
             assert model.worker == (row.get(b"worker", b"").decode() or None) or (
@@ -386,16 +385,16 @@ class LogMachine(RuleBasedStateMachine):
             )
             assert model.snap <= model.done < model.next or model.next == model.done + 1
             live = {s for s in model.accepted if s > model.cut and s not in model.dead}
-            stored = {int(s) for s in self.redis.hkeys(run_keys.ops(POOL, record.id))}
+            stored = {int(s) for s in self.redis.hkeys(redis_keys.ops(POOL, record.id))}
             assert stored == live
             for seq in model.accepted:
-                answered = self.redis.get(result_keys.result(request_id(record.id, seq))) is not None
+                answered = self.redis.get(redis_keys.result(request_id(record.id, seq))) is not None
                 assert answered == (seq <= model.done or seq in model.dead | model.rejected)
                 if seq > model.done and seq not in model.dead | model.given_up:
                     queued[record.tenant][0] += 1
                     queued[record.tenant][1] += (seq not in model.rejected) * model.accepted[seq][2]
         for tenant, (ops, tokens) in queued.items():
-            row = self.redis.hgetall(run_keys.queue(POOL, TenantId(tenant)))
+            row = self.redis.hgetall(redis_keys.queue(POOL, TenantId(tenant)))
             assert int(row.get(b"ops", 0)) == ops
             assert int(row.get(b"tokens", 0)) == tokens
 
@@ -403,12 +402,12 @@ class LogMachine(RuleBasedStateMachine):
     def every_spooled_body_in_need_is_referenced_once(self) -> None:
         references = 0
         for record in self.records:
-            for seq, envelope in self.redis.hgetall(run_keys.ops(POOL, record.id)).items():
+            for seq, envelope in self.redis.hgetall(redis_keys.ops(POOL, record.id)).items():
                 kind, *_, ref = envelope.decode().split("|")
                 done = self.models[self.number(record.id)].done
                 released = kind == "forward" and int(seq) <= done
                 references += ref.startswith("spool:") and not released
-        stored = self.redis.hvals(result_keys.spool_segment_refs())
+        stored = self.redis.hvals(redis_keys.spool_segment_refs())
         assert sum(int(count) for count in stored) == references
 
     @invariant()
@@ -432,10 +431,10 @@ class LogMachine(RuleBasedStateMachine):
                 for seq, size in model.unread.items()
                 if record.tenant == tenant
             }
-            row = {name: int(size) for name, size in self.redis.hgetall(result_keys.unread(tenant)).items()}
+            row = {name: int(size) for name, size in self.redis.hgetall(redis_keys.unread(tenant)).items()}
             assert row.pop(b"bytes", 0) == sum(unread.values())
             assert row == unread
-            assert set(self.redis.zrange(result_keys.unread_until(tenant), 0, -1)) == unread.keys()
+            assert set(self.redis.zrange(redis_keys.unread_until(tenant), 0, -1)) == unread.keys()
 
     def number(self, run: str) -> int:
         return int(run[1])

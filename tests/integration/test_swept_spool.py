@@ -10,18 +10,17 @@ from pathlib import Path
 import pytest
 from typing_extensions import override
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
 from cotrain_store.errors import Reason
-from cotrain_store.keys import result_keys, run_keys
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import WORKER, Log, record_of
@@ -81,7 +80,7 @@ async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     run = record_of("a")
     with refused(Reason.BODY_SWEPT):
         await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
-    assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
+    assert not log.redis.exists(redis_keys.run(run.id), redis_keys.log(POOL, run.id))
     await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
     assert len(log.references()) == 1
 
@@ -131,23 +130,23 @@ async def test_samples_swept_before_they_are_stored_are_written_again(
 
 async def test_referenced_files_stay_and_later_ones_are_swept(log: Log) -> None:
     references = SpoolReferences(log.redis)
-    log.redis.hset(result_keys.spool_segment_refs(), "api-1", 1)
-    log.redis.hset(result_keys.spool_results(), "answers-api-1", 1)
+    log.redis.hset(redis_keys.spool_segment_refs(), "api-1", 1)
+    log.redis.hset(redis_keys.spool_results(), "answers-api-1", 1)
     assert references.close(["api-0", "api-1", "answers-api-1", "api-2", "odd"]) == [
         "api-0", "api-2", "odd",
     ]  # fmt: skip
-    assert log.redis.get(result_keys.spool_swept("api")) == b"2"
+    assert log.redis.get(redis_keys.spool_swept("api")) == b"2"
     assert references.close(["api-0"]) == ["api-0"]  # the process that should remove it has crashed
-    assert log.redis.get(result_keys.spool_swept("api")) == b"2"
+    assert log.redis.get(redis_keys.spool_swept("api")) == b"2"
     assert references.referenced() == {"api-1", "answers-api-1"}
 
 
 async def test_swept_files_are_forgotten_after_a_month(log: Log) -> None:
     SpoolReferences(log.redis).close(["api-7"])
-    pass_time(log.redis, result_keys.SWEPT_TTL_MS - 60_000)
+    pass_time(log.redis, redis_keys.SWEPT_TTL_MS - 60_000)
     await log.dispatch.pass_time()
-    assert log.redis.exists(result_keys.spool_swept("api"))
+    assert log.redis.exists(redis_keys.spool_swept("api"))
     pass_time(log.redis, 120_000)
     await log.dispatch.pass_time()
-    assert not log.redis.exists(result_keys.spool_swept("api"))
-    assert not log.redis.zcard(result_keys.ends())
+    assert not log.redis.exists(redis_keys.spool_swept("api"))
+    assert not log.redis.zcard(redis_keys.ends())

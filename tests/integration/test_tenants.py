@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import BaseModelNotServed, ExpiredKey, InvalidKey, KeyInSettings, Reason, RunNotFound
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.api_keys import CACHE_S, ChosenKey, Tenants, read_chosen_keys, signing_keys
 from cotrain_store.tenants.policies import Policies
@@ -208,7 +208,7 @@ async def test_a_session_belongs_to_its_tenant(log: Log) -> None:
     records = Records(log.connection)
     session = await records.create_session(A, tags=("x",), user_metadata={"k": [1]})
     assert await records.session(A, session.id) == session
-    listed = log.redis.zrange(tenant_keys.tenant_sessions(A), 0, -1, withscores=True)
+    listed = log.redis.zrange(redis_keys.tenant_sessions(A), 0, -1, withscores=True)
     assert listed == [(session.id.encode(), session.created_at)]
     with refused(Reason.SESSION_NOT_FOUND) as foreign:
         await records.session(B, session.id)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenFeed, TokenPublisher, TokenStream
 from tests.support.samples import Samples
@@ -19,7 +19,7 @@ PATIENCE_S = 120.0
 
 
 async def listened_to(samples: Samples) -> None:
-    channel = run_keys.notify_tokens()
+    channel = redis_keys.notify_tokens()
     await until(lambda: samples.log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)])
 
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
 from cotrain_server.administration.tenant_view import DAYS_SHOWN
 from cotrain_server.ui.pages.overview import shown
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.futures import Pending
@@ -201,9 +201,9 @@ async def two_workers(api: Api, run: str, restores: str = "") -> None:
             beat = replace(beat, lora="seg", lora_fallback="not fused: no <kernel>")
         if worker == restores:
             beat = replace(beat, restoring=RESTORING)
-        await redis.sadd(fleet_keys.workers(POOL.id), worker)
-        await redis.set(fleet_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
-    await redis.hset(run_keys.log(POOL.id, RunId(run)), "worker", "w0")
+        await redis.sadd(redis_keys.workers(POOL.id), worker)
+        await redis.set(redis_keys.worker(POOL.id, beat.id), json.dumps(asdict(beat)))
+    await redis.hset(redis_keys.log(POOL.id, RunId(run)), "worker", "w0")
 
 
 async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
@@ -218,7 +218,7 @@ async def test_a_run_is_sent_to_another_worker_from_its_page(api: Api) -> None:
     assert re.findall(r"<option>(\w+)</option>", page) == ["w1"]
     answer = await send(api.http, path, {"worker": "w1"})
     assert answer.status_code == 303
-    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+    assert await redis.hgetall(redis_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
 
 
 async def test_a_worker_whose_lora_is_not_the_fastest_says_why(api: Api) -> None:
@@ -236,7 +236,7 @@ async def test_a_worker_whose_lora_is_not_the_fastest_says_why(api: Api) -> None
 async def test_a_run_is_sent_to_another_worker_from_the_page_of_workers(api: Api) -> None:
     tenant, run, redis = await tenant_of(api), await api.new_run(ALICE), api.services.connection
     cycle = {"cycle": 1, "runs": [{"run": run, "tenant": tenant, "tokens": 1234}]}
-    await redis.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle))
+    await redis.lpush(redis_keys.cycles(POOL.id), json.dumps(cycle))
     await log_in(api.http, ADMIN_KEY)
     await two_workers(api, run)
     page = (await api.http.get("/ui/workers")).text
@@ -246,10 +246,10 @@ async def test_a_run_is_sent_to_another_worker_from_the_page_of_workers(api: Api
     sent = {"tenant": tenant, "run": run, "worker": "w1"}
     answer = await send(api.http, action, sent)
     assert (answer.status_code, answer.headers["location"]) == (303, "/ui/workers")
-    assert await redis.hgetall(fleet_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
+    assert await redis.hgetall(redis_keys.moves(POOL.id)) == {run.encode(): b"w0>w1"}
     assert (await send(api.http, action, sent | {"worker": "w9"})).status_code == 404
     assert (await send(api.http, action, sent | {"run": "s:train:9"})).status_code == 404
-    await redis.delete(fleet_keys.worker(POOL.id, WorkerId("w1")))
+    await redis.delete(redis_keys.worker(POOL.id, WorkerId("w1")))
     assert "/move" not in (await api.http.get("/ui/workers")).text  # there is none to go to
 
 

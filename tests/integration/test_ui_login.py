@@ -10,7 +10,7 @@ import pytest
 
 from cotrain_server.ui.access.session import COOKIE, LOGIN_COOKIE
 from cotrain_server.ui.navigation import PAGES
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
@@ -110,7 +110,7 @@ async def test_a_session_ends_with_its_key_and_has_its_role(api: Api) -> None:
         return key.split("_")[0].removeprefix("tml-")
 
     async def change(key_id: str, field: str, value: str) -> None:
-        await api.services.connection.hset(tenant_keys.api_key(key_id), field, value)
+        await api.services.connection.hset(redis_keys.api_key(key_id), field, value)
 
     key_id = await open_session()
     assert (await send(api.http, "/ui/playground", {})).status_code == 200

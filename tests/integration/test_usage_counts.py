@@ -7,13 +7,12 @@ import time
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason, Refused, RunNotFound
-from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.messages.ids import RunId, TenantId, encode
-from cotrain_store.messages.ops import RunUsage, Step
-from cotrain_store.messages.results import Result, SampleUsage
+from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
-from cotrain_store.tenants.run_list import RunList
+from cotrain_store.tenants.lists import RunList
 from tests.support.log import WORKER
 from tests.support.samples import RESULT, Samples
 from tests.support.stack import MODEL, POOL
@@ -23,14 +22,14 @@ HOUR_S = 3600 * 500_000
 
 @pytest.fixture(autouse=True)
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.keys.tenant_keys.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.tenants.usage.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
-    monkeypatch.setattr("cotrain_store.weights.saved_weights.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.weights.usage_hour", lambda _: HOUR_S)
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:
     """Read a tenant's hour: amount by `what|run or sampler`."""
-    rows = samples.log.redis.hgetall(tenant_keys.usage(TenantId(tenant), HOUR_S))
+    rows = samples.log.redis.hgetall(redis_keys.usage(TenantId(tenant), HOUR_S))
     found = {}
     for field, amount in rows.items():
         what, model, session, user = field.decode().split("|")
@@ -63,7 +62,7 @@ async def test_a_commit_counts_once_and_a_replaced_worker_counts_nothing(samples
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
     samples.new_worker()
-    samples.log.redis.hset(fleet_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
+    samples.log.redis.hset(redis_keys.open_steps(POOL, WORKER), step.cycle, encode(step))
     with pytest.raises(Fenced):
         commit(samples, step, {run.id: RunUsage(100, 0.25)})
     assert used(samples)[f"training_tokens|{run.id}"] == 100
@@ -104,7 +103,7 @@ async def test_a_checkpoint_counts_when_it_is_stored(samples: Samples) -> None:
 async def test_an_hour_is_kept_for_a_hundred_days(samples: Samples) -> None:
     run = await samples.log.new_run()
     commit(samples, await samples.log.plan(), {run.id: RunUsage(1, 0.1)})
-    life_s = samples.log.redis.ttl(tenant_keys.usage(TenantId("a"), HOUR_S))
+    life_s = samples.log.redis.ttl(redis_keys.usage(TenantId("a"), HOUR_S))
     assert life_s == pytest.approx(100 * 24 * 3600, abs=60)
 
 
@@ -121,9 +120,9 @@ async def test_a_failed_op_counts_for_its_run_and_tenant_once(samples: Samples) 
     (each,) = (await recent_failures(connection, time.time())).items()
     assert (each[0], each[1].failed, each[1].refused) == ("a", 1, 0)
     assert (each[1].message, each[1].request) == ("x" + 299 * "ü", f"{ours.id}:0")
-    stored = samples.log.redis.hget(fleet_keys.newest_failures(), "failed|a") or b""
+    stored = samples.log.redis.hget(redis_keys.newest_failures(), "failed|a") or b""
     assert json.loads(stored)["message"] == each[1].message  # cut before a whole character
-    assert 0 < samples.log.redis.ttl(fleet_keys.newest_failures()) <= fleet_keys.MINUTE_TTL_S
+    assert 0 < samples.log.redis.ttl(redis_keys.newest_failures()) <= redis_keys.MINUTE_TTL_S
     assert await most_failures(connection, 9) == {POOL: [("a", 1)]}
     positions = await RunList(connection).positions([ours, theirs], time.time())
     assert [positions[run.id].failed for run in (ours, theirs)] == [1, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.tenants.webhooks import Webhooks
@@ -34,10 +34,10 @@ async def test_a_killed_process_loses_no_event(
         with Process("cotrain_server", settings, tmp_path / "first.log") as first:
             await receiver.until(1)
             await asyncio.to_thread(first.kill)
-            redis.delete(tenant_keys.lease())  # otherwise it expires after ten seconds
+            redis.delete(redis_keys.webhook_lease())  # otherwise it expires after ten seconds
             with Process("cotrain_server", settings, tmp_path / "second.log"):
                 await receiver.until(2)
-                await until(lambda: redis.hget(tenant_keys.webhook(A), "delivered") == b"1")
+                await until(lambda: redis.hget(redis_keys.webhook(A), "delivered") == b"1")
         assert [request.headers["webhook-id"] for request in receiver.requests] == [event] * 2
-        assert redis.hlen(tenant_keys.events(A)) == 0
+        assert redis.hlen(redis_keys.events(A)) == 0
     await connection.aclose()

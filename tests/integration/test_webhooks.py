@@ -20,12 +20,11 @@ from structlog.testing import capture_logs
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, Delivery
 from cotrain_server.webhooks.sender import MAX_READ, Sender, Undelivered
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
-from cotrain_store.tenants.webhooks import Webhooks
+from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time
@@ -243,7 +242,7 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(empty_redis: E
         await until(webhooks, A, retried=3)
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
         await until(webhooks, A, given_up=1, waiting=0)
-        assert redis.zcard(tenant_keys.due_tenants()) == 0
+        assert redis.zcard(redis_keys.due_tenants()) == 0
     redis.close()
 
 
@@ -361,7 +360,7 @@ async def test_who_takes_over_sends_what_a_dead_process_did_not_note(empty_redis
         assert await dead.lead()
         assert not await other.lead()
         [sent] = await dead.due(10)
-        redis.delete(tenant_keys.lease())  # as Redis does once it has run out
+        redis.delete(redis_keys.webhook_lease())  # as Redis does once it has run out
         async with deliverer(empty_redis, "next") as webhooks:
             await until(webhooks, A, delivered=1)
             with pytest.raises(Fenced):
@@ -376,14 +375,14 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(em
     connection = open_connection(empty_redis.url)
     webhooks = Webhooks(connection, "one")
     await webhooks.set(A, "https://a.example/")
-    redis.hset(tenant_keys.events(A), mapping={str(n): "0|0|{}" for n in range(999)})
+    redis.hset(redis_keys.events(A), mapping={str(n): "0|0|{}" for n in range(999)})
     await webhooks.test(A)
     with refused(Reason.WEBHOOK_FULL):
         await webhooks.test(A)
     found = await webhooks.find(A)
     assert (found.waiting, found.dropped) == (1_000, 1)
     await webhooks.remove(A)
-    assert redis.exists(*(name(A) for name in (tenant_keys.webhook, tenant_keys.events, tenant_keys.due_events))) == 0
+    assert redis.exists(*(name(A) for name in (redis_keys.webhook, redis_keys.events, redis_keys.due_events))) == 0
     with refused(Reason.WEBHOOK_NOT_FOUND):
         await webhooks.test(A)
     await connection.aclose()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, encode, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord
 from tests.support.program import LORA
 from tests.support.stack import MODEL, POOL, Stack
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (

@@ -17,8 +17,8 @@ from starlette.types import Message
 from cotrain_server.app import create_app
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.keys import result_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
@@ -180,7 +180,7 @@ async def running_api(redis_url: str, address: str = "127.0.0.1", **changes: Any
 
 async def listening(services: Services) -> None:
     """Wait until this process is subscribed to results."""
-    channel = result_keys.notify_results()
+    channel = redis_keys.notify_results()
     while True:
         if (await services.connection.pubsub_numsub(channel))[0][1]:
             return

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_scheduler.planner import runnable_prefix
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result, Step
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures
+from cotrain_store.tenants.policies import TenantLimits
 from tests.support.limits import always
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
 
@@ -115,18 +114,18 @@ class Log:
 
     def result(self, run: RunRecord, seq: int) -> Result | None:
         """Return the result of a request."""
-        packed = self.redis.get(result_keys.result(RequestId(f"{run.id}:{seq}")))
+        packed = self.redis.get(redis_keys.result(RequestId(f"{run.id}:{seq}")))
         return Result.decode(packed) if packed else None
 
     def queued(self, tenant: str = "a") -> tuple[int, int, int]:
         """Return the (ops, tokens, bytes) of a tenant in the queue."""
-        row = self.redis.hmget(run_keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
+        row = self.redis.hmget(redis_keys.queue(POOL, TenantId(tenant)), ["ops", "tokens", "bytes"])
         ops, tokens, size = (int(value or 0) for value in row)
         return ops, tokens, size
 
     def references(self) -> dict[str, int]:
         """Return the number of ops that refer to each spool segment."""
-        rows = self.redis.hgetall(result_keys.spool_segment_refs())
+        rows = self.redis.hgetall(redis_keys.spool_segment_refs())
         return {segment.decode(): int(count) for segment, count in rows.items()}
 
     def everything(self) -> dict[bytes, Any]:
@@ -141,7 +140,7 @@ class Log:
             b"zset": lambda key: self.redis.zrange(key, 0, -1, withscores=True),
             b"list": lambda key: self.redis.lrange(key, 0, -1),
         }
-        names = set(self.redis.scan_iter()) - {fleet_keys.scheduler_lease().encode()}
+        names = set(self.redis.scan_iter()) - {redis_keys.scheduler_lease().encode()}
         return {name: read[self.redis.type(name)](name) for name in names}
 
 

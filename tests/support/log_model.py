@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cotrain_store.messages.ids import OpId, WorkerId
-from cotrain_store.messages.ops import PASSES, OpKind, Step
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import PASSES, OpKind, Result, Step
 
 #: More ops than a run has in one step of these tests.
 MANY = 9

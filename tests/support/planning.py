@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cotrain_scheduler.fair_queue import FairQueue
-from cotrain_scheduler.queue import Waiting
+from cotrain_scheduler.queue import FairQueue, Waiting
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cotrain_scheduler.cycle_start import GATHER_S
+from cotrain_scheduler.planner import GATHER_S
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.fleet import PoolStatus
-from cotrain_store.settings.scheduler import SchedulerSettings
+from cotrain_store.settings import SchedulerSettings
 
 POOL, WORKER = PoolId("pool"), WorkerId("w0")
 NOW = 1_000_000.0

@@ -13,10 +13,10 @@ from typing import Self
 from cotrain_store.disk.spool import Spool
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.results.futures import Futures
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
+from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import Records
 from tests.support.limits import always
 from tests.support.stack import MODEL, Stack

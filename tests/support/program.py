@@ -8,10 +8,9 @@ from weakref import WeakKeyDictionary
 
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.rest import HistoryPoint
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_workers.engine.cycle import run_to_end
 from cotrain_workers.engine.engine import Engine
@@ -113,7 +112,7 @@ def numbers_of(points: list[HistoryPoint]) -> list[tuple[str, int, float, float 
 
 def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
     """Return the files of a run's registered snapshots, newest first."""
-    files = redis.hmget(run_keys.log(POOL, run.id), ["snapfile", "oldfile"])
+    files = redis.hmget(redis_keys.log(POOL, run.id), ["snapfile", "oldfile"])
     return [folder / "snapshots" / file.decode() for file in files if file]
 
 

@@ -9,19 +9,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.ids import OpId, PoolId, RequestId, SessionId, TenantId, WeightsRef, WorkerId, sampler_id
-from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord, SamplerRecord
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord, SaveRecords, WeightsRecord
+from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
+from cotrain_store.messages.runs import (
+    CheckpointKind,
+    CheckpointRecord,
+    LoraSpec,
+    RunRecord,
+    SamplerRecord,
+    SaveRecords,
+    WeightsRecord,
+)
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.results.delivery import Completions
 from cotrain_store.sampling.claims import SampleClaims
-from cotrain_store.sampling.completions import Completions
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.records import Records
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.limits import always
 from tests.support.log import WORKER, Log, open_log
 from tests.support.stack import MODEL, POOL, pool_record_for_tests
@@ -69,8 +75,8 @@ def weights_record(run: RunRecord, seq: int) -> WeightsRecord:
 
 def count_waiting(redis: Any, pool: PoolId) -> int:
     """Count the sample requests that wait in the pool, for any worker or for one."""
-    tenants = [TenantId(name.decode()) for name in redis.lrange(run_keys.sample_ring(pool), 0, -1)]
-    loads = [redis.hget(run_keys.sample_load(pool, tenant), "waiting") for tenant in tenants]
+    tenants = [TenantId(name.decode()) for name in redis.lrange(redis_keys.sample_ring(pool), 0, -1)]
+    loads = [redis.hget(redis_keys.sample_load(pool, tenant), "waiting") for tenant in tenants]
     return sum(int(waiting or 0) for waiting in loads)
 
 
@@ -110,7 +116,7 @@ class Samples:
 
     def beat(self, worker: WorkerId) -> None:
         """Write a heartbeat of a worker."""
-        self.log.redis.set(fleet_keys.worker(POOL, worker), "{}")
+        self.log.redis.set(redis_keys.worker(POOL, worker), "{}")
 
     async def save(self, run: RunRecord, seq: int, **how: Any) -> tuple[Step, Mapping[OpId, SaveRecords]]:
         """Commit a save under a name, or as an ephemeral sampler (see `describe_save`)."""
@@ -162,13 +168,13 @@ class Samples:
 
     def load(self, tenant: str = "a") -> tuple[int, int, int]:
         """Return the (waiting, running, bytes) of a tenant."""
-        row = self.log.redis.hmget(run_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"])
+        row = self.log.redis.hmget(redis_keys.sample_load(POOL, TenantId(tenant)), ["waiting", "running", "bytes"])
         waiting, running, size = (int(value or 0) for value in row)
         return waiting, running, size
 
     def result(self, request: RequestId) -> Result | None:
         """Return the result of a request."""
-        packed = self.log.redis.get(result_keys.result(request))
+        packed = self.log.redis.get(redis_keys.result(request))
         return Result.decode(packed) if packed else None
 
     def completions(self) -> Completions:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from cotrain.wire.proto import wire_pb2
+from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, encode, sampler_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, SamplerRecord
-from cotrain_store.messages.saves import SaveRequest
 from tests.support.samples import BODY
 from tests.support.stack import MODEL, POOL, Stack
 

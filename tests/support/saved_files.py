@@ -11,8 +11,7 @@ import pyrage
 import torch
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.runs import RunRecord, WeightsRecord
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights

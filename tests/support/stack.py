@@ -16,17 +16,15 @@ from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
-from cotrain_store.settings.scheduler import ClockMode, SchedulerSettings
-from cotrain_store.settings.worker import WorkerSettings, pool_of
+from cotrain_store.settings import ClockMode, SchedulerSettings, WorkerSettings, pool_of
+from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths

@@ -14,18 +14,26 @@ import numpy as np
 
 from cotrain_scheduler.planner import runnable_prefix
 from cotrain_server.services import Services
+from cotrain_store.bodies.adapter_bodies import LoadRequest, SaveRequest
 from cotrain_store.bodies.sample_body import encode_sample_output
 from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.messages.ids import OpId, RequestId, RunId, SessionId, TenantId, WeightsRef, WorkerId
-from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result, ResultKind, SampleUsage
-from cotrain_store.messages.runs import HistoryEntry, LoraSpec, PassEntry, SamplerRecord, StepEntry
-from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, SaveRecords, SaveRequest, WeightsRecord
+from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, Result, ResultKind, RunUsage, SampleUsage, Step
+from cotrain_store.messages.runs import (
+    CheckpointRecord,
+    HistoryEntry,
+    LoraSpec,
+    PassEntry,
+    SamplerRecord,
+    SaveRecords,
+    StepEntry,
+    WeightsRecord,
+)
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.weights import SavedWeights
 from tests.support.http_api import POOL
 
 WORKER = WorkerId("w0")

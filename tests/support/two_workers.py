@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cotrain_store.keys import fleet_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import WorkerId
 from tests.support.stack import POOL
 
@@ -16,10 +16,10 @@ STEP = 4
 
 def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
     """Return the heartbeat of a worker, or an empty dict if it has none."""
-    row = redis.get(fleet_keys.worker(POOL, name))
+    row = redis.get(redis_keys.worker(POOL, name))
     return json.loads(row) if row else {}
 
 
 def is_listed(redis: Any, name: WorkerId) -> bool:
     """Return True if a worker is registered in its pool."""
-    return bool(redis.sismember(fleet_keys.workers(POOL), name))
+    return bool(redis.sismember(redis_keys.workers(POOL), name))

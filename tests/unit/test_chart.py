@@ -19,9 +19,7 @@ from typer.testing import CliRunner
 
 from cotrain.cli import command_line
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import PREFIX, SchedulerSettings, WorkerSettings
 from tests.chart.render import CHART, examples
 from tests.support.compose_files import ROOT
 

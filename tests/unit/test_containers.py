@@ -16,9 +16,7 @@ from pydantic_settings import BaseSettings
 from cotrain_server.app import create_app
 from cotrain_server.http.connection_limits import MAX_CONNECTIONS, RESERVED_DESCRIPTORS
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX, StoreSettings
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import PREFIX, SchedulerSettings, StoreSettings, WorkerSettings
 from tests.support.compose_files import (
     INTERPOLATION,
     ROOT,

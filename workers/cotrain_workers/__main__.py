@@ -16,14 +16,14 @@ from cotrain_store.disk.spool import RESULTS, new_writer
 from cotrain_store.errors import Fenced, StoreUnavailable, UnsafeRedis
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.logs import start_logs
+from cotrain_store.monitoring.failures import note_silent_exit, noted_exit
+from cotrain_store.monitoring.logs_and_traces import start_logs
 from cotrain_store.monitoring.metrics import count_blob_failures
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
-from cotrain_store.monitoring.worker_exits import note_silent_exit, noted_exit
 from cotrain_store.oplog.execution import latest_heartbeat
+from cotrain_store.process_start import read_settings, refuse, trace_or_refuse
 from cotrain_store.redis_client.connection import SyncConnection, check_store_sync, open_sync_connection
-from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
-from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
+from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.cores import use_cores
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.lora.backend import BackendUnfit

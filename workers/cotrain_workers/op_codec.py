@@ -10,15 +10,14 @@ from typing import Protocol, TypeAlias
 from cotrain.errors import UnsupportedInput
 from cotrain.protocol import CUSTOM
 from cotrain.wire.custom_loss import LOSS_ID, decode_loss, loss_and_metrics
+from cotrain_store.bodies.adapter_bodies import LoadRequest, SaveRequest, decode_import
 from cotrain_store.bodies.images import BodyImage
-from cotrain_store.bodies.import_body import decode_import
 from cotrain_store.bodies.pass_body import decoding, parse_pass
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import WeightsRef, decode
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.cycle import Yielding, run_to_end

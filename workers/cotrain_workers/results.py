@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.bodies.reverse_kl_body import reverse_kl_answer
 from cotrain_store.messages.ids import OpId, PoolId, RunId, SessionId, WeightsRef, decode
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, RunUsage, Step
 from cotrain_store.messages.runs import (
+    CheckpointRecord,
     HistoryEntry,
     LoraSpec,
     MetricsEntry,
@@ -27,9 +28,10 @@ from cotrain_store.messages.runs import (
     PoolRecord,
     RewindEntry,
     SamplerRecord,
+    SaveRecords,
     StepEntry,
+    WeightsRecord,
 )
-from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, SaveRequest, WeightsRecord
 from cotrain_workers.checkpoints.files import Saved
 from cotrain_workers.engine.ops import (
     CreateOutput,

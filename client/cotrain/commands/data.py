@@ -76,10 +76,10 @@ def show_data(
         rendered = render(
             conversations,
             used,
-            train_on=cast(TrainOn, train_on),
+            train_on=cast("TrainOn", train_on),
             prompt_weight=prompt_weight,
             max_tokens=max_tokens,
-            too_long=cast(TooLong, too_long),
+            too_long=cast("TooLong", too_long),
             on_refused="skip",
         )
         report = rendered.report

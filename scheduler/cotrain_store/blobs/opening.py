@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder, make_folder
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys
 from cotrain_store.redis_client.connection import CONNECTION_LOST, SyncConnection
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ def claim_blobs(connection: SyncConnection, data_dir: Path, url: str = "") -> No
     blobs = open_blobs(url, data_dir)
     where, setting = (url, "COTRAIN_BLOBS") if url else (data_dir, "COTRAIN_DATA_DIR")
     try:
-        connection.set(fleet_keys.name(), secrets.token_hex(16), nx=True)
-        name = connection.get(fleet_keys.name())
+        connection.set(redis_keys.name(), secrets.token_hex(16), nx=True)
+        name = connection.get(redis_keys.name())
     except CONNECTION_LOST as lost:
         raise StoreUnavailable from lost
     # Parents of an existing folder may be unreadable for this user.

@@ -1,14 +1,16 @@
-"""Codec for the body of a sample request, and encoder of its output.
+"""Codec for the body of a sample request, limits on its grammar, and encoder of its output.
 
 In a body, settings are JSON, and long arrays are binary. A prompt of 32,000 tokens takes 128 KB and
 is decoded in microseconds.
 """
 
+from __future__ import annotations
+
 import json
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
@@ -16,6 +18,9 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies.images import BodyImage
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import decode
+
+if TYPE_CHECKING:
+    from llguidance import LLParserLimits
 
 #: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.
 _HEADER = struct.Struct("<4I")
@@ -211,4 +216,22 @@ def _topk(topk: TopK) -> wire_pb2.TopkLogprobs:
         logprobs=np.ascontiguousarray(topk.logprobs, "<f4").tobytes(),
         k=k,
         length=length,
+    )
+
+
+#: Maximum length of a grammar in characters.
+MAX_GRAMMAR_CHARACTERS = 64 * 1024
+
+
+def grammar_limits() -> LLParserLimits:
+    """Return the limits on compilation and on each step. The defaults allow five times as much."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=50_000,
+        step_max_items=20_000,
+        max_lexer_states=20_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
     )

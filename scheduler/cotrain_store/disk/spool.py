@@ -27,11 +27,11 @@ from pathlib import Path
 import structlog
 from typing_extensions import override
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import make_folder, passes, sync_folder
 from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import result_keys
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 
@@ -338,7 +338,7 @@ class SpoolReferences:
 
     def referenced(self) -> set[str]:
         """Return the segments that an op or a result still needs."""
-        counts = (result_keys.spool_segment_refs(), result_keys.spool_results())
+        counts = (redis_keys.spool_segment_refs(), redis_keys.spool_results())
         return {name.decode() for count in counts for name in self._redis.hkeys(count)}
 
     def close(self, segments: Sequence[str]) -> list[str]:
@@ -347,10 +347,10 @@ class SpoolReferences:
         A process that was suspended between the write and the acceptance of a body must then send
         it again; a worker writes its results again.
         """
-        script_keys = [result_keys.spool_segment_refs(), result_keys.spool_results()]
+        script_keys = [redis_keys.spool_segment_refs(), redis_keys.spool_results()]
         closed: list[str] = []
         for start in range(0, len(segments), _AT_ONCE):
             some = segments[start : start + _AT_ONCE]
-            args = {"segments": list(some), "ttl_ms": result_keys.SWEPT_TTL_MS}
+            args = {"segments": list(some), "ttl_ms": redis_keys.SWEPT_TTL_MS}
             closed += [name.decode() for name in self._sweep(script_keys, args)]
         return closed

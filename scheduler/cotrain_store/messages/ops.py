@@ -1,20 +1,15 @@
-"""Ops of a run, the step in which a worker executes them, and changes of a pool's queue.
-
-The module also reads the rows of Redis as records: the immutable part, and the fields that changed since.
-"""
+"""Ops of a run, the step in which a worker executes them, their results, and changes of a pool's queue."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache
+from typing import Any, Literal
 
 from cotrain_store.messages.fleet import Move, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WorkerId, decode, request_id
-from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, RunState, SessionRecord
-from cotrain_store.messages.saves import WeightsRecord
 
 
 class OpKind(StrEnum):
@@ -128,63 +123,69 @@ class RunUsage:
     device_s: float
 
 
-#: Fields that `weights_record` reads.
-WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
+Category = Literal["user", "server", "unknown"]
 
 
-def session_record(row: dict[bytes, bytes]) -> SessionRecord:
-    """Return the session of a hash."""
-    raw = json.loads(row[b"record"])
-    raw["tags"] = tuple(raw["tags"])
-    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
-    raw["finish_reason"] = row.get(b"reason", b"").decode()
-    finished = row.get(b"finished_at")
-    raw["finished_at"] = float(finished) if finished else None
-    return decode(SessionRecord, raw)
+class ResultKind(StrEnum):
+    """Encoding of a result's payload."""
+
+    #: A JSON object, returned unchanged.
+    JSON = "j"
+    #: A serialized ForwardBackwardOutput message.
+    PASS = "p"  # noqa: S105  # a forward pass
+    #: A large JSON object; the payload is its spool reference.
+    SPOOLED_JSON = "k"
+    #: `{"error": …, "category": …}`: the op failed.
+    FAILURE = "e"
+    #: A large ForwardBackwardOutput message; the payload is its spool reference.
+    SPOOLED_PASS = "r"  # noqa: S105  # a forward pass
+    #: A serialized SampleResponse message.
+    SAMPLE = "s"
+    #: A large SampleResponse message; the payload is its spool reference.
+    SPOOLED_SAMPLE = "t"
 
 
-def run_record(row: dict[bytes, bytes]) -> RunRecord:
-    """Return the run of a hash."""
-    last = row.get(b"last_request_at")
-    later = {
-        "state": RunState(row.get(b"state", b"live").decode()),
-        "last_request_at": float(last) if last else None,
-        "weights_epoch": int(row.get(b"weights_epoch", b"0")),
-        "rolled_back_to": row.get(b"rolled_back_to", b"").decode(),
-        "note": row.get(b"note", b"").decode(),
-        "tags": tags_of(row.get(b"tags")),
-    }
-    return RunRecord(**vars(_made_run(row[b"record"])) | later)
+@dataclass(frozen=True)
+class Result:
+    """Result of a future: a kind and its payload."""
+
+    kind: ResultKind
+    payload: bytes
+
+    @classmethod
+    def of_json(cls, value: dict[str, Any]) -> Result:
+        """Return the result of a JSON object."""
+        return cls(ResultKind.JSON, json.dumps(value, separators=(",", ":")).encode())
+
+    @classmethod
+    def failed(cls, message: str, category: Category) -> Result:
+        """Return a failure: a category and a sentence the tenant can act on."""
+        payload = json.dumps({"error": message, "category": category}, separators=(",", ":"))
+        return cls(ResultKind.FAILURE, payload.encode())
+
+    def encode(self) -> bytes:
+        """Return the result as one Redis value."""
+        return self.kind.encode() + self.payload
+
+    @classmethod
+    def decode(cls, value: bytes) -> Result:
+        """Return the result that `encode` wrote."""
+        return cls(ResultKind(value[:1].decode()), value[1:])
+
+    def json(self) -> dict[str, Any]:
+        """Return the object of a JSON or failure payload."""
+        decoded: dict[str, Any] = json.loads(self.payload)
+        return decoded
 
 
-@lru_cache(maxsize=1024)  # by the stored bytes, so that none is outdated
-def _made_run(record: bytes) -> RunRecord:
-    """Return a run with the immutable part of its record."""
-    raw = json.loads(record)
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    return decode(RunRecord, raw)
+@dataclass(frozen=True)
+class SampleUsage:
+    """Usage of one sample request. `cached_tokens` is the part of `prompt_tokens` that was not computed for it."""
 
-
-def tags_of(field: bytes | None) -> tuple[str, ...]:
-    """Return the tags of a run."""
-    return tuple(json.loads(field)) if field else ()
-
-
-@lru_cache(maxsize=64)
-def pool_record(row: bytes) -> PoolRecord:
-    """Return the pool that its worker wrote."""
-    raw = json.loads(row)
-    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
-    return decode(PoolRecord, raw)
-
-
-def weights_record(row: Sequence[bytes]) -> WeightsRecord:
-    """Return the record of weights with its later fields (WEIGHTS_FIELDS)."""
-    raw = json.loads(row[0])
-    raw["lora"] = decode(LoraSpec, raw["lora"])
-    return replace(
-        decode(WeightsRecord, raw), digest=row[1].decode(), size=int(row[2]), optimizer_digest=(row[3] or b"").decode()
-    )
+    prompt_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    device_s: float = 0.0
 
 
 @dataclass(frozen=True)

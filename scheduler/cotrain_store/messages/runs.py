@@ -1,11 +1,17 @@
-"""Records of runs, tenants, sessions, samplers and pools, and the entries of a run's history."""
+"""Records of runs, tenants, sessions, samplers, pools, weights and checkpoints, and the entries of a run's history.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+The last functions read the rows of Redis as records: the immutable part, and the fields that changed since.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any, Literal
 
-from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef
+from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef, WorkerId, decode
 
 
 class RunState(StrEnum):
@@ -138,6 +144,94 @@ class PoolRecord:
         return min(self.memory_tokens or self.context_length, self.context_length)
 
 
+@dataclass(frozen=True)
+class SamplerRecord:
+    """Sampling session of one tenant. Immutable: later training does not change it."""
+
+    id: SamplerId
+    tenant: TenantId
+    session: SessionId
+    pool: PoolId
+    base_model: str
+    model_path: str | None  # path that it was made from, as the client wrote it
+    weights: WeightsRef | None  # None for the base model alone
+    ephemeral: bool
+    """True if a save without a name made it: only this sampler refers to its weights."""
+    created_at: float
+    step: int | None = None
+    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""
+
+
+#: A `weights` checkpoint also has the optimizer state if its save requests it; `external_weights` are for download.
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+@dataclass(frozen=True)
+class WeightsRecord:
+    """Immutable copy of a run's adapter, and of its optimizer state if the save requested it.
+
+    It is kept while it has a user.
+    """
+
+    ref: WeightsRef
+    run: RunId
+    tenant: TenantId
+    pool: PoolId
+    worker: WorkerId  # worker that made the copy, and that alone has it until it is stored
+    base_model: str
+    lora: LoraSpec
+    created_at: float
+    digest: str = ""  # name of the folder with the copy; empty until that is durable
+    size: int = 0  # bytes of all its files
+    optimizer_digest: str = ""
+    """Name of the file with the optimizer state; empty until that is durable, and if there is none."""
+    has_optimizer: bool = False
+    external: bool = False  # True if it has encrypted files of its own in `external_folder(ref)`
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """Name that a tenant gave to a durable copy of its run. Reusing the name moves it."""
+
+    run: RunId
+    tenant: TenantId
+    kind: CheckpointKind
+    name: str
+    weights: WeightsRef
+    base_model: str
+    created_at: float
+    expires_at: float | None = None
+    user_metadata: dict[str, Any] = field(default_factory=dict)
+    public: bool = False  # True if every tenant may read it
+    size: int = 0  # bytes of its files
+    step: int = 0  # optimizer steps of its run before the save
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that its run received between that step and the save."""
+
+    @property
+    def path(self) -> str:
+        """Path in the tenant's requests."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class SaveRecords:
+    """Records that a save writes: the weights, and the record that refers to them.
+
+    A sampler appears with the commit, a checkpoint when its weights are durable.
+    """
+
+    weights: WeightsRecord
+    user: CheckpointRecord | SamplerRecord
+    overwrite: bool = False  # copied from the request
+    last: bool = False  # copied from the request
+
+
+def external_folder(ref: WeightsRef) -> str:
+    """Return the name of the folder of the encrypted files of weights."""
+    return hashlib.sha256(ref.encode()).hexdigest()
+
+
 #: Default limit of the history points of all runs of a tenant.
 HISTORY_POINTS = 500_000
 
@@ -188,21 +282,60 @@ class RewindEntry:
 
 
 HistoryEntry = PassEntry | StepEntry | MetricsEntry | RewindEntry
+#: Fields that `weights_record` reads.
+WEIGHTS_FIELDS = ("record", "digest", "size", "optimizer")
 
 
-@dataclass(frozen=True)
-class SamplerRecord:
-    """Sampling session of one tenant. Immutable: later training does not change it."""
+def session_record(row: dict[bytes, bytes]) -> SessionRecord:
+    """Return the session of a hash."""
+    raw = json.loads(row[b"record"])
+    raw["tags"] = tuple(raw["tags"])
+    raw["project_id"] = row.get(b"project_id", b"").decode() or raw["project_id"]
+    raw["finish_reason"] = row.get(b"reason", b"").decode()
+    finished = row.get(b"finished_at")
+    raw["finished_at"] = float(finished) if finished else None
+    return decode(SessionRecord, raw)
 
-    id: SamplerId
-    tenant: TenantId
-    session: SessionId
-    pool: PoolId
-    base_model: str
-    model_path: str | None  # path that it was made from, as the client wrote it
-    weights: WeightsRef | None  # None for the base model alone
-    ephemeral: bool
-    """True if a save without a name made it: only this sampler refers to its weights."""
-    created_at: float
-    step: int | None = None
-    """Optimizer steps of the weights' run before they were saved; None for the base model, and if not known."""
+
+def run_record(row: dict[bytes, bytes]) -> RunRecord:
+    """Return the run of a hash."""
+    last = row.get(b"last_request_at")
+    later = {
+        "state": RunState(row.get(b"state", b"live").decode()),
+        "last_request_at": float(last) if last else None,
+        "weights_epoch": int(row.get(b"weights_epoch", b"0")),
+        "rolled_back_to": row.get(b"rolled_back_to", b"").decode(),
+        "note": row.get(b"note", b"").decode(),
+        "tags": tags_of(row.get(b"tags")),
+    }
+    return RunRecord(**vars(_made_run(row[b"record"])) | later)
+
+
+@lru_cache(maxsize=1024)  # by the stored bytes, so that none is outdated
+def _made_run(record: bytes) -> RunRecord:
+    """Return a run with the immutable part of its record."""
+    raw = json.loads(record)
+    raw["lora"] = decode(LoraSpec, raw["lora"])
+    return decode(RunRecord, raw)
+
+
+def tags_of(field: bytes | None) -> tuple[str, ...]:
+    """Return the tags of a run."""
+    return tuple(json.loads(field)) if field else ()
+
+
+@lru_cache(maxsize=64)
+def pool_record(row: bytes) -> PoolRecord:
+    """Return the pool that its worker wrote."""
+    raw = json.loads(row)
+    raw["eos_token_ids"] = tuple(raw.get("eos_token_ids", ()))
+    return decode(PoolRecord, raw)
+
+
+def weights_record(row: Sequence[bytes]) -> WeightsRecord:
+    """Return the record of weights with its later fields (WEIGHTS_FIELDS)."""
+    raw = json.loads(row[0])
+    raw["lora"] = decode(LoraSpec, raw["lora"])
+    return replace(
+        decode(WeightsRecord, raw), digest=row[1].decode(), size=int(row[2]), optimizer_digest=(row[3] or b"").decode()
+    )

@@ -10,11 +10,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import Scaling, WorkerExit, WorkerHeartbeat, parse_scaling
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode
-from cotrain_store.messages.ops import pool_record
-from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.messages.runs import PoolRecord, pool_record
 from cotrain_store.redis_client.connection import Connection, parse_ms
 from cotrain_store.redis_client.scripts import async_script
 
@@ -183,7 +182,7 @@ async def read_fleet(connection: Connection, *, with_queues: bool = True) -> Fle
     pools, redis, (lease, epoch) = await asyncio.gather(
         read_pools(connection, with_queues=with_queues),
         redis_status(connection),
-        connection.mget([fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]),
+        connection.mget([redis_keys.scheduler_lease(), redis_keys.scheduler_epoch()]),
     )
     return Fleet(pools, redis, lease is not None, int(epoch or 0))
 
@@ -192,14 +191,14 @@ async def read_pools(
     connection: Connection, tenant: TenantId | None = None, *, with_queues: bool = True
 ) -> tuple[PoolStatus, ...]:
     """Read all pools, by base model; with the queues of all tenants, of one, or of none."""
-    records = map(pool_record, await connection.hvals(fleet_keys.pools()))
+    records = map(pool_record, await connection.hvals(redis_keys.pools()))
     in_order = sorted(records, key=lambda record: record.base_model)
     return tuple([await _read(connection, record, tenant, with_queues=with_queues) for record in in_order])
 
 
 async def pool_status(connection: Connection, pool: PoolId, tenant: TenantId | None = None) -> PoolStatus:
     """Read one pool, with the queues of all tenants or of one."""
-    record = pool_record(await connection.hget(fleet_keys.pools(), pool))
+    record = pool_record(await connection.hget(redis_keys.pools(), pool))
     return await _read(connection, record, tenant, with_queues=True)
 
 
@@ -208,24 +207,24 @@ async def _read(
 ) -> PoolStatus:
     pool = record.id
     members, drains = await asyncio.gather(
-        connection.smembers(fleet_keys.workers(pool)), connection.hgetall(fleet_keys.draining(pool))
+        connection.smembers(redis_keys.workers(pool)), connection.hgetall(redis_keys.draining(pool))
     )
     ids = sorted(members | drains.keys())
     pipeline = connection.pipeline(transaction=False)
-    pipeline.zrange(run_keys.ready(pool), 0, 0, withscores=True)
-    pipeline.zrange(run_keys.gaps(pool), 0, 0, withscores=True)
-    pipeline.get(result_keys.clock())
-    pipeline.get(fleet_keys.cycle_counter(pool))
-    pipeline.hgetall(fleet_keys.counters(pool))
-    pipeline.scard(weights_keys.pool_weights(pool))
-    pipeline.zcard(run_keys.ready(pool))
-    pipeline.get(fleet_keys.scaling(pool))
-    pipeline.hkeys(tenant_keys.paused_tenants())
-    pipeline.hgetall(fleet_keys.worker_exits(record.base_model))
+    pipeline.zrange(redis_keys.ready(pool), 0, 0, withscores=True)
+    pipeline.zrange(redis_keys.gaps(pool), 0, 0, withscores=True)
+    pipeline.get(redis_keys.clock())
+    pipeline.get(redis_keys.cycle_counter(pool))
+    pipeline.hgetall(redis_keys.counters(pool))
+    pipeline.scard(redis_keys.pool_weights(pool))
+    pipeline.zcard(redis_keys.ready(pool))
+    pipeline.get(redis_keys.scaling(pool))
+    pipeline.hkeys(redis_keys.paused_tenants())
+    pipeline.hgetall(redis_keys.worker_exits(record.base_model))
     for name in ids:
         worker = WorkerId(name.decode())
-        pipeline.get(fleet_keys.worker(pool, worker))
-        pipeline.hlen(fleet_keys.open_steps(pool, worker))
+        pipeline.get(redis_keys.worker(pool, worker))
+        pipeline.hlen(redis_keys.open_steps(pool, worker))
     found = await pipeline.execute()
     ready, gaps, clock, cycle, counters, weights, ready_runs, scaling, paused, exits, *rows = found
     tenants = [tenant] if tenant else await _active_tenants(connection, pool) if with_queues else []
@@ -255,7 +254,7 @@ async def _read(
 
 
 async def _active_tenants(connection: Connection, pool: PoolId) -> list[TenantId]:
-    names = await connection.smembers(run_keys.queue_tenants(pool))
+    names = await connection.smembers(redis_keys.queue_tenants(pool))
     return sorted(TenantId(name.decode()) for name in names)
 
 
@@ -264,7 +263,7 @@ async def _queues(connection: Connection, pool: PoolId, tenants: Sequence[Tenant
     queues: list[QueueStatus] = []
     for first in range(0, len(tenants), TENANTS_AT_ONCE):
         part = tenants[first : first + TENANTS_AT_ONCE]
-        row = await queue_loads([], {"prefix": fleet_keys.prefix(pool), "tenants": part})
+        row = await queue_loads([], {"prefix": redis_keys.prefix(pool), "tenants": part})
         numbers = map(int, json.loads(row))
         queues += map(QueueStatus, part, *[numbers] * 5)
     return tuple(queues)

@@ -12,11 +12,10 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from typing_extensions import override
 
-from cotrain_store.listening import CannotListen, listen
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES
-from cotrain_store.refusal import refuse
-from cotrain_store.settings.store import StoreSettings
+from cotrain_store.process_start import CannotListen, listen, refuse
+from cotrain_store.settings import StoreSettings
 
 log = structlog.get_logger()
 

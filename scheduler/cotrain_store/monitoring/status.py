@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.keys.fleet_keys import FIELDS, minute_of, tenant_seconds, tenant_tokens
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, request_id
-from cotrain_store.messages.ops import QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.tenants.usage import FIELDS, minute_of, tenant_seconds, tenant_tokens
 
 #: Maximum cycle records of one read. In a full pool each has about 10 KB, and Redis is blocked while it sends them.
 READ_AT_ONCE = 50
@@ -22,7 +21,7 @@ READ_AT_ONCE = 50
 
 async def cycle_records(connection: Connection, pool: PoolId, count: int) -> list[dict[str, Any]]:
     """Read the records of the last `count` cycles, newest first."""
-    return [json.loads(row) for row in await connection.lrange(fleet_keys.cycles(pool), 0, count - 1)]
+    return [json.loads(row) for row in await connection.lrange(redis_keys.cycles(pool), 0, count - 1)]
 
 
 async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict[str, Any] | None:
@@ -34,7 +33,7 @@ async def cycle_record(connection: Connection, pool: PoolId, cycle: int) -> dict
     if not newest:
         return None
     first = max(0, newest[0]["cycle"] - cycle - READ_AT_ONCE // 2)
-    rows = await connection.lrange(fleet_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
+    rows = await connection.lrange(redis_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
     found = (json.loads(row) for row in rows if b'"cycle": %d,' % cycle in row)
     return next((record for record in found if record["cycle"] == cycle), None)
 
@@ -46,8 +45,8 @@ async def session_cycles(connection: Connection, pool: PoolId, session: SessionI
     is returned once.
     """
     found: dict[int, dict[str, Any]] = {}
-    for first in range(0, fleet_keys.CYCLES_KEPT, READ_AT_ONCE):
-        rows = await connection.lrange(fleet_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
+    for first in range(0, redis_keys.CYCLES_KEPT, READ_AT_ONCE):
+        rows = await connection.lrange(redis_keys.cycles(pool), first, first + READ_AT_ONCE - 1)
         for row in rows:
             if session.encode() in row:
                 record = json.loads(row)
@@ -82,9 +81,9 @@ async def newest_ops(connection: Connection, run: RunRecord, last: int, most: in
     if not seqs:
         return []
     pipeline = connection.pipeline(transaction=False)
-    pipeline.hmget(run_keys.ops(run.pool, run.id), [str(seq) for seq in seqs])
+    pipeline.hmget(redis_keys.ops(run.pool, run.id), [str(seq) for seq in seqs])
     for seq in seqs:
-        pipeline.getrange(result_keys.result(request_id(run.id, seq)), 0, _BYTES_READ - 1)
+        pipeline.getrange(redis_keys.result(request_id(run.id, seq)), 0, _BYTES_READ - 1)
     envelopes, *results = await pipeline.execute()
     rows = zip(seqs, envelopes, results, strict=True)
     return [_op(run, *row) for row in rows if row[1] or row[2]]
@@ -116,7 +115,7 @@ async def owners(connection: Connection, pool: PoolId, runs: Sequence[RunId]) ->
     """Return the worker of each of these runs of a pool. Ended runs, and runs without a worker, are left out."""
     pipeline = connection.pipeline(transaction=False)
     for run in runs:
-        pipeline.hmget(run_keys.log(pool, run), ["state", "worker"])
+        pipeline.hmget(redis_keys.log(pool, run), ["state", "worker"])
     rows = await pipeline.execute() if runs else []
     return {
         run: WorkerId(worker.decode())
@@ -138,7 +137,7 @@ class Minute:
 
     start_s: int
     counts: Mapping[str, float]
-    """Counts by `fleet_keys.FIELDS`, and for a requested tenant also `own_tokens` and `own_device_s`."""
+    """Counts by `FIELDS`, and for a requested tenant also `own_tokens` and `own_device_s`."""
 
     def of(self, name: str) -> float:
         """Return a count; 0 if nothing was counted."""
@@ -157,7 +156,7 @@ async def last_minutes(
         stored += [tenant_tokens(tenant), tenant_seconds(tenant)]
     pipeline = connection.pipeline(transaction=False)
     for start in starts:
-        pipeline.hmget(fleet_keys.minute(pool, start), stored)
+        pipeline.hmget(redis_keys.minute(pool, start), stored)
     rows = await pipeline.execute()
     return [
         Minute(start, {name: float(value) for name, value in zip(names, row, strict=True) if value})
@@ -178,7 +177,7 @@ async def busiest_tenants(
         starts = _starts(now_s, TOP_MINUTES)
         for first in range(0, TOP_MINUTES, MINUTES_AT_ONCE):
             part = starts[first : first + MINUTES_AT_ONCE]
-            rows = (busy_minute([fleet_keys.minute(pool, start)], {}) for start in part)
+            rows = (busy_minute([redis_keys.minute(pool, start)], {}) for start in part)
             for row in await asyncio.gather(*rows):
                 for tenant, value in json.loads(row).items():
                     seconds[TenantId(tenant)] += float(value)

@@ -1,17 +1,24 @@
-"""Arguments of `commit.lua`: each op of a step with its result, and the records of its saves."""
+"""Arguments of `commit.lua` (each op of a step with its result, the records of its saves) and of `reject.lua`."""
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
 from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.results import Result, ResultKind
-from cotrain_store.messages.runs import HISTORY_POINTS, HistoryEntry, RunState, SamplerRecord
-from cotrain_store.messages.saves import CheckpointRecord, SaveRecords, external_folder
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
+from cotrain_store.messages.runs import (
+    HISTORY_POINTS,
+    CheckpointRecord,
+    HistoryEntry,
+    RunState,
+    SamplerRecord,
+    SaveRecords,
+    external_folder,
+)
 
 _FAILURES: dict[str, str] = {
     RunState.CLOSED: UNLOADED.encode().decode(),
@@ -70,11 +77,11 @@ class Commit:
     time_s: float  # time by the clock of this host
     failures: Mapping[str, str] = field(default_factory=lambda: dict(_FAILURES))
     """State of a run → result of an op that returns to the run and cannot run any more."""
-    failure_ttl_ms: int = result_keys.SMALL_RESULT_TTL_MS
+    failure_ttl_ms: int = redis_keys.SMALL_RESULT_TTL_MS
     failure_kind: str = ResultKind.FAILURE
-    cycles_kept: int = fleet_keys.CYCLES_KEPT
-    usage_ttl_s: int = tenant_keys.USAGE_TTL_S
-    minute_ttl_s: int = fleet_keys.MINUTE_TTL_S
+    cycles_kept: int = redis_keys.CYCLES_KEPT
+    usage_ttl_s: int = redis_keys.USAGE_TTL_S
+    minute_ttl_s: int = redis_keys.MINUTE_TTL_S
     history_points: int = HISTORY_POINTS
     """Quota of a tenant whose last run was made before histories existed."""
 
@@ -156,14 +163,14 @@ def save_row(records: SaveRecords) -> dict[str, Any]:
         row["folder"] = external_folder(weights.ref)
     if isinstance(user, SamplerRecord):
         return row | _sampler_row(user)
-    row |= {"kind": "c", "name": weights_keys.checkpoint_member(user.run, user.kind, user.name)}
+    row |= {"kind": "c", "name": redis_keys.checkpoint_member(user.run, user.kind, user.name)}
     if user.kind == "weights" and not records.overwrite:
         row["collision"] = _collision(user).encode().decode()
     return row
 
 
 def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
-    idle_ms = run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
+    idle_ms = redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
     return {"kind": "s", "name": sampler.id, "session": sampler.session, "idle_ms": idle_ms}
 
 
@@ -171,3 +178,16 @@ def _collision(checkpoint: CheckpointRecord) -> Result:
     """Return the result of a save whose name is in use."""
     message = f"Checkpoint name {checkpoint.name!r} already exists in this run; pass overwrite=true to replace it."
     return Result.failed(message, "user")
+
+
+def rejection(run: RunId, failure: Result) -> dict[str, Any]:
+    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
+    log.
+    """
+    op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
+    return {
+        "result": failure.encode().decode(),
+        "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
+        "body": failure.payload.decode(),
+        "envelope": op.envelope(),
+    }

@@ -8,19 +8,18 @@ import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import CANCEL, TTL_MS
 from cotrain_store.errors import PlanOutdated
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
-from cotrain_store.messages.gaps import client_seq, given_up
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
-from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import PoolView, QueuedOp, Result, RunQueue, Step, Wake
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
-from cotrain_store.oplog.intake import rejection
+from cotrain_store.oplog.commit_rows import rejection
 from cotrain_store.oplog.moves import Moves, parse_moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
 from cotrain_store.redis_client.scripts import AsyncScript, async_script
-from cotrain_store.sampling.endings import CANCEL, TTL_MS
+from cotrain_store.results.queue_notice import client_seq, given_up
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
 #: Maximum number of runs read by one call; it blocks Redis.
@@ -65,8 +64,8 @@ class Dispatch:
 
     async def lead(self) -> bool:
         """Acquire or renew the lease. Return False while another scheduler holds it."""
-        script_keys = [fleet_keys.scheduler_lease(), fleet_keys.scheduler_epoch()]
-        args = {"name": self._name, "ttl_ms": fleet_keys.LEASE_TTL_MS, "epoch": self._epoch}
+        script_keys = [redis_keys.scheduler_lease(), redis_keys.scheduler_epoch()]
+        args = {"name": self._name, "ttl_ms": redis_keys.LEASE_TTL_MS, "epoch": self._epoch}
         answer = await self._lease(script_keys, args)
         if not answer:
             self._counted_at = None
@@ -86,7 +85,7 @@ class Dispatch:
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
-        script_keys = [result_keys.clock(), result_keys.ends()]
+        script_keys = [redis_keys.clock(), redis_keys.ends()]
         for passed_ms in (int(passed_s * 1000), *([0] * (_CALLS_AT_ONCE - 1))):
             args = {"passed_ms": passed_ms, "most": ENDS_AT_ONCE}
             ended = await self._write(self._tick, script_keys, args)
@@ -96,12 +95,12 @@ class Dispatch:
 
     async def resign(self) -> None:
         """Release the lease, so that the next scheduler does not wait for its expiry."""
-        if await self._redis.get(fleet_keys.scheduler_lease()) == self._name.encode():
-            await self._redis.delete(fleet_keys.scheduler_lease())
+        if await self._redis.get(redis_keys.scheduler_lease()) == self._name.encode():
+            await self._redis.delete(redis_keys.scheduler_lease())
 
     async def pools(self) -> list[PoolId]:
         """Return the pools of this store."""
-        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(fleet_keys.pools()))
+        return sorted(PoolId(name.decode()) for name in await self._redis.hkeys(redis_keys.pools()))
 
     async def policy(self) -> PlanPolicy:
         """Return the pauses, and the weights of tenants."""
@@ -109,7 +108,7 @@ class Dispatch:
 
     async def base_model(self, pool: PoolId) -> str:
         """Return the base model of a pool."""
-        return str(json.loads(await self._redis.hget(fleet_keys.pools(), pool))["base_model"])
+        return str(json.loads(await self._redis.hget(redis_keys.pools(), pool))["base_model"])
 
     async def status(self, pool: PoolId) -> PoolStatus:
         """Return the status of a pool, with its last scaling decision."""
@@ -119,11 +118,11 @@ class Dispatch:
         """Return the number of ready runs that are paused, or whose tenants are."""
         if not pauses.tenants and not pauses.runs:
             return 0
-        ready = await self._redis.zrange(run_keys.ready(pool), 0, RUNS_READ - 1)
+        ready = await self._redis.zrange(redis_keys.ready(pool), 0, RUNS_READ - 1)
         runs = [RunId(name.decode()) for name in ready]
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hget(run_keys.log(pool, run), "tenant")
+            pipeline.hget(redis_keys.log(pool, run), "tenant")
         tenants = await pipeline.execute() if runs else []
         return sum(
             run in pauses.runs or (tenant or b"").decode() in pauses.tenants
@@ -136,7 +135,7 @@ class Dispatch:
         Raises:
             Fenced: a newer scheduler leads.
         """
-        await self._write(self._scaling, [fleet_keys.scaling(pool)], {}, encode(scaling))
+        await self._write(self._scaling, [redis_keys.scaling(pool)], {}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
         """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
@@ -149,15 +148,15 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, dead.worker),
-            fleet_keys.worker(pool, dead.worker), fleet_keys.worker(pool, successor),
-            result_keys.spool_segment_refs(), result_keys.notify_results(),
-            fleet_keys.counters(pool),
+            redis_keys.workers(pool), redis_keys.worker_epoch(pool, dead.worker),
+            redis_keys.worker(pool, dead.worker), redis_keys.worker(pool, successor),
+            redis_keys.spool_segment_refs(), redis_keys.notify_results(),
+            redis_keys.counters(pool),
         ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "dead": dead.worker,
+            "prefix": redis_keys.prefix(pool), "dead": dead.worker,
             "seen_epoch": str(dead.epoch), "successor": successor,
-            "any_worker": run_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
+            "any_worker": redis_keys.ANY_WORKER, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
         return bool(await self._write(self._reassign, script_keys, args) == b"OK")
 
@@ -170,13 +169,13 @@ class Dispatch:
             Fenced: a newer scheduler leads.
         """
         script_keys = [
-            fleet_keys.workers(pool), fleet_keys.worker_epoch(pool, drained.worker),
-            fleet_keys.draining(pool), fleet_keys.worker(pool, successor),
+            redis_keys.workers(pool), redis_keys.worker_epoch(pool, drained.worker),
+            redis_keys.draining(pool), redis_keys.worker(pool, successor),
         ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "worker": drained.worker,
+            "prefix": redis_keys.prefix(pool), "worker": drained.worker,
             "seen_epoch": str(drained.epoch), "successor": successor,
-            "any_worker": run_keys.ANY_WORKER,
+            "any_worker": redis_keys.ANY_WORKER,
         }  # fmt: skip
         return bool(await self._write(self._deregister, script_keys, args) == b"OK")
 
@@ -191,7 +190,7 @@ class Dispatch:
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
         """Return all runnable runs, longest waiting first. The read is not atomic."""
-        found = await self._redis.zrange(run_keys.ready(pool), 0, -1)
+        found = await self._redis.zrange(redis_keys.ready(pool), 0, -1)
         runs, queues = [RunId(name.decode()) for name in found], list[RunQueue]()
         for first in range(0, len(runs), RUNS_AT_ONCE):
             queues += (await self.view(pool, runs=runs[first : first + RUNS_AT_ONCE])).queues
@@ -204,11 +203,11 @@ class Dispatch:
         It also contains the queues of `runs`, at most RUNS_AT_ONCE of them.
         """
         script_keys = [
-            run_keys.changed(pool), run_keys.change_counter(pool), run_keys.ready(pool),
-            fleet_keys.cycle_counter(pool), fleet_keys.workers(pool), fleet_keys.moves(pool),
+            redis_keys.changed(pool), redis_keys.change_counter(pool), redis_keys.ready(pool),
+            redis_keys.cycle_counter(pool), redis_keys.workers(pool), redis_keys.moves(pool),
         ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "since": "+inf" if since is None else str(since),
+            "prefix": redis_keys.prefix(pool), "since": "+inf" if since is None else str(since),
             "runs": list(runs[:RUNS_AT_ONCE]),
             "max_runs": RUNS_AT_ONCE, "max_ops_per_run": MAX_OPS_PER_RUN,
         }  # fmt: skip
@@ -229,12 +228,12 @@ class Dispatch:
             PlanOutdated: the queue changed since it was read; nothing was written.
         """
         script_keys = [
-            fleet_keys.cycle_counter(pool), fleet_keys.open_steps(pool, step.worker),
-            run_keys.ready(pool), run_keys.gaps(pool),
-            fleet_keys.notify_worker(pool, step.worker), run_keys.changed(pool),
+            redis_keys.cycle_counter(pool), redis_keys.open_steps(pool, step.worker),
+            redis_keys.ready(pool), redis_keys.gaps(pool),
+            redis_keys.notify_worker(pool, step.worker), redis_keys.changed(pool),
         ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "worker": step.worker,
+            "prefix": redis_keys.prefix(pool), "worker": step.worker,
             "cycle": step.cycle, "max_open": MAX_OPEN_STEPS, "runs": _runs_of(step.ops),
             "planned_ms": int(step.planned_at * 1000), "seen": seen,
         }  # fmt: skip
@@ -244,8 +243,8 @@ class Dispatch:
     async def old_gaps(self, pool: PoolId, older_than_s: float) -> list[tuple[RunId, TenantId]]:
         """Return the runs that hold ops behind a seq missing for longer than this."""
         latest = await clock_ms(self._redis) - older_than_s * 1000
-        runs = await self._redis.zrangebyscore(run_keys.gaps(pool), 0, latest)
-        tenants = [await self._redis.hget(run_keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
+        runs = await self._redis.zrangebyscore(redis_keys.gaps(pool), 0, latest)
+        tenants = [await self._redis.hget(redis_keys.log(pool, RunId(r.decode())), "tenant") for r in runs]
         return [
             (RunId(run.decode()), TenantId(tenant.decode()))
             for run, tenant in zip(runs, tenants, strict=True)
@@ -260,22 +259,22 @@ class Dispatch:
         Raises:
             Fenced: a newer scheduler leads.
         """
-        missing = int(await self._redis.hget(run_keys.log(pool, run), "next") or 0)
+        missing = int(await self._redis.hget(redis_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
         script_keys = [
-            run_keys.gaps(pool), run_keys.log(pool, run), run_keys.ops(pool, run),
-            run_keys.bodies(pool, run), result_keys.spool_segment_refs(),
-            run_keys.queue(pool, tenant), result_keys.notify_results(),
+            redis_keys.gaps(pool), redis_keys.log(pool, run), redis_keys.ops(pool, run),
+            redis_keys.bodies(pool, run), redis_keys.spool_segment_refs(),
+            redis_keys.queue(pool, tenant), redis_keys.notify_results(),
         ]  # fmt: skip
         args = {
-            "run": run, "missing": missing, "tenant": tenant, "prefix": fleet_keys.prefix(pool),
+            "run": run, "missing": missing, "tenant": tenant, "prefix": redis_keys.prefix(pool),
             "failure": rejection(run, Result.failed(message, "server")),
         }  # fmt: skip
         await self._write(self._expire_gap, script_keys, args)
 
     async def _write(self, script: AsyncScript, keys: Sequence[str], args: Mapping[str, Any], *stored: str) -> Any:
         """Run a script that only the leader may run, with its epoch. Raises Fenced."""
-        keys, args = [fleet_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
+        keys, args = [redis_keys.scheduler_epoch(), *keys], {"epoch": self._epoch, **args}
         return await script(keys, args, *stored)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
@@ -283,7 +282,7 @@ class Dispatch:
         lost.
         """
         async with self._redis.pubsub() as subscription:
-            await subscription.subscribe(fleet_keys.notify_scheduler())
+            await subscription.subscribe(redis_keys.notify_scheduler())
             async for message in subscription.listen():
                 yield (None if message["type"] == "subscribe" else Wake.parse(message["data"].decode()))
 

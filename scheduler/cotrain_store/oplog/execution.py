@@ -11,12 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from cotrain_store.disk.result_storage import RUN_STOPPED, UNLOADED, stored_results
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool, SpoolReferences
+from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED, stored_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.keys.fleet_keys import cycle_counts, minute_of
-from cotrain_store.keys.tenant_keys import training_amounts
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import (
     OpId,
@@ -30,18 +28,16 @@ from cotrain_store.messages.ids import (
     run_of,
     seq_of,
 )
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import HistoryEntry, PoolRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord, SaveRecords
-from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, save_row
-from cotrain_store.oplog.intake import rejection
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, RunUsage, Step
+from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
+from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
 from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
-from cotrain_store.weights.saved_weights import SweepLease
+from cotrain_store.tenants.usage import cycle_counts, minute_of, training_amounts
+from cotrain_store.weights import SweepLease
 
 
 class CrashCounts:
@@ -53,7 +49,7 @@ class CrashCounts:
 
     def __init__(self, connection: SyncConnection, pool: PoolId) -> None:
         self._redis = connection
-        self._key = fleet_keys.crash_counts(pool)
+        self._key = redis_keys.crash_counts(pool)
 
     def by_part(self) -> dict[str, int]:
         """Return the number of crashes during each part of a step."""
@@ -128,7 +124,7 @@ class Execution:
 
     def claim(self) -> int:
         """Claim this worker's slot with a new epoch. From here on, a predecessor is Fenced."""
-        self.epoch = int(self._redis.incr(fleet_keys.worker_epoch(self.pool, self.worker)))
+        self.epoch = int(self._redis.incr(redis_keys.worker_epoch(self.pool, self.worker)))
         self._left_open = {step.cycle for step in self.open_steps()}
         return self.epoch
 
@@ -138,8 +134,8 @@ class Execution:
         """
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
-        self._redis.sadd(fleet_keys.workers(self.pool), self.worker)
-        self._redis.hset(fleet_keys.pools(), self.pool, encode(record))
+        self._redis.sadd(redis_keys.workers(self.pool), self.worker)
+        self._redis.hset(redis_keys.pools(), self.pool, encode(record))
 
     @property
     def writer(self) -> str:
@@ -148,15 +144,15 @@ class Execution:
 
     def heartbeat(self, heartbeat: WorkerHeartbeat) -> None:
         """Publish the worker's heartbeat; raises Fenced if another process took over."""
-        current = self._redis.get(fleet_keys.worker_epoch(self.pool, self.worker))
+        current = self._redis.get(redis_keys.worker_epoch(self.pool, self.worker))
         if current is None or int(current) != self.epoch:
             raise Fenced
         text = json.dumps(asdict(heartbeat))
-        self._redis.set(fleet_keys.worker(self.pool, self.worker), text, px=fleet_keys.WORKER_HEARTBEAT_TTL_MS)
+        self._redis.set(redis_keys.worker(self.pool, self.worker), text, px=redis_keys.WORKER_HEARTBEAT_TTL_MS)
 
     def take_self_check(self) -> float | None:
         """Remove the operator's request for a self-check, and return its time; None if there is none."""
-        key = fleet_keys.self_checks(self.pool)
+        key = redis_keys.self_checks(self.pool)
         asked_at = self._redis.hget(key, self.worker)
         if asked_at is not None:
             self._redis.hdel(key, self.worker)
@@ -167,14 +163,14 @@ class Execution:
         if self._wakes:
             self._wakes.close()
             self._wakes = None
-        self._redis.delete(fleet_keys.worker(self.pool, self.worker))
+        self._redis.delete(redis_keys.worker(self.pool, self.worker))
 
     def open_steps(self) -> list[Step]:
         """Return the planned and not yet committed steps, oldest first.
 
         They include those of a dead worker to which this one is the successor.
         """
-        rows = self._redis.hvals(fleet_keys.open_steps(self.pool, self.worker))
+        rows = self._redis.hvals(redis_keys.open_steps(self.pool, self.worker))
         steps = sorted((Step.parse(row) for row in rows), key=lambda step: step.cycle)
         self._left_open |= {step.cycle for step in steps if step.worker != self.worker}
         return [replace(step, worker=self.worker) for step in steps]
@@ -186,7 +182,7 @@ class Execution:
         """
         if step.cycle not in self._left_open:
             return 0
-        begun = self._redis.hget(fleet_keys.starts(self.pool), str(step.cycle))
+        begun = self._redis.hget(redis_keys.starts(self.pool), str(step.cycle))
         return int(begun or 0) + 1
 
     def begin(self, step: Step) -> None:
@@ -195,21 +191,21 @@ class Execution:
         Call it after the step's runs are restored. A crash during the restore is not caused by the step's requests.
         """
         if step.cycle in self._left_open and step.cycle not in self._begun:
-            self._redis.hincrby(fleet_keys.starts(self.pool), str(step.cycle), 1)
+            self._redis.hincrby(redis_keys.starts(self.pool), str(step.cycle), 1)
             self._begun.add(step.cycle)
 
     def leave_in_order(self) -> None:
         """Remove the crash counts of steps that this process leaves open at an orderly end."""
-        for cycle in map(int, self._redis.hkeys(fleet_keys.open_steps(self.pool, self.worker))):
+        for cycle in map(int, self._redis.hkeys(redis_keys.open_steps(self.pool, self.worker))):
             if cycle not in self._left_open or cycle in self._begun:
-                self._redis.hincrby(fleet_keys.starts(self.pool), str(cycle), -1)
+                self._redis.hincrby(redis_keys.starts(self.pool), str(cycle), -1)
 
     def bodies(self, ops: Sequence[QueuedOp]) -> list[bytes | None]:
         """Return the bodies of ops; None if one is missing or does not match its digest."""
         pipeline = self._redis.pipeline(transaction=False)
         inline = [op for op in ops if op.ref == "inline"]
         for op in inline:
-            pipeline.hget(run_keys.bodies(self.pool, op.run), str(op.seq))
+            pipeline.hget(redis_keys.bodies(self.pool, op.run), str(op.seq))
         found = dict(zip(((op.run, op.seq) for op in inline), pipeline.execute(), strict=True))
         spooled = [op for op in ops if op.ref != "inline"]
         if spooled:
@@ -224,7 +220,7 @@ class Execution:
             return {}
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.getrange(run_keys.history(run), 0, STEPS_OF_HISTORY.size - 1)
+            pipeline.getrange(redis_keys.history(run), 0, STEPS_OF_HISTORY.size - 1)
         found = [row or bytes(STEPS_OF_HISTORY.size) for row in pipeline.execute()]
         return {run: int(*STEPS_OF_HISTORY.unpack(row)) for run, row in zip(runs, found, strict=True)}
 
@@ -265,23 +261,23 @@ class Execution:
         now_s = time.time()
         used = training_amounts(usage or {}, step.tenant_by_run, self._base_model, now_s)
         script_keys = [
-            fleet_keys.worker_epoch(self.pool, self.worker),
-            fleet_keys.open_steps(self.pool, self.worker), fleet_keys.cycles(self.pool),
-            result_keys.spool_segment_refs(), result_keys.notify_results(),
-            fleet_keys.notify_scheduler(), fleet_keys.counters(self.pool),
-            fleet_keys.starts(self.pool), fleet_keys.crash_counts(self.pool),
+            redis_keys.worker_epoch(self.pool, self.worker),
+            redis_keys.open_steps(self.pool, self.worker), redis_keys.cycles(self.pool),
+            redis_keys.spool_segment_refs(), redis_keys.notify_results(),
+            redis_keys.notify_scheduler(), redis_keys.counters(self.pool),
+            redis_keys.starts(self.pool), redis_keys.crash_counts(self.pool),
         ]  # fmt: skip
         in_order = [results[op.run, op.seq] for op in step.ops if (op.run, op.seq) in results]
 
         def commit(encoded: Sequence[tuple[bytes, int]]) -> bytes:
             values, ttls_ms = [value for value, _ in encoded], [ttl_ms for _, ttl_ms in encoded]
             asked = Commit(
-                epoch=str(self.epoch), prefix=fleet_keys.prefix(self.pool), cycle=str(step.cycle),
+                epoch=str(self.epoch), prefix=redis_keys.prefix(self.pool), cycle=str(step.cycle),
                 numerics=self._numerics_id if is_exact else "mixed",
                 ops=op_rows(step, results, crashed, ttls_ms, found or {}),
                 back=put_backs(step, results, opened or {}),
                 saves=saved, counted=dict(counted), used=used, time_s=now_s,
-                minute=fleet_keys.minute(self.pool, minute_of(now_s)),
+                minute=redis_keys.minute(self.pool, minute_of(now_s)),
                 minute_counts=cycle_counts(record, usage or {}, step.tenant_by_run),
             )  # fmt: skip
             answer: bytes = self._commit(script_keys, asked, json.dumps(record), *values)
@@ -302,9 +298,9 @@ class Execution:
             Fenced: another worker took over.
         """
         script_keys = [
-            fleet_keys.worker_epoch(self.pool, self.worker), run_keys.log(self.pool, run),
-            run_keys.ops(self.pool, run), run_keys.bodies(self.pool, run),
-            run_keys.digests(self.pool, run), result_keys.spool_segment_refs(),
+            redis_keys.worker_epoch(self.pool, self.worker), redis_keys.log(self.pool, run),
+            redis_keys.ops(self.pool, run), redis_keys.bodies(self.pool, run),
+            redis_keys.digests(self.pool, run), redis_keys.spool_segment_refs(),
         ]  # fmt: skip
         args = {
             "epoch": str(self.epoch), "run": run, "seq": seq, "file": file, "sha256": sha256,
@@ -334,14 +330,14 @@ class Execution:
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
         failure = _failure(checkpoint, weights_epoch)
         script_keys = [
-            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run), run_keys.run(run),
-            fleet_keys.open_steps(pool, self.worker), run_keys.ops(pool, run),
-            run_keys.bodies(pool, run), run_keys.digests(pool, run),
-            result_keys.spool_segment_refs(), run_keys.queue(pool, position.tenant),
-            result_keys.notify_results(), fleet_keys.counters(pool),
+            redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run), redis_keys.run(run),
+            redis_keys.open_steps(pool, self.worker), redis_keys.ops(pool, run),
+            redis_keys.bodies(pool, run), redis_keys.digests(pool, run),
+            redis_keys.spool_segment_refs(), redis_keys.queue(pool, position.tenant),
+            redis_keys.notify_results(), redis_keys.counters(pool),
         ]  # fmt: skip
         args = {
-            "epoch": str(self.epoch), "prefix": fleet_keys.prefix(pool), "run": run,
+            "epoch": str(self.epoch), "prefix": redis_keys.prefix(pool), "run": run,
             "done": position.done, "file": file, "sha256": sha256,
             "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
             "failure": rejection(run, failure),
@@ -356,7 +352,7 @@ class Execution:
     def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
         """Return each open step with ops of a run, before and after these are rejected."""
         changes: list[dict[str, str]] = []
-        rows = self._redis.hgetall(fleet_keys.open_steps(self.pool, self.worker))
+        rows = self._redis.hgetall(redis_keys.open_steps(self.pool, self.worker))
         for cycle, text in rows.items():
             step = Step.parse(text)
             ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
@@ -368,7 +364,7 @@ class Execution:
 
     def runs_to_drop(self) -> list[RunId]:
         """Return the closed runs that this worker may still have in memory."""
-        members = self._redis.smembers(fleet_keys.drops(self.pool, self.worker))
+        members = self._redis.smembers(redis_keys.drops(self.pool, self.worker))
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
@@ -377,10 +373,10 @@ class Execution:
         """
         pool = self.pool
         script_keys = [
-            fleet_keys.worker_epoch(pool, self.worker), run_keys.log(pool, run),
-            run_keys.ops(pool, run), run_keys.bodies(pool, run), run_keys.digests(pool, run),
-            result_keys.spool_segment_refs(), fleet_keys.drops(pool, self.worker),
-            run_keys.unnumbered_ops(pool, run),
+            redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run),
+            redis_keys.ops(pool, run), redis_keys.bodies(pool, run), redis_keys.digests(pool, run),
+            redis_keys.spool_segment_refs(), redis_keys.drops(pool, self.worker),
+            redis_keys.unnumbered_ops(pool, run),
         ]  # fmt: skip
         return bool(self._forget(script_keys, {"epoch": str(self.epoch), "run": run}) == b"OK")
 
@@ -405,24 +401,24 @@ class Execution:
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
-        epoch_key = fleet_keys.worker_epoch(self.pool, self.worker)
-        script_keys = [run_keys.run(run), result_keys.notify_results(), epoch_key]
+        epoch_key = redis_keys.worker_epoch(self.pool, self.worker)
+        script_keys = [redis_keys.run(run), redis_keys.notify_results(), epoch_key]
         args = {
             "epoch": str(self.epoch), "run": run, "tenant": tenant, "state": state,
-            "prefix": fleet_keys.prefix(self.pool), "failure": failure.encode().decode(),
-            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+            "prefix": redis_keys.prefix(self.pool), "failure": failure.encode().decode(),
+            "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
         self._close(script_keys, args)
 
     def sweep_lease(self) -> SweepLease:
         """Return the lease of the worker that sweeps spool and recovery copies."""
-        return SweepLease(self._redis, fleet_keys.sweeper(), f"{self.pool}/{self.worker}")
+        return SweepLease(self._redis, redis_keys.sweeper(), f"{self.pool}/{self.worker}")
 
     def living_writers(self) -> frozenset[str]:
         """Return the `writer` names of all live workers of any pool."""
         found = set()
-        for pool in (PoolId(name.decode()) for name in self._redis.hkeys(fleet_keys.pools())):
-            members = self._redis.smembers(fleet_keys.workers(pool))
+        for pool in (PoolId(name.decode()) for name in self._redis.hkeys(redis_keys.pools())):
+            members = self._redis.smembers(redis_keys.workers(pool))
             alive = [latest_heartbeat(self._redis, pool, WorkerId(name.decode())) for name in members]
             found |= {f"{worker.id}-{worker.epoch}" for worker in alive if worker}
         return frozenset(found)
@@ -431,12 +427,12 @@ class Execution:
         """Wait until there may be a step or a run to drop, at most `timeout_s`."""
         if self._wakes is None:
             wakes = self._redis.pubsub(ignore_subscribe_messages=True)
-            wakes.subscribe(fleet_keys.notify_worker(self.pool, self.worker))
+            wakes.subscribe(redis_keys.notify_worker(self.pool, self.worker))
             self._wakes = wakes  # a PubSub without subscription would receive nothing
         self._wakes.get_message(timeout=timeout_s)
 
 
 def latest_heartbeat(connection: SyncConnection, pool: PoolId, worker: WorkerId) -> WorkerHeartbeat | None:
     """Return the latest heartbeat of a worker id, or None."""
-    heartbeat = connection.get(fleet_keys.worker(pool, worker))
+    heartbeat = connection.get(redis_keys.worker(pool, worker))
     return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None

@@ -1,109 +1,95 @@
-"""The API's side of the log: accept requests, create and close runs.
+"""Intake of ops: the API's side of the log, which accepts requests, and creates and closes runs.
 
 When `submit` returns, the op is durable and its future will resolve. A repeated call with the same
 content returns the same request id and runs nothing twice.
 
-The function `refusal` converts a refusal of `submit.lua` to an exception. The function `rejection`
-builds the record of an accepted op that will never run.
+The function `refusal` converts a refusal of `submit.lua` to an exception.
 """
 
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import structlog
 
-from cotrain_store.disk.capacity import Capacity, StoreBody
-from cotrain_store.disk.result_storage import UNLOADED
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
+from cotrain_store.disk.storage import UNLOADED, Capacity, StoreBody
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
-from cotrain_store.messages.ids import RequestId, RunId, SamplerId, WeightsRef, encode, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp, pool_record
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode, request_id
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result
+from cotrain_store.messages.runs import RunRecord, RunState, pool_record
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import current_traceparent
-from cotrain_store.oplog.submission import MAX_SEQ_GAP, Submission, SubmittedOp, TenantLimits, submission_keys
+from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.policies import LimitsOf
-from cotrain_store.tenants.run_bytes import RunWeight, weigh_run
-
-_OF_OPS: dict[str, Callable[[str], Exception]] = {
-    "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
-    "FAR": lambda what: Refused(Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
-    "WEIGHTS": lambda _: WeightsDeleted(),
-    "GONE": lambda _: RunNotFound(),
-    "CLOSED": lambda _: RunClosed(),
-    "FAILED": lambda _: Refused(Reason.RUN_FAILED),
-    "UNREAD": lambda _: Refused(Reason.UNREAD_QUOTA_REACHED),
-    "RECORDS": lambda _: Refused(Reason.RECORD_QUOTA_REACHED),
-    "SWEPT": lambda _: Refused(Reason.BODY_SWEPT),
-    "SAMPLERS": lambda _: Refused(Reason.SAMPLER_QUOTA_REACHED),
-}
-
-
-def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception | None:
-    """Return the exception for an answer, or None if the op was or would be accepted.
-
-    `numbers` follow the answer. They are for each answer:
-
-    * a run that would hold too much: the bytes that its tenant's runs hold, and their limit
-    * too many runs: the number of live runs, and some of their ids
-    * a full queue: its ops, tokens and bytes
-    """
-    if answer == "RUNS":
-        return _too_many_runs(*numbers, most=asked.limits.runs)
-    if answer == "BUSY":
-        return _full_queue(numbers, asked)
-    if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
-        return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
-    error = _OF_OPS.get(answer)
-    return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
-
-
-def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
-    return Refused(
-        Reason.RUN_QUOTA_REACHED,
-        f"{live:,} of {most:,} runs of this tenant are live (quota runs), such as {some.decode()}. End one with "
-        "run.unload() or cotrain runs end RUN, or ask the operator for a higher limit.",
-    )
-
-
-def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
-    limits = asked.limits
-    added = (1 + bool(asked.save), asked.tokens, asked.op.size + (asked.save.size if asked.save else 0))
-    most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
-    rows = zip(most.items(), queued, added, strict=True)
-    (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])
-    return Refused(
-        Reason.QUEUE_FULL,
-        f"The queue of this tenant is full: {present:,} of {limit:,} {name} (quota {name}), and this request adds "
-        f"{more:,}. Wait for results before you send more.",
-    )
-
-
-def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
-    if answer == "RUN_BYTES" and weight > most:
-        return Refused(
-            Reason.RUN_TOO_LARGE,
-            f"A run of this rank holds {weight} bytes. The quota run_bytes of this tenant is {most}. The operator "
-            "can raise it in COTRAIN_QUOTAS.",
-        )
-    usage = f"The runs of this tenant hold {present} bytes, and this run would hold {weight}."
-    limit = (
-        f"The quota run_bytes of this tenant is {most}."
-        if answer == "RUN_BYTES"
-        else f"The disk has {most} bytes left for the runs of all tenants."
-    )
-    return Refused(Reason.RUN_BYTES_QUOTA_REACHED, f"{usage} {limit} Unload some.")
-
+from cotrain_store.tenants.policies import LimitsOf, RunWeight, TenantLimits, weigh_run
 
 log = structlog.get_logger()
+
+#: Maximum distance of a seq from the last committed one; a larger one is a client error.
+MAX_SEQ_GAP = 1_024
+#: A sampler used within this time is not evicted for another.
+SAMPLER_REST_MS = 30 * 60 * 1000
+
+
+@dataclass(frozen=True)
+class SubmittedOp:
+    """One op in the format of the log."""
+
+    digest: str
+    size: int  # bytes of the body
+    envelope: str | None = None
+    """None if its body is not stored yet. The script then only checks whether it would accept the
+    op.
+    """
+    segment: str | None = None
+    """Spool segment of the body; None if the body is an argument of the script."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Argument of `submit.lua`."""
+
+    run: RunId
+    tenant: TenantId
+    created_at: float  # creation time of the run
+    record: str | None  # record of the run, for the op that creates it
+    seq: int | None  # seq of the client; None for an unnumbered op
+    idempotency_key: str | None
+    op: SubmittedOp
+    save: SubmittedOp | None  # next op, accepted together with this one or not at all
+    tokens: int
+    uses: tuple[WeightsRef, ...]
+    """Weights that the op needs. They must be stored, except those of a fork."""
+    sampler: SamplerId | None
+    now_ms: int
+    pool_tag: str
+    limits: TenantLimits
+    weighs: RunWeight | None = None
+    """Weight of the run, for the op that creates it; None if it is unknown."""
+    forks: bool = False
+    """True for an op that creates a run from weights that may be in the memory of one worker only."""
+    max_seq_gap: int = MAX_SEQ_GAP
+    sampler_idle_ms: int = redis_keys.EPHEMERAL_SAMPLER_IDLE_MS
+    sampler_rest_ms: int = SAMPLER_REST_MS
+
+
+def submission_keys(run: RunRecord) -> list[str]:
+    """Return the keys of `submit.lua`, in its order."""
+    pool, tenant = run.pool, run.tenant
+    return [
+        redis_keys.run(run.id), redis_keys.log(pool, run.id), redis_keys.ops(pool, run.id),
+        redis_keys.bodies(pool, run.id), redis_keys.digests(pool, run.id), redis_keys.ready(pool),
+        redis_keys.gaps(pool), redis_keys.queue(pool, tenant), redis_keys.queue_tenants(pool),
+        redis_keys.spool_segment_refs(), redis_keys.session_runs(run.session),
+        redis_keys.tenant_runs(tenant), redis_keys.notify_scheduler(),
+        redis_keys.unnumbered_ops(pool, run.id), redis_keys.training_runs(tenant),
+        redis_keys.all_training_runs(),
+    ]  # fmt: skip
 
 
 class Intake:
@@ -198,8 +184,8 @@ class Intake:
         Raises:
             CONNECTION_LOST: retry later.
         """
-        before = await self._redis.zcount(run_keys.unnumbered_ops(run.pool, run.id), "-inf", seq)
-        known = await self._redis.hget(run_keys.digests(run.pool, run.id), str(seq + before))
+        before = await self._redis.zcount(redis_keys.unnumbered_ops(run.pool, run.id), "-inf", seq)
+        known = await self._redis.hget(redis_keys.digests(run.pool, run.id), str(seq + before))
         return request_id(run.id, seq + before) if known == digest.encode() else None
 
     async def close_run(self, run: RunRecord) -> RequestId:
@@ -211,12 +197,12 @@ class Intake:
         """
         request = RequestId(f"{run.id}:unload")
         result = Result.of_json({"model_id": run.id, "type": "unload_model"})
-        script_keys = [run_keys.run(run.id), result_keys.notify_results()]
+        script_keys = [redis_keys.run(run.id), redis_keys.notify_results()]
         args = {
-            "run": run.id, "tenant": run.tenant, "prefix": fleet_keys.prefix(run.pool),
+            "run": run.id, "tenant": run.tenant, "prefix": redis_keys.prefix(run.pool),
             "state": RunState.CLOSED, "failure": UNLOADED.encode().decode(),
             "request": request, "result": result.encode().decode(),
-            "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
+            "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS,
         }  # fmt: skip
         answer = await self._close(script_keys, args)
         if answer == b"GONE":
@@ -250,7 +236,7 @@ class Intake:
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
                 idempotency_key=idempotency_key or None, op=SubmittedOp(digest, len(body)), save=along,
                 tokens=tokens, uses=tuple(uses), sampler=sampler, now_ms=int(now * 1000),
-                pool_tag=fleet_keys.hash_tag(run.pool), weighs=weighs,
+                pool_tag=redis_keys.hash_tag(run.pool), weighs=weighs,
                 limits=replace(limits, unread_bytes=unread_bytes),
             )  # fmt: skip
             answer, at = b"ROOM", list[int]()
@@ -276,7 +262,7 @@ class Intake:
         return request
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
-        rows = await self._redis.hvals(fleet_keys.pools())
+        rows = await self._redis.hvals(redis_keys.pools())
         pools = {pool.id: pool for pool in map(pool_record, rows)}
         if run.pool not in pools:
             return None
@@ -304,14 +290,71 @@ async def _stored(
     )
 
 
-def rejection(run: RunId, failure: Result) -> dict[str, Any]:
-    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
-    log.
+def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception | None:
+    """Return the exception for an answer, or None if the op was or would be accepted.
+
+    `numbers` follow the answer. They are for each answer:
+
+    * a run that would hold too much: the bytes that its tenant's runs hold, and their limit
+    * too many runs: the number of live runs, and some of their ids
+    * a full queue: its ops, tokens and bytes
     """
-    op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
-    return {
-        "result": failure.encode().decode(),
-        "ttl_ms": result_keys.SMALL_RESULT_TTL_MS,
-        "body": failure.payload.decode(),
-        "envelope": op.envelope(),
-    }
+    if answer == "RUNS":
+        return _too_many_runs(*numbers, most=asked.limits.runs)
+    if answer == "BUSY":
+        return _full_queue(numbers, asked)
+    if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
+        return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
+    error = _OF_OPS.get(answer)
+    return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
+
+
+_OF_OPS: dict[str, Callable[[str], Exception]] = {
+    "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
+    "FAR": lambda what: Refused(Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
+    "WEIGHTS": lambda _: WeightsDeleted(),
+    "GONE": lambda _: RunNotFound(),
+    "CLOSED": lambda _: RunClosed(),
+    "FAILED": lambda _: Refused(Reason.RUN_FAILED),
+    "UNREAD": lambda _: Refused(Reason.UNREAD_QUOTA_REACHED),
+    "RECORDS": lambda _: Refused(Reason.RECORD_QUOTA_REACHED),
+    "SWEPT": lambda _: Refused(Reason.BODY_SWEPT),
+    "SAMPLERS": lambda _: Refused(Reason.SAMPLER_QUOTA_REACHED),
+}
+
+
+def _too_many_runs(live: int, some: bytes, *, most: int) -> Exception:
+    return Refused(
+        Reason.RUN_QUOTA_REACHED,
+        f"{live:,} of {most:,} runs of this tenant are live (quota runs), such as {some.decode()}. End one with "
+        "run.unload() or cotrain runs end RUN, or ask the operator for a higher limit.",
+    )
+
+
+def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
+    limits = asked.limits
+    added = (1 + bool(asked.save), asked.tokens, asked.op.size + (asked.save.size if asked.save else 0))
+    most = {"ops": limits.ops, "tokens": limits.tokens, "bytes": limits.bytes}
+    rows = zip(most.items(), queued, added, strict=True)
+    (name, limit), present, more = next(row for row in rows if row[1] + row[2] > row[0][1])
+    return Refused(
+        Reason.QUEUE_FULL,
+        f"The queue of this tenant is full: {present:,} of {limit:,} {name} (quota {name}), and this request adds "
+        f"{more:,}. Wait for results before you send more.",
+    )
+
+
+def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
+    if answer == "RUN_BYTES" and weight > most:
+        return Refused(
+            Reason.RUN_TOO_LARGE,
+            f"A run of this rank holds {weight} bytes. The quota run_bytes of this tenant is {most}. The operator "
+            "can raise it in COTRAIN_QUOTAS.",
+        )
+    usage = f"The runs of this tenant hold {present} bytes, and this run would hold {weight}."
+    limit = (
+        f"The quota run_bytes of this tenant is {most}."
+        if answer == "RUN_BYTES"
+        else f"The disk has {most} bytes left for the runs of all tenants."
+    )
+    return Refused(Reason.RUN_BYTES_QUOTA_REACHED, f"{usage} {limit} Unload some.")

@@ -12,18 +12,17 @@ from typing import Any, TypeAlias
 
 import structlog
 
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
 from cotrain_store.errors import Refused
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, request_id
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import current_traceparent
-from cotrain_store.oplog.intake import Intake, refusal
-from cotrain_store.oplog.submission import Submission, SubmittedOp, TenantLimits, submission_keys
-from cotrain_store.tenants.run_bytes import RunWeight
+from cotrain_store.monitoring.logs_and_traces import current_traceparent
+from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys
+from cotrain_store.tenants.policies import RunWeight, TenantLimits
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight
         record=encode(run) if op.forked else None, forks=bool(op.forked), weighs=weighs,
         idempotency_key=None, op=SubmittedOp(op.digest, len(op.body)), save=None,
         tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
-        pool_tag=fleet_keys.hash_tag(run.pool), limits=limits,
+        pool_tag=redis_keys.hash_tag(run.pool), limits=limits,
     )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ import json
 import time
 from collections.abc import Iterable
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunClosed
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.redis_client.connection import Connection, SyncConnection
@@ -64,15 +64,15 @@ class Moves:
 
     async def deregister(self, pool: PoolId, run: RunId) -> None:
         """Cancel the move of a run."""
-        await self._redis.hdel(fleet_keys.moves(pool), run)
+        await self._redis.hdel(redis_keys.moves(pool), run)
 
     async def _answer(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str, quiet_s: float) -> bytes:
         script_keys = [
-            fleet_keys.scheduler_epoch(), fleet_keys.moves(pool), fleet_keys.workers(pool),
-            run_keys.log(pool, run), fleet_keys.worker(pool, to),
+            redis_keys.scheduler_epoch(), redis_keys.moves(pool), redis_keys.workers(pool),
+            redis_keys.log(pool, run), redis_keys.worker(pool, to),
         ]  # fmt: skip
         args = {
-            "prefix": fleet_keys.prefix(pool), "run": run, "to": to,
+            "prefix": redis_keys.prefix(pool), "run": run, "to": to,
             "now_ms": int(time.time() * 1000), "quiet_ms": quiet_s * 1000,
             **({"epoch": scheduler_epoch} if scheduler_epoch else {}),
         }  # fmt: skip
@@ -90,7 +90,7 @@ class OwnMoves:
 
     def wanted(self) -> list[Move]:
         """Return the moves that this worker must carry out."""
-        moves = parse_moves(self._redis.hgetall(fleet_keys.moves(self._pool)).items())
+        moves = parse_moves(self._redis.hgetall(redis_keys.moves(self._pool)).items())
         return [move for move in moves if move.owner == self._worker]
 
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
@@ -105,12 +105,12 @@ class OwnMoves:
         """
         pool = self._pool
         script_keys = [
-            fleet_keys.worker_epoch(pool, self._worker), fleet_keys.moves(pool),
-            fleet_keys.workers(pool), run_keys.log(pool, move.run), fleet_keys.worker(pool, move.to),
-            fleet_keys.counters(pool), fleet_keys.notify_scheduler(),
+            redis_keys.worker_epoch(pool, self._worker), redis_keys.moves(pool),
+            redis_keys.workers(pool), redis_keys.log(pool, move.run), redis_keys.worker(pool, move.to),
+            redis_keys.counters(pool), redis_keys.notify_scheduler(),
         ]  # fmt: skip
         args = {
-            "epoch": str(epoch), "prefix": fleet_keys.prefix(pool), "run": move.run,
+            "epoch": str(epoch), "prefix": redis_keys.prefix(pool), "run": move.run,
             "worker": self._worker, "to": move.to, "in_memory": in_memory,
             "now_ms": int(time.time() * 1000),
         }  # fmt: skip
@@ -134,16 +134,16 @@ class Drains:
 
     async def ask(self, pool: PoolId, worker: WorkerId) -> None:
         """Request the drain of a worker; raises WORKER_NOT_FOUND."""
-        is_known = await self._redis.sismember(fleet_keys.workers(pool), worker)
-        if not is_known and not await self._redis.exists(fleet_keys.worker(pool, worker)):
+        is_known = await self._redis.sismember(redis_keys.workers(pool), worker)
+        if not is_known and not await self._redis.exists(redis_keys.worker(pool, worker)):
             raise Refused(Reason.WORKER_NOT_FOUND)
-        await self._redis.hsetnx(fleet_keys.draining(pool), worker, f"{time.time():.3f}")
-        await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
+        await self._redis.hsetnx(redis_keys.draining(pool), worker, f"{time.time():.3f}")
+        await self._redis.publish(redis_keys.notify_worker(pool, worker), "drain")
 
     async def take_back(self, pool: PoolId, worker: WorkerId) -> bool:
         """Withdraw the drain of a worker. Return False if none was requested."""
-        found = await self._redis.hdel(fleet_keys.draining(pool), worker)
-        await self._redis.publish(fleet_keys.notify_worker(pool, worker), "drain")
+        found = await self._redis.hdel(redis_keys.draining(pool), worker)
+        await self._redis.publish(redis_keys.notify_worker(pool, worker), "drain")
         return bool(found)
 
 
@@ -158,7 +158,7 @@ class OwnDrain:
 
     def is_asked(self) -> bool:
         """Return True if the operator requested a drain of this worker."""
-        return bool(self._redis.hexists(fleet_keys.draining(self._pool), self._worker))
+        return bool(self._redis.hexists(redis_keys.draining(self._pool), self._worker))
 
     def has_successor(self) -> bool:
         """Return True if another worker of this pool is alive and is neither draining nor
@@ -179,31 +179,31 @@ class OwnDrain:
         pool, successor = self._pool, self._successor()
         if successor is None:
             return False
-        epoch_key = fleet_keys.worker_epoch(pool, self._worker)
+        epoch_key = redis_keys.worker_epoch(pool, self._worker)
         script_keys = [
-            epoch_key, fleet_keys.workers(pool), epoch_key, fleet_keys.draining(pool),
-            fleet_keys.worker(pool, successor),
+            epoch_key, redis_keys.workers(pool), epoch_key, redis_keys.draining(pool),
+            redis_keys.worker(pool, successor),
         ]  # fmt: skip
         args = {
-            "epoch": str(epoch), "seen_epoch": str(epoch), "leaves": True, "prefix": fleet_keys.prefix(pool),
-            "worker": self._worker, "successor": successor, "any_worker": run_keys.ANY_WORKER,
+            "epoch": str(epoch), "seen_epoch": str(epoch), "leaves": True, "prefix": redis_keys.prefix(pool),
+            "worker": self._worker, "successor": successor, "any_worker": redis_keys.ANY_WORKER,
         }  # fmt: skip
         return bool(self._deregister(script_keys, args) == b"OK")
 
     def _successor(self) -> WorkerId | None:
         pool = self._pool
-        drained = self._redis.hkeys(fleet_keys.draining(pool))
-        others = self._redis.smembers(fleet_keys.workers(pool)) - {*drained, self._worker.encode()}
+        drained = self._redis.hkeys(redis_keys.draining(pool))
+        others = self._redis.smembers(redis_keys.workers(pool)) - {*drained, self._worker.encode()}
         for worker in sorted(WorkerId(name.decode()) for name in others):
-            heartbeat = self._redis.get(fleet_keys.worker(pool, worker))
+            heartbeat = self._redis.get(redis_keys.worker(pool, worker))
             if heartbeat and not json.loads(heartbeat).get("is_handing_over"):
                 return worker
         return None
 
     def is_listed(self) -> bool:
         """Return True if this worker is on its pool's list."""
-        return bool(self._redis.sismember(fleet_keys.workers(self._pool), self._worker))
+        return bool(self._redis.sismember(redis_keys.workers(self._pool), self._worker))
 
     def rejoin(self) -> None:
         """Add this worker to its pool's list again."""
-        self._redis.sadd(fleet_keys.workers(self._pool), self._worker)
+        self._redis.sadd(redis_keys.workers(self._pool), self._worker)

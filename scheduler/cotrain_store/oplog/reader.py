@@ -1,25 +1,32 @@
-"""Reads of a run's log for its restore (position, ops, results), and of its history.
+"""Reads of a run's log for its restore (position, ops, results), and of its history as the client receives it.
 
 Nothing here writes, so nothing is fenced.
 """
 
 import itertools
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
-from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import is_spooled, whole_result
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
-from cotrain_store.messages.history import read_metric, read_points
 from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, decode, run_of, seq_of
-from cotrain_store.messages.ops import QueuedOp, Step
-from cotrain_store.messages.results import Result
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.ops import QueuedOp, Result, Step
+from cotrain_store.messages.runs import CheckpointRecord, RunState
 from cotrain_store.redis_client.connection import Connection, SyncConnection
+
+PointKind = Literal["optim_step", "forward"]
+#: Format of a point in `scripts/lib/history.lua`: ordinal, step, seq, time, loss, weight, gradient
+#: norm, learning rate, tokens, tokens of the run, passes. Then follows the drift of policy losses, the last nine
+#: fields of `PassEntry` (`runs.py`); points without it are shorter. Doubles are stored bit for bit.
+POINT = struct.Struct("<IIQdddddQQIddddddddd")
+#: Format of a metric's point in `scripts/lib/history.lua`: ordinal, step, seq, time, sum, weight.
+METRIC_POINT = struct.Struct("<IIQddd")
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,7 @@ class RunLogs:
 
     def position(self, run: RunId) -> LogPosition | None:
         """Return the position of a run's log, or None if it has none."""
-        raw = self._redis.hgetall(run_keys.log(self._pool, run))
+        raw = self._redis.hgetall(redis_keys.log(self._pool, run))
         row = {field.decode(): value.decode() for field, value in raw.items()}
         return log_position(row) if row else None
 
@@ -78,8 +85,8 @@ class RunLogs:
         folder.
         """
         files: set[bytes | None] = set()
-        for pool in self._redis.hkeys(fleet_keys.pools()):
-            log = run_keys.log(PoolId(pool.decode()), run)
+        for pool in self._redis.hkeys(redis_keys.pools()):
+            log = redis_keys.log(PoolId(pool.decode()), run)
             files |= set(self._redis.hmget(log, ["snapfile", "oldfile"]))
         return frozenset(file.decode() for file in files if file)
 
@@ -92,7 +99,7 @@ class RunLogs:
         if last < first:
             return []
         seqs = range(first, last + 1)
-        envelopes = self._redis.hmget(run_keys.ops(self._pool, run), [str(seq) for seq in seqs])
+        envelopes = self._redis.hmget(redis_keys.ops(self._pool, run), [str(seq) for seq in seqs])
         ops = []
         for seq, envelope in zip(seqs, envelopes, strict=True):
             if envelope is None:
@@ -110,7 +117,7 @@ class RunLogs:
         pipeline = self._redis.pipeline(transaction=False)
         for run, seq in last.items():
             seqs = range(seq + 1, seq + 1 + most)
-            pipeline.hmget(run_keys.ops(self._pool, run), [str(each) for each in seqs])
+            pipeline.hmget(redis_keys.ops(self._pool, run), [str(each) for each in seqs])
         found = []
         for (run, seq), envelopes in zip(last.items(), pipeline.execute(), strict=True):
             waiting = itertools.takewhile(lambda each: each is not None, envelopes)
@@ -122,14 +129,14 @@ class RunLogs:
 
         The next plan may include some of them, for this worker or another one.
         """
-        found = self._redis.zrange(run_keys.ready(self._pool), 0, most - 1)
+        found = self._redis.zrange(redis_keys.ready(self._pool), 0, most - 1)
         return [RunId(run.decode()) for run in found]
 
     def stored_result(self, op: QueuedOp) -> Result | None:
         """Return the whole committed result of an op, or None if it has expired or its file is
         missing.
         """
-        value = self._redis.get(result_keys.result(op.request_id))
+        value = self._redis.get(redis_keys.result(op.request_id))
         if not value:
             return None
         result = Result.decode(value)
@@ -144,9 +151,9 @@ class RunLogs:
 
         The seq of its weights is the seq after which a checkpoint was made.
         """
-        names = self._redis.zrange(weights_keys.run_checkpoints(run), 0, -1)
+        names = self._redis.zrange(redis_keys.run_checkpoints(run), 0, -1)
         of_training = [name.decode() for name in names if name.startswith(b"weights/")]
-        rows = self._redis.mget([weights_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""])
+        rows = self._redis.mget([redis_keys.checkpoint(run, *name.split("/")) for name in of_training] or [""])
         found = [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
         own = [checkpoint for checkpoint in found if run_of(RequestId(checkpoint.weights)) == run]
         return sorted(own, key=lambda checkpoint: seq_of(checkpoint.weights), reverse=True)
@@ -180,7 +187,7 @@ def _numbered(row: Mapping[str, str], prefix: str) -> dict[int, int]:
 
 async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int | None:
     """Return the oldest optimizer step to which a run can go back; None if there is none."""
-    raw = await connection.hgetall(run_keys.log(pool, run))
+    raw = await connection.hgetall(redis_keys.log(pool, run))
     if not raw:
         return None
     position = log_position({name.decode(): value.decode() for name, value in raw.items()})
@@ -189,7 +196,7 @@ async def oldest_rewind(connection: Connection, pool: PoolId, run: RunId) -> int
 
 async def metric_names(connection: Connection, run: RunId) -> frozenset[str]:
     """Return the names of a run's own metrics. The caller has checked the tenant."""
-    return frozenset(name.decode() for name in await connection.hkeys(run_keys.metric_names(run)))
+    return frozenset(name.decode() for name in await connection.hkeys(redis_keys.metric_names(run)))
 
 
 async def read_metrics(connection: Connection, run: RunId, after_step: int = -1) -> dict[str, list[MetricPoint]]:
@@ -199,7 +206,7 @@ async def read_metrics(connection: Connection, run: RunId, after_step: int = -1)
     names = sorted(await metric_names(connection, run))
     pipeline = connection.pipeline(transaction=True)
     for name in names:
-        pipeline.lrange(run_keys.metric(run, name), 0, -1)
+        pipeline.lrange(redis_keys.metric(run, name), 0, -1)
     rows = await pipeline.execute() if names else []
     found = {
         name: [point for point in read_metric(row) if point.step > after_step]
@@ -208,13 +215,58 @@ async def read_metrics(connection: Connection, run: RunId, after_step: int = -1)
     return {name: points for name, points in found.items() if points}
 
 
+def read_metric(stored: Iterable[bytes]) -> list[MetricPoint]:
+    """Return the points of one metric, in order, from the rows that the script packed."""
+    points, before = [], 0
+    for row in stored:
+        number, step, seq, time_s, total, weight = METRIC_POINT.unpack(row)
+        value = total / weight if weight > 0 else total
+        points.append(MetricPoint(step=step, steps=number - before, seq=seq, time_s=time_s, value=value))
+        before = number
+    return points
+
+
 async def read_history(connection: Connection, run: RunId, after_step: int = -1) -> list[HistoryPoint]:
     """Return the points after a step of a run, in the order of its log. The caller has checked the
     tenant.
     """
     pipeline = connection.pipeline(transaction=True)  # a transaction, because a rollback cuts both lists at once
-    pipeline.lrange(run_keys.steps(run), 0, -1)
-    pipeline.lrange(run_keys.evaluations(run), 0, -1)
+    pipeline.lrange(redis_keys.steps(run), 0, -1)
+    pipeline.lrange(redis_keys.evaluations(run), 0, -1)
     steps, evaluations = await pipeline.execute()
     points = read_points("optim_step", steps) + read_points("forward", evaluations)
     return sorted((p for p in points if p.step > after_step), key=lambda point: point.seq)
+
+
+def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
+    """Return the points of one kind, in order, from the rows that the script packed."""
+    points, before = [], 0
+    for row in stored:
+        whole = POINT.unpack(row.ljust(POINT.size, b"\0"))
+        number, step, seq, time_s, loss, weight, norm, rate, tokens, run_tokens, passes = whole[:11]
+        sampled, gap, gap_max, effective, bounded, clipped, lagged, lag, lag_max = whole[11:]
+        is_step = kind == "optim_step"
+        points.append(
+            HistoryPoint(
+                kind=kind,
+                step=step,
+                steps=number - before,
+                seq=seq,
+                time_s=time_s,
+                loss_sum=loss,
+                weight_sum=weight,
+                grad_norm=norm if is_step else None,
+                learning_rate=rate if is_step else None,
+                tokens=tokens,
+                run_tokens=run_tokens,
+                passes=passes,
+                rollout_gap=gap / sampled if sampled else None,
+                rollout_gap_max=gap_max if sampled else None,
+                effective_sample_size=effective / sampled if sampled else None,
+                clip_fraction=clipped / bounded if bounded else None,
+                policy_lag=lag / lagged if lagged else None,
+                policy_lag_max=lag_max if lagged else None,
+            )
+        )
+        before = number
+    return points

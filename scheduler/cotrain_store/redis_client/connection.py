@@ -1,7 +1,10 @@
-"""Connections to Redis, the check of its durability settings, and the store's clock.
+"""Connections to Redis, the check of its durability settings, subscriptions, and the store's clock.
 
 All classes with a role in the store (intake, dispatch, execution, futures, records, tenants, status, sampling)
 get their connection from here. A Redis that could lose acknowledged writes is rejected.
+
+A subscription is renewed after Redis was unavailable. Messages are lost while it is down. After each (re)subscription
+the subscriber must therefore reload everything.
 
 The store's clock starts at a time of day, and the leading scheduler advances it. Unlike the clocks of the host
 and of Redis, it never jumps, and it stops while no scheduler runs.
@@ -9,11 +12,13 @@ and of Redis, it never jumps, and it stops while no scheduler runs.
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import redis
 import redis.asyncio
+import structlog
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.driver_info import DriverInfo
@@ -22,33 +27,37 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import StoreUnavailable, UnsafeRedis
-from cotrain_store.keys import fleet_keys, result_keys
 from cotrain_store.redis_client.address import RedisAddress, parse_address, sentinel_pool, sync_sentinel_pool
-from cotrain_store.redis_client.batching import BatchingRedis
-from cotrain_store.redis_client.refusals import REFUSALS, name_refusals
-from cotrain_store.redis_client.replicas import WAITING, ReplicatedBatchingRedis, ReplicatedRedis, ReplicatedSyncRedis
+from cotrain_store.redis_client.clients import (
+    NEEDS_OPERATOR,
+    REFUSALS,
+    WAITING,
+    BatchingRedis,
+    ReplicatedBatchingRedis,
+    ReplicatedRedis,
+    ReplicatedSyncRedis,
+    name_refusals,
+)
+
+log = structlog.get_logger()
 
 _UNANSWERED = (RedisConnectionError, RedisTimeoutError)
 #: Transient errors, which callers retry: Redis is unavailable or rejects writes (full, read-only, busy …).
 CONNECTION_LOST = (*_UNANSWERED, *REFUSALS)
-
 #: Any error of Redis. Only for tasks that run until their process ends; they log the error and continue.
 ANY_TROUBLE = (RedisError,)
-
 #: Required settings of Redis, so that an acknowledged write survives a kill and a power cut.
 DURABLE = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
-
 #: Maximum number of connections, for which callers queue. redis-py's default pool is unbounded, and fails under
 #: thousands of concurrent requests.
 MAX_CONNECTIONS = 64
 POOL_TIMEOUT_S = 20.0
 SOCKET_TIMEOUT_S = 10.0
-
 #: redis-py types every reply as `bytes | str | …`; ours are always bytes. Its types stop here.
 Connection: TypeAlias = Any
 SyncConnection: TypeAlias = Any
-
 # Every script is idempotent, so a call with an unknown outcome is repeated.
 _RETRIES = 3
 _SETTINGS: Mapping[str, Any] = {
@@ -155,8 +164,8 @@ def _questions(connection: Connection | SyncConnection) -> Any:
     for name in DURABLE:
         pipeline.config_get(name)
     pipeline.execute_command("COMMAND INFO", "WAITAOF")
-    pipeline.set(fleet_keys.schema(), fleet_keys.SCHEMA_VERSION, nx=True)
-    pipeline.get(fleet_keys.schema())
+    pipeline.set(redis_keys.schema(), redis_keys.SCHEMA_VERSION, nx=True)
+    pipeline.get(redis_keys.schema())
     return pipeline
 
 
@@ -179,7 +188,7 @@ def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, acc
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "
             "loss with COTRAIN_ACCEPT_DATA_LOSS=true."
         )
-    ours, theirs = fleet_keys.SCHEMA_VERSION, version.decode() if version else "none"
+    ours, theirs = redis_keys.SCHEMA_VERSION, version.decode() if version else "none"
     if theirs != ours:
         raise UnsafeRedis(
             f"This Redis holds a store of schema version {theirs}; this program reads and writes "
@@ -189,9 +198,68 @@ def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, acc
 
 async def clock_ms(connection: Connection) -> int:
     """Return the store's clock in ms. Before the first scheduler it is the host's clock."""
-    return parse_ms(await connection.get(result_keys.clock()))
+    return parse_ms(await connection.get(redis_keys.clock()))
 
 
 def parse_ms(value: bytes | None) -> int:
-    """Return the ms in a value of `result_keys.clock`; the host's time if it is missing."""
+    """Return the ms in a value of `redis_keys.clock`; the host's time if it is missing."""
     return int(time.time() * 1000) if value is None else int(value)
+
+
+#: Wait in s before a retry while Redis is unavailable.
+RETRY_S = 0.2
+
+
+class ChannelSubscriber:
+    """Subscriber that calls `receive` with each message of a channel, and with None after each subscription.
+
+    `others` are tasks that run during the same time.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        channel: str,
+        receive: Callable[[bytes | None], Awaitable[None]],
+        *others: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        listening = partial(_listen, connection, channel, receive)
+        self._coroutines: list[Callable[[], Coroutine[Any, Any, None]]] = [listening, *others]
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Start the subscription and the other tasks."""
+        self._tasks = [asyncio.create_task(coroutine()) for coroutine in self._coroutines]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Stop the subscription and the other tasks."""
+        await stop_tasks(self._tasks)
+
+
+async def _listen(connection: Connection, channel: str, receive: Callable[[bytes | None], Awaitable[None]]) -> None:
+    while True:
+        try:
+            async with connection.pubsub(ignore_subscribe_messages=False) as subscription:
+                await subscription.subscribe(channel)
+                async for message in subscription.listen():
+                    await receive(None if message["type"] == "subscribe" else message["data"])
+        except ANY_TROUBLE as trouble:
+            note_trouble(f"listen {channel}", trouble)
+            await asyncio.sleep(RETRY_S)
+
+
+async def repeat(name: str, every_s: float, act: Callable[[], Awaitable[None]]) -> None:
+    """Call `act` every `every_s` seconds until cancelled. An error of Redis ends only one call."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await act()
+        except ANY_TROUBLE as trouble:
+            note_trouble(name, trouble)
+
+
+def note_trouble(name: str, trouble: Exception) -> None:
+    """Log an error of Redis. Transient unavailability or full memory is not logged here, but by others."""
+    if isinstance(trouble, NEEDS_OPERATOR) or not isinstance(trouble, CONNECTION_LOST):
+        log.error("redis_error", task=name, error=str(trouble))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from redis.exceptions import ResponseError
 
 from cotrain_store.errors import Fenced
-from cotrain_store.redis_client.refusals import named
+from cotrain_store.redis_client.clients import named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,11 +14,10 @@ from typing import Literal
 
 from typing_extensions import override
 
-from cotrain_store.disk.result_storage import is_spooled, whole_result
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import is_spooled, whole_result
 from cotrain_store.errors import RequestNotFound, RunNotFound, SampleExpired, SamplerNotFound, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
-from cotrain_store.messages.gaps import client_seq, not_yet_here, still_waiting
 from cotrain_store.messages.ids import (
     PoolId,
     RequestId,
@@ -30,14 +29,25 @@ from cotrain_store.messages.ids import (
     parse_sample,
     run_of,
 )
-from cotrain_store.messages.ops import QueuedOp
-from cotrain_store.messages.results import Result
-from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, clock_ms
-from cotrain_store.redis_client.subscription import RETRY_S, ChannelSubscriber, repeat
-from cotrain_store.results.delivery import FLUSH_EVERY_S, DeliveryLog
-from cotrain_store.results.queue_notice import Backlogs, sample_notice, training_notice
+from cotrain_store.messages.ops import QueuedOp, Result
+from cotrain_store.redis_client.connection import (
+    CONNECTION_LOST,
+    RETRY_S,
+    ChannelSubscriber,
+    Connection,
+    clock_ms,
+    repeat,
+)
+from cotrain_store.results.delivery import FLUSH_EVERY_S, THIS_SERVER, DeliveryLog
+from cotrain_store.results.queue_notice import (
+    Backlogs,
+    client_seq,
+    not_yet_here,
+    sample_notice,
+    still_waiting,
+    training_notice,
+)
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.session_owners import THIS_SERVER
 
 SWEEP_S = 5.0
 #: Below this age, a gap means that its client is still sending.
@@ -70,7 +80,7 @@ class Futures(ChannelSubscriber):
         self._deliveries = DeliveryLog(connection)
         self._backlogs = Backlogs(connection)
         super().__init__(
-            connection, result_keys.notify_results(), self._receive,
+            connection, redis_keys.notify_results(), self._receive,
             lambda: repeat("sweep futures", SWEEP_S, self._sweep),
             lambda: repeat("flush deliveries", FLUSH_EVERY_S, self._deliveries.flush),
         )  # fmt: skip
@@ -121,7 +131,7 @@ class Futures(ChannelSubscriber):
         try:
             pool = await self._pool_of_own(tenant, request)
             run, _, seq = request.rpartition(":")
-            envelope = await self._redis.hget(run_keys.ops(pool, RunId(run)), seq)
+            envelope = await self._redis.hget(redis_keys.ops(pool, RunId(run)), seq)
         except (RequestNotFound, *CONNECTION_LOST):
             return ""
         return QueuedOp.parse(RunId(run), int(seq), envelope.decode()).trace if envelope else ""
@@ -137,7 +147,7 @@ class Futures(ChannelSubscriber):
         waiter = self._register(request)
         try:
             run, value = await self._records.run_with(
-                tenant, run_of(request), lambda: self._redis.get(result_keys.result(request))
+                tenant, run_of(request), lambda: self._redis.get(redis_keys.result(request))
             )
             pool = run.pool
             del run  # thousands wait here
@@ -167,7 +177,7 @@ class Futures(ChannelSubscriber):
         if value is None and not await self._is_sample_done(tenant, request, name):
             return Pending() if self._released else await self._pending_sample(tenant, request, name)
         # The request may have finished between the two checks.
-        value = value or await self._redis.get(result_keys.result(request))
+        value = value or await self._redis.get(redis_keys.result(request))
         if value is None:
             raise SampleExpired
         self._note_sent(tenant, request, name, key_id)
@@ -175,7 +185,7 @@ class Futures(ChannelSubscriber):
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Return True if a sample request is done; raises SampleExpired for one that may be requested again."""
-        owner, state = await self._redis.hmget(run_keys.sample(request), ["tenant", "state"])
+        owner, state = await self._redis.hmget(redis_keys.sample(request), ["tenant", "state"])
         if owner is None:
             with contextlib.suppress(SamplerNotFound):
                 await self._records.sampler(tenant, name.sampler)
@@ -204,7 +214,7 @@ class Futures(ChannelSubscriber):
     async def _awaited(self, request: RequestId, timeout_s: float) -> bytes | None:
         waiter = self._register(request)
         try:
-            value: bytes | None = await self._redis.get(result_keys.result(request))
+            value: bytes | None = await self._redis.get(redis_keys.result(request))
             return await self._until(waiter, timeout_s) if value is None else value
         finally:
             self._deregister(request, waiter)
@@ -235,18 +245,18 @@ class Futures(ChannelSubscriber):
 
     async def _waiting_before(self, tenant: TenantId, pool: PoolId, request: RequestId) -> int | None:
         """Return the number of the tenant's sample requests waiting before this one; None if it is not waiting."""
-        workers = await self._redis.smembers(fleet_keys.workers(pool))
+        workers = await self._redis.smembers(redis_keys.workers(pool))
         pipeline = self._redis.pipeline(transaction=False)
-        for queue in (run_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
-            pipeline.lpos(run_keys.waiting_samples(pool, queue, tenant), request)
+        for queue in (redis_keys.ANY_WORKER, *(worker.decode() for worker in workers)):
+            pipeline.lpos(redis_keys.waiting_samples(pool, queue, tenant), request)
         return next((found for found in await pipeline.execute() if found is not None), None)
 
     async def _pending(self, tenant: TenantId, pool: PoolId, request: RequestId) -> Pending:
         """Return the reason why a request waits; raises RequestNotFound if it never existed or has expired."""
         run = run_of(request)
         log, since, now_ms = await asyncio.gather(
-            self._redis.hmget(run_keys.log(pool, run), ["next", "done", "last", "worker"]),
-            self._redis.zscore(run_keys.gaps(pool), run),
+            self._redis.hmget(redis_keys.log(pool, run), ["next", "done", "last", "worker"]),
+            self._redis.zscore(redis_keys.gaps(pool), run),
             clock_ms(self._redis),
         )
         seq = request.rpartition(":")[2]
@@ -273,8 +283,8 @@ class Futures(ChannelSubscriber):
     async def gap_notice(self, pool: PoolId, run: RunId) -> str | None:
         """Return a notice with the missing seq of a run and its deadline, or None if none is missing."""
         since, first, now_ms = await asyncio.gather(
-            self._redis.zscore(run_keys.gaps(pool), run),
-            self._redis.hget(run_keys.log(pool, run), "next"),
+            self._redis.zscore(redis_keys.gaps(pool), run),
+            self._redis.hget(redis_keys.log(pool, run), "next"),
             clock_ms(self._redis),
         )
         if since is None or first is None:
@@ -291,9 +301,9 @@ class Futures(ChannelSubscriber):
     async def _has_expired(self, request: RequestId) -> bool:
         """Return True if the result of a committed op has expired; a save with unstored weights has none yet."""
         # The order matters: weights that are unstored at the first check may have their result at the second.
-        if await self._redis.hexists(weights_keys.weights(WeightsRef(request)), "checkpoint"):
+        if await self._redis.hexists(redis_keys.weights(WeightsRef(request)), "checkpoint"):
             return False
-        return await self._redis.get(result_keys.result(request)) is None
+        return await self._redis.get(redis_keys.result(request)) is None
 
     async def _whole(self, value: bytes, expired: RequestNotFound) -> Result:
         result = Result.decode(value)
@@ -317,7 +327,7 @@ class Futures(ChannelSubscriber):
         waiting = [request for request in requests if request in self._waiters]
         if not waiting:
             return
-        values = await self._redis.mget([result_keys.result(RequestId(r)) for r in waiting])
+        values = await self._redis.mget([redis_keys.result(RequestId(r)) for r in waiting])
         for request, value in zip(waiting, values, strict=True):
             if value is None:
                 continue

@@ -1,4 +1,4 @@
-"""Notices for waiting requests: the position in the queue, and the expected time."""
+"""Notices for waiting requests: the position in the queue, the expected time, and a missing seq before them."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WEIGHT, PlanPolicy, restoring_text
-from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.tenants.policies import read_pauses, read_weights
 
@@ -120,14 +120,14 @@ class Backlogs:
         return backlog
 
     async def _now(self, pool: PoolId) -> Backlog:
-        tenants = _names(await self._redis.smembers(run_keys.queue_tenants(pool)))
-        workers = _names(await self._redis.smembers(fleet_keys.workers(pool)))
+        tenants = _names(await self._redis.smembers(redis_keys.queue_tenants(pool)))
+        workers = _names(await self._redis.smembers(redis_keys.workers(pool)))
         pipeline = self._redis.pipeline(transaction=False)
         for name in tenants:
-            pipeline.hget(run_keys.queue(pool, TenantId(name)), "tokens")
-            pipeline.hmget(run_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
+            pipeline.hget(redis_keys.queue(pool, TenantId(name)), "tokens")
+            pipeline.hmget(redis_keys.sample_load(pool, TenantId(name)), ["waiting", "running", "tokens"])
         for name in workers:
-            pipeline.get(fleet_keys.worker(pool, WorkerId(name)))
+            pipeline.get(redis_keys.worker(pool, WorkerId(name)))
         rows: list[Any] = await pipeline.execute()
         policy = PlanPolicy(await read_weights(self._redis), await read_pauses(self._redis))
         queued, given = rows[: 2 * len(tenants)], rows[2 * len(tenants) :]
@@ -149,3 +149,36 @@ class Backlogs:
 
 def _names(members: set[bytes]) -> list[str]:
     return sorted(member.decode() for member in members)
+
+
+async def client_seq(connection: Connection, pool: PoolId, run: RunId, log_seq: int) -> int:
+    """Return the client's seq for a seq of the log: the client does not count unnumbered ops."""
+    unnumbered = await connection.zrange(redis_keys.unnumbered_ops(pool, run), 0, -1)
+    return log_seq - sum(int(op) < log_seq for op in unnumbered)
+
+
+def not_yet_here(missing: int, left_s: float) -> str:
+    """Return the reason why a request waits behind one that its client may still be sending."""
+    return (
+        f"waiting for seq_id {missing}, which has not reached the server yet; without it what waits "
+        f"here fails in {math.ceil(left_s)} s"
+    )
+
+
+def still_waiting(missing: int, left_s: float) -> str:
+    """Return the reason why a request waits, and the remedy."""
+    return (
+        f"waiting for seq_id {missing}, which never reached the server: its client failed before "
+        "it was sent, or is not done with it. Where it failed, go on with a new training client "
+        f"from the last checkpoint; what waits here fails in {math.ceil(left_s)} s (COTRAIN_GAP_LIMIT_S)"
+    )
+
+
+def given_up(missing: int) -> str:
+    """Return the reason why a request failed, and the remedy."""
+    return (
+        f"seq_id {missing} of this run never reached the server: its client failed before it was "
+        "sent. This request waited behind it for COTRAIN_GAP_LIMIT_S, was given up, and changed "
+        "nothing; so does what is sent later. Go on with a new training client from the last "
+        f"checkpoint, or send seq_id {missing}."
+    )

@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody, decode_sample
-from cotrain_store.disk.result_storage import stored_results
 from cotrain_store.disk.spool import Spool
+from cotrain_store.disk.storage import CANCEL, TTL_MS, stored_results
 from cotrain_store.errors import MalformedBody, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys
-from cotrain_store.keys.fleet_keys import minute_of, sample_counts
-from cotrain_store.keys.tenant_keys import sampling_amounts, usage_hour
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, WeightsRef, WorkerId
-from cotrain_store.messages.results import Result, ResultKind, SampleUsage
+from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.sampling.endings import CANCEL, TTL_MS
+from cotrain_store.tenants.usage import minute_of, sample_counts, sampling_amounts, usage_hour
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class SampleClaims:
         self._pool = pool
         self._worker = worker
         self._epoch = epoch
-        self._epoch_key = fleet_keys.worker_epoch(pool, worker)
+        self._epoch_key = redis_keys.worker_epoch(pool, worker)
         self._claim_token = secrets.token_hex(8)
         self._claim = sync_script(connection, "sample_claim")
         self._requeue = sync_script(connection, "sample_requeue")
@@ -83,12 +81,12 @@ class SampleClaims:
         """
         pool, me = self._pool, self._worker
         script_keys = [
-            self._epoch_key, run_keys.sample_ring(pool), run_keys.claimed_samples(pool, me),
-            fleet_keys.workers(pool), run_keys.last_claim(pool, me),
+            self._epoch_key, redis_keys.sample_ring(pool), redis_keys.claimed_samples(pool, me),
+            redis_keys.workers(pool), redis_keys.last_claim(pool, me),
         ]  # fmt: skip
         args = {
-            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(pool), "worker": me,
-            "any_worker": run_keys.ANY_WORKER, "most": most, "token": self._claim_token,
+            "epoch": str(self._epoch), "prefix": redis_keys.prefix(pool), "worker": me,
+            "any_worker": redis_keys.ANY_WORKER, "most": most, "token": self._claim_token,
             "max_of_tenant": most if max_of_tenant is None else max_of_tenant,
             "waiting": dict(waiting),
         }  # fmt: skip
@@ -100,7 +98,7 @@ class SampleClaims:
 
     def risk(self, request: RequestId) -> None:
         """Count a crash during this claimed request in advance, because the process may not survive it."""
-        self._redis.hincrby(run_keys.sample(request), "deaths", 1)
+        self._redis.hincrby(redis_keys.sample(request), "deaths", 1)
 
     def resolve(
         self,
@@ -114,8 +112,8 @@ class SampleClaims:
         was new. A repeated call therefore changes nothing. The amounts in `usage` are added to the tenants' usage.
         """
         script_keys = [
-            self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results(),
-            fleet_keys.counters(self._pool),
+            self._epoch_key, redis_keys.spool_segment_refs(), redis_keys.notify_results(),
+            redis_keys.counters(self._pool),
         ]  # fmt: skip
 
         def resolve(encoded: Sequence[tuple[bytes, int]]) -> bytes:
@@ -130,9 +128,9 @@ class SampleClaims:
             ]  # fmt: skip
             args = {
                 "epoch": str(self._epoch), "requests": ended, "counted": dict(counted), "lives": TTL_MS,
-                "hour": usage_hour(time.time()), "usage_ttl_s": tenant_keys.USAGE_TTL_S,
-                "minute": fleet_keys.minute(self._pool, minute_of(time.time())),
-                "minute_ttl_s": fleet_keys.MINUTE_TTL_S,
+                "hour": usage_hour(time.time()), "usage_ttl_s": redis_keys.USAGE_TTL_S,
+                "minute": redis_keys.minute(self._pool, minute_of(time.time())),
+                "minute_ttl_s": redis_keys.MINUTE_TTL_S,
             }  # fmt: skip
             answer: bytes = self._resolve(script_keys, args, *(value for value, _ in encoded))
             return answer
@@ -141,18 +139,18 @@ class SampleClaims:
 
     @cached_property
     def _base_model(self) -> str:
-        row = self._redis.hget(fleet_keys.pools(), self._pool)
+        row = self._redis.hget(redis_keys.pools(), self._pool)
         return str(json.loads(row)["base_model"])
 
     def cancelled(self) -> list[RequestId]:
         """Return this worker's requests that their clients cancelled; resolve each with CANCELLED."""
-        members = self._redis.smembers(run_keys.cancelled_samples(self._pool, self._worker))
+        members = self._redis.smembers(redis_keys.cancelled_samples(self._pool, self._worker))
         return sorted(RequestId(member.decode()) for member in members)
 
     def _put_back(self, *, crashes: int) -> int:
-        script_keys = [self._epoch_key, result_keys.spool_segment_refs(), result_keys.notify_results()]
+        script_keys = [self._epoch_key, redis_keys.spool_segment_refs(), redis_keys.notify_results()]
         args = {
-            "epoch": str(self._epoch), "prefix": fleet_keys.prefix(self._pool), "worker": self._worker,
+            "epoch": str(self._epoch), "prefix": redis_keys.prefix(self._pool), "worker": self._worker,
             "crashes": crashes, "cancel": CANCEL, "lives": TTL_MS,
         }  # fmt: skip
         count = self._requeue(script_keys, args)

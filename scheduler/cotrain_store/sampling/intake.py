@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from cotrain_store import redis_keys
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample
-from cotrain_store.disk.capacity import Capacity
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
+from cotrain_store.disk.storage import CANCEL, TTL_MS, Capacity
 from cotrain_store.errors import Reason, Refused, SamplerNotFound, SeqConflict
 from cotrain_store.failpoints import failpoint
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import (
     CLONE_SIZE,
     OWN_SEQS,
@@ -27,10 +27,9 @@ from cotrain_store.messages.ids import (
 )
 from cotrain_store.messages.runs import SamplerRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.tracing import current_traceparent
+from cotrain_store.monitoring.logs_and_traces import current_traceparent
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.sampling.endings import CANCEL, TTL_MS
 from cotrain_store.tenants.policies import LimitsOf
 
 
@@ -65,7 +64,7 @@ class SampleSubmission:
     idle_ms: int
     limits: SampleLimits
     trace: str | None  # span of its request, as a `traceparent`, if the request is traced
-    any_worker: str = run_keys.ANY_WORKER
+    any_worker: str = redis_keys.ANY_WORKER
 
 
 class SampleIntake:
@@ -122,7 +121,7 @@ class SampleIntake:
         """
         if parse_sample(request) is None:
             return
-        script_keys = [run_keys.sample(request), result_keys.spool_segment_refs(), result_keys.notify_results()]
+        script_keys = [redis_keys.sample(request), redis_keys.spool_segment_refs(), redis_keys.notify_results()]
         args = {"request": request, "tenant": tenant, "cancel": CANCEL, "lives": TTL_MS}
         await self._cancel(script_keys, args)
 
@@ -133,19 +132,19 @@ class SampleIntake:
         limits = await self._limits_of(tenant)
         weights = sampler.weights or WeightsRef("")
         script_keys = [
-            run_keys.sample(request), run_keys.sampler(sampler.id),
-            tenant_keys.session(sampler.session), weights_keys.weights(weights),
-            run_keys.sample_load(pool, tenant), run_keys.queue_tenants(pool),
-            run_keys.sample_ring(pool), result_keys.spool_segment_refs(),
-            fleet_keys.workers(pool),
+            redis_keys.sample(request), redis_keys.sampler(sampler.id),
+            redis_keys.session(sampler.session), redis_keys.weights(weights),
+            redis_keys.sample_load(pool, tenant), redis_keys.queue_tenants(pool),
+            redis_keys.sample_ring(pool), redis_keys.spool_segment_refs(),
+            redis_keys.workers(pool),
         ]  # fmt: skip
         unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
         asked = SampleSubmission(
             request=request, tenant=tenant, sampler=sampler.id, weights=weights, clone=_clone(seq),
             digest=hashlib.sha256(content).hexdigest(), size=len(content), tokens=tokens, ref=ref,
             segment=SpoolRef.parse(ref).segment if ref and ref != "inline" else None,
-            accepted_at=repr(time.time()), prefix=fleet_keys.prefix(pool),
-            idle_ms=run_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
+            accepted_at=repr(time.time()), prefix=redis_keys.prefix(pool),
+            idle_ms=redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral),
             limits=replace(limits, unread_bytes=unread_bytes), trace=current_traceparent() or None,
         )  # fmt: skip
         answer: bytes = await self._submit(script_keys, asked, content if ref == "inline" else b"")

@@ -13,10 +13,9 @@ from dataclasses import astuple, dataclass
 
 from typing_extensions import override
 
-from cotrain_store.keys import run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
-from cotrain_store.redis_client.connection import Connection, SyncConnection
-from cotrain_store.redis_client.subscription import ChannelSubscriber
+from cotrain_store.redis_client.connection import ChannelSubscriber, Connection, SyncConnection
 
 #: Maximum number of messages kept for a slow follower; the final result contains the rest.
 MAX_UNREAD = 4_096
@@ -41,7 +40,7 @@ class TokenPublisher:
     def publish(self, request: RequestId, events: Iterable[StreamedTokens]) -> None:
         """Publish to the subscribers of this request, if any."""
         message = [request, [astuple(event) for event in events]]
-        self._redis.publish(run_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
+        self._redis.publish(redis_keys.notify_tokens(), json.dumps(message, separators=(",", ":")))
 
 
 class TokenFeed:
@@ -70,7 +69,7 @@ class TokenStream(ChannelSubscriber):
 
     def __init__(self, connection: Connection) -> None:
         self._feeds: defaultdict[str, set[TokenFeed]] = defaultdict(set)
-        super().__init__(connection, run_keys.notify_tokens(), self._receive)
+        super().__init__(connection, redis_keys.notify_tokens(), self._receive)
 
     @override
     async def __aexit__(self, *_: object) -> None:

@@ -20,8 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import ExpiredKey, InvalidKey, KeyInSettings
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId, decode, encode
 from cotrain_store.messages.runs import Role, Tenant
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection
@@ -218,8 +218,8 @@ class Tenants:
             "role": role,
         }
         await name_tenant(self._redis, TenantId(row["tenant"]), name)  # before it has a key
-        await self._redis.hset(tenant_keys.api_key(key_id), mapping=row)
-        await self._redis.sadd(tenant_keys.api_keys(), key_id)
+        await self._redis.hset(redis_keys.api_key(key_id), mapping=row)
+        await self._redis.sadd(redis_keys.api_keys(), key_id)
         return api_key
 
     async def take(self, chosen: Sequence[ChosenKey]) -> list[KeyRecord]:
@@ -231,11 +231,11 @@ class Tenants:
         self._chosen = {digest_of_key(key.api_key): await self._whose(key) for key in chosen}
         listed = {record.id: encode(record) for record in self._chosen.values()}
         async with self._redis.pipeline(transaction=True) as pipeline:
-            pipeline.delete(tenant_keys.settings_keys())
+            pipeline.delete(redis_keys.settings_keys())
             if listed:
                 names = {record.tenant: record.name for record in self._chosen.values()}
-                pipeline.hset(tenant_keys.settings_keys(), mapping=listed)
-                pipeline.hset(tenant_keys.tenant_names(), mapping=names)
+                pipeline.hset(redis_keys.settings_keys(), mapping=listed)
+                pipeline.hset(redis_keys.tenant_names(), mapping=names)
             await pipeline.execute()
         return [record for record in before if record.id not in listed]
 
@@ -247,9 +247,9 @@ class Tenants:
             raise KeyInSettings
         if not await self._row(key_id):
             return False
-        removed = await self._redis.delete(tenant_keys.api_key(key_id))
-        await self._redis.srem(tenant_keys.api_keys(), key_id)
-        await self._redis.hdel(tenant_keys.key_uses(), key_id)
+        removed = await self._redis.delete(redis_keys.api_key(key_id))
+        await self._redis.srem(redis_keys.api_keys(), key_id)
+        await self._redis.hdel(redis_keys.key_uses(), key_id)
         self._known.clear()
         self._live.clear()
         return bool(removed)
@@ -257,22 +257,22 @@ class Tenants:
     async def log_out(self, nonce: str, ends_at: float) -> None:
         """End a browser's session in every API process. `ends_at` is its expiry time in s since the epoch."""
         left_ms = max(1, math.ceil((ends_at - time.time()) * 1000))
-        await self._redis.set(tenant_keys.ended_session(nonce), "1", px=left_ms)
+        await self._redis.set(redis_keys.ended_session(nonce), "1", px=left_ms)
 
     async def has_logged_out(self, nonce: str) -> bool:
         """Return True if a logout ended a browser's session."""
-        return bool(await self._redis.exists(tenant_keys.ended_session(nonce)))
+        return bool(await self._redis.exists(redis_keys.ended_session(nonce)))
 
     async def list_keys(self) -> list[KeyRecord]:
         """Return all keys, oldest first: issued ones, and chosen ones of the API process that started last."""
-        ids = await self._redis.smembers(tenant_keys.api_keys())
+        ids = await self._redis.smembers(redis_keys.api_keys())
         rows = [(key_id.decode(), await self._row(key_id.decode())) for key_id in ids]
         issued = [_record(key_id, row) for key_id, row in rows if row]
         return sorted([*issued, *await self._listed()], key=lambda record: record.created_at)
 
     async def last_uses(self) -> dict[str, float]:
         """Return the time of each key's last use in s since the epoch, accurate to USE_NOTED_S."""
-        found = await self._redis.hgetall(tenant_keys.key_uses())
+        found = await self._redis.hgetall(redis_keys.key_uses())
         return {key_id.decode(): float(at) for key_id, at in found.items()}
 
     async def _note_use(self, key: KeyRecord) -> None:
@@ -282,15 +282,15 @@ class Tenants:
         _trim(self._used_at)
         self._used_at[key.id] = now
         with suppress(*CONNECTION_LOST):  # a chosen key is valid without Redis
-            await self._redis.hset(tenant_keys.key_uses(), key.id, f"{now:.0f}")
+            await self._redis.hset(redis_keys.key_uses(), key.id, f"{now:.0f}")
 
     async def is_known(self, tenant: TenantId) -> bool:
         """Return True if a tenant ever had a key, or has a session."""
-        is_named = await self._redis.hexists(tenant_keys.tenant_names(), tenant)
-        return bool(is_named or await self._redis.exists(tenant_keys.tenant_sessions(tenant)))
+        is_named = await self._redis.hexists(redis_keys.tenant_names(), tenant)
+        return bool(is_named or await self._redis.exists(redis_keys.tenant_sessions(tenant)))
 
     async def _listed(self) -> list[KeyRecord]:
-        found = await self._redis.hvals(tenant_keys.settings_keys())
+        found = await self._redis.hvals(redis_keys.settings_keys())
         return [decode(KeyRecord, json.loads(record)) for record in found]
 
     async def _whose(self, chosen: ChosenKey) -> KeyRecord:
@@ -299,14 +299,14 @@ class Tenants:
         fresh = KeyRecord(
             id=secrets.token_hex(8), tenant=new_tenant(), name="", created_at=time.time(), not_after=None, prefix=""
         )
-        await self._redis.hsetnx(tenant_keys.chosen_keys(), digest, encode(fresh))
-        known = json.loads(await self._redis.hget(tenant_keys.chosen_keys(), digest) or b"")
+        await self._redis.hsetnx(redis_keys.chosen_keys(), digest, encode(fresh))
+        known = json.loads(await self._redis.hget(redis_keys.chosen_keys(), digest) or b"")
         row = {**known, "name": chosen.name, "prefix": chosen.prefix, "in_settings": True}
         return decode(KeyRecord, row)
 
     async def _row(self, key_id: str) -> dict[str, str]:
         """Return the row of an issued key; empty if it does not exist."""
-        found = await self._redis.hgetall(tenant_keys.api_key(key_id))
+        found = await self._redis.hgetall(redis_keys.api_key(key_id))
         return {field.decode(): value.decode() for field, value in found.items()}
 
 
@@ -314,7 +314,7 @@ async def signing_keys(connection: Connection) -> tuple[bytes, bytes]:
     """Return the secret that signs links and tokens in every API process, and the previous one. The previous
     one's signatures are still valid.
     """
-    name = tenant_keys.signing_secret()
+    name = redis_keys.signing_secret()
     for half in ("current", "previous"):
         await connection.hsetnx(name, half, secrets.token_bytes(_SIGNING_KEY_BYTES))
     current, previous = await connection.hmget(name, ["current", "previous"])

@@ -8,8 +8,8 @@ from datetime import UTC, date, datetime
 from enum import StrEnum
 
 from cotrain.wire.admin import AuditEvent as AuditEntry
+from cotrain_store import redis_keys
 from cotrain_store.errors import StoreError, StoreUnavailable
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.redis_client.connection import Connection
@@ -119,7 +119,7 @@ class Audit:
         key_name: str,
     ) -> dict[str, bytes]:
         """Write a line into each of its streams; return their ids."""
-        streams = [tenant_keys.audit_of_all(), *([tenant_keys.audit(tenant)] if tenant else [])]
+        streams = [redis_keys.audit_of_all(), *([redis_keys.audit(tenant)] if tenant else [])]
         args = {
             "event": str(event), "details": json.dumps(dict(details)), "tenant": tenant or "",
             "key_id": key_id, "key_name": key_name, "kept": EVENTS_KEPT,
@@ -128,7 +128,7 @@ class Audit:
 
     async def page(self, tenant: TenantId | None, before: str | None, limit: int) -> list[AuditEntry]:
         """Return events, newest first, of one tenant or of all. `before` is the id of the last event already read."""
-        name = tenant_keys.audit(tenant) if tenant else tenant_keys.audit_of_all()
+        name = redis_keys.audit(tenant) if tenant else redis_keys.audit_of_all()
         rows = await self._redis.xrevrange(name, f"({before}" if before else "+", "-", limit)
         return [_entry(entry, fields) for entry, fields in rows]
 
@@ -136,7 +136,7 @@ class Audit:
         """Return the events of one day (UTC), oldest first, optionally of one resource."""
         start_ms = int(datetime(day.year, day.month, day.day, tzinfo=UTC).timestamp()) * 1000
         first, last = max(0, start_ms), max(0, start_ms + _DAY_MS - 1)
-        rows = await self._redis.xrange(tenant_keys.audit(tenant), first, last)
+        rows = await self._redis.xrange(redis_keys.audit(tenant), first, last)
         entries = [_entry(name, fields) for name, fields in rows]
         return [entry for entry in entries if entry.event.startswith(f"{resource}_" if resource else "")]
 

@@ -9,15 +9,13 @@ from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import RunNotFound
-from cotrain_store.keys import run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, decode
-from cotrain_store.messages.ops import run_record, session_record
-from cotrain_store.messages.runs import RunRecord, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord, run_record, session_record
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
 from cotrain_store.tenants.records import Records
-from cotrain_store.weights.checkpoints import Checkpoints
+from cotrain_store.weights import Checkpoints
 
 Item = TypeVar("Item")
 READ_AT_ONCE = 100
@@ -61,14 +59,14 @@ class Catalog:
             return in_project and (among is None or run in among)
 
         keep = None if sessions is None and among is None else is_shown
-        page = await self._page(tenant_keys.training_runs(tenant), offset, limit, keep)
+        page = await self._page(redis_keys.training_runs(tenant), offset, limit, keep)
         runs = await self._run_records(RunId(name) for name in page.items)
         return Page(tuple(await self._own_entries(runs)), page.total_count)
 
     async def accessible_runs(self, tenant: TenantId, offset: int, limit: int) -> Page[RunEntry]:
         """Return a page of a tenant's runs, and of others' runs with a published checkpoint."""
         await self._checkpoints.strike_expired(tenant)
-        own = await self._redis.zrange(tenant_keys.training_runs(tenant), 0, -1, withscores=True)
+        own = await self._redis.zrange(redis_keys.training_runs(tenant), 0, -1, withscores=True)
         published = await self._published()
         others = [run for run in await self._run_records(published) if run.tenant != tenant]
         created_at = {RunId(name.decode()): score for name, score in own}
@@ -104,7 +102,7 @@ class Catalog:
             if not published:
                 raise
             return published
-        names = await self._redis.zrange(weights_keys.run_checkpoints(own.id), 0, -1, desc=True)
+        names = await self._redis.zrange(redis_keys.run_checkpoints(own.id), 0, -1, desc=True)
         return await self._checkpoint_records(f"{own.id}/{name.decode()}" for name in names)
 
     async def checkpoints(
@@ -112,7 +110,7 @@ class Catalog:
     ) -> Page[CheckpointRecord]:
         """Return a page of a tenant's checkpoints, filtered by `keep` on `<run>/<kind>/<name>`."""
         await self._checkpoints.strike_expired(tenant)
-        page = await self._page(weights_keys.tenant_checkpoints(tenant), offset, limit, keep)
+        page = await self._page(redis_keys.tenant_checkpoints(tenant), offset, limit, keep)
         return Page(tuple(await self._checkpoint_records(page.items)), page.total_count)
 
     async def search_checkpoints(
@@ -127,7 +125,7 @@ class Catalog:
         A position is the time in µs and the member of the last checkpoint. It is None at the end.
         """
         await self._checkpoints.strike_expired(tenant)
-        rows = await self._redis.zrange(weights_keys.tenant_checkpoints(tenant), 0, -1, withscores=True)
+        rows = await self._redis.zrange(redis_keys.tenant_checkpoints(tenant), 0, -1, withscores=True)
         newest_first = sorted(((round(score * 1_000_000), name.decode()) for name, score in rows), reverse=True)
         left = [each for each in newest_first if after is None or each < after]
         found: list[tuple[CheckpointRecord, RunRecord]] = []
@@ -153,12 +151,12 @@ class Catalog:
 
     async def sessions(self, tenant: TenantId, offset: int, limit: int) -> tuple[SessionId, ...]:
         """Return a page of sessions."""
-        page = await self._page(tenant_keys.tenant_sessions(tenant), offset, limit)
+        page = await self._page(redis_keys.tenant_sessions(tenant), offset, limit)
         return tuple(SessionId(name) for name in page.items)
 
     async def session_runs(self, session: SessionId) -> list[RunId]:
         """Return the runs of a session, in order of creation. The caller has checked the tenant."""
-        members = await self._redis.smembers(tenant_keys.session_runs(session))
+        members = await self._redis.smembers(redis_keys.session_runs(session))
         return sorted((RunId(member.decode()) for member in members), key=lambda run: (len(run), run))
 
     async def session_records(self, sessions: Iterable[SessionId]) -> dict[SessionId, SessionRecord]:
@@ -166,7 +164,7 @@ class Catalog:
         names = list(sessions)
         pipeline = self._redis.pipeline(transaction=False)
         for name in names:
-            pipeline.hgetall(tenant_keys.session(name))
+            pipeline.hgetall(redis_keys.session(name))
         rows = zip(names, await pipeline.execute(), strict=True)
         return {name: session_record(row) for name, row in rows if row}
 
@@ -186,7 +184,7 @@ class Catalog:
         """Return the entries of runs, with their newest checkpoints."""
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.zrange(weights_keys.run_checkpoints(run.id), 0, -1, desc=True)
+            pipeline.zrange(redis_keys.run_checkpoints(run.id), 0, -1, desc=True)
         rows = await pipeline.execute()
         newest = [_newest_of_each_kind(run.id, names) for run, names in zip(runs, rows, strict=True)]
         found = await self._checkpoint_records(member for members in newest for member in members)
@@ -195,18 +193,18 @@ class Catalog:
     async def _run_records(self, runs: Iterable[RunId]) -> list[RunRecord]:
         pipeline = self._redis.pipeline(transaction=False)
         for run in runs:
-            pipeline.hgetall(run_keys.run(run))
+            pipeline.hgetall(redis_keys.run(run))
         return [run_record(row) for row in await pipeline.execute()]
 
     async def _checkpoint_records(self, members: Iterable[str]) -> list[CheckpointRecord]:
         """Return checkpoints, without those deleted since they were listed."""
-        names = [weights_keys.checkpoint(*_parts(member)) for member in members]
+        names = [redis_keys.checkpoint(*_parts(member)) for member in members]
         rows = await self._redis.mget(names) if names else []
         return [decode(CheckpointRecord, json.loads(row)) for row in rows if row]
 
     async def _published(self) -> dict[RunId, list[CheckpointRecord]]:
         """Return all published checkpoints by run, newest first."""
-        members = await self._redis.smembers(weights_keys.published())
+        members = await self._redis.smembers(redis_keys.published())
         records = await self._checkpoint_records(member.decode() for member in members)
         by_run: dict[RunId, list[CheckpointRecord]] = {}
         for record in sorted(records, key=lambda record: record.created_at, reverse=True):
@@ -214,7 +212,7 @@ class Catalog:
         return by_run
 
     async def _sessions_in(self, tenant: TenantId, project: str) -> frozenset[str]:
-        members = await self._redis.zrange(tenant_keys.tenant_sessions(tenant), 0, -1)
+        members = await self._redis.zrange(redis_keys.tenant_sessions(tenant), 0, -1)
         sessions = await self.session_records(SessionId(member.decode()) for member in members)
         return frozenset(name for name, found in sessions.items() if found.project_id == project)
 
@@ -240,13 +238,13 @@ def _parts(member: str) -> tuple[RunId, str, str]:
 
 async def name_tenant(connection: Connection, tenant: TenantId, name: str) -> None:
     """Set a tenant's display name from its first key; later names are ignored."""
-    await connection.hsetnx(tenant_keys.tenant_names(), tenant, name)
+    await connection.hsetnx(redis_keys.tenant_names(), tenant, name)
 
 
 async def tenant_names(connection: Connection, tenants: Collection[TenantId]) -> dict[TenantId, str]:
     """Return display names, without tenants that never had a key."""
     ids = sorted(tenants)
-    return _named(ids, await connection.hmget(tenant_keys.tenant_names(), ids)) if ids else {}
+    return _named(ids, await connection.hmget(redis_keys.tenant_names(), ids)) if ids else {}
 
 
 #: Maximum length of a list of tenants to choose from.
@@ -255,9 +253,9 @@ TENANTS_OFFERED = 500
 
 async def offered_tenants(connection: Connection) -> dict[TenantId, str]:
     """Return the display names of all tenants, sorted; nothing above TENANTS_OFFERED."""
-    if await connection.hlen(tenant_keys.tenant_names()) > TENANTS_OFFERED:
+    if await connection.hlen(redis_keys.tenant_names()) > TENANTS_OFFERED:
         return {}
-    rows = await connection.hgetall(tenant_keys.tenant_names())
+    rows = await connection.hgetall(redis_keys.tenant_names())
     names = {TenantId(id_.decode()): name.decode() for id_, name in rows.items()}
     return dict(sorted(names.items(), key=lambda row: (row[1].casefold(), row[0])))
 
@@ -274,7 +272,7 @@ class TenantNames:
         unknown = sorted(set(tenants) - self._known.keys())
         if unknown:
             try:
-                found = self._redis.hmget(tenant_keys.tenant_names(), unknown)
+                found = self._redis.hmget(redis_keys.tenant_names(), unknown)
             except CONNECTION_LOST:
                 found = [None] * len(unknown)
             self._known.update(_named(unknown, found))

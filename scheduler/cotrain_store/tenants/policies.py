@@ -1,24 +1,69 @@
-"""Limits, fair-queueing weights and pauses that the operator set for tenants and runs.
+"""Policies for tenants and runs: limits, fair-queueing weights and pauses, and the bytes that runs hold.
 
-The scheduler, workers and polls read these records.
+The operator sets them; the scheduler, workers and polls read them. The bytes of a run are known before it is made, and
+counted until its last file is deleted.
 """
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import RunClosed
-from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.messages.fleet import WEIGHT, Pause, Pauses
 from cotrain_store.messages.ids import RunId, TenantId, decode, encode
-from cotrain_store.messages.runs import RunRecord
+from cotrain_store.messages.runs import HISTORY_POINTS, LoraSpec, PoolRecord, RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
+#: Bytes for each trained value: weight, gradient and both moments of Adam, 4 bytes each.
+BYTES_PER_VALUE = 4 * 4
+#: Recovery copies on disk: the newest one and its predecessor.
+RECOVERY_COPIES = 2
+#: Copies counted for a run: the recovery copies, and the run in a worker's memory, on or off the device.
+STATES_KEPT = RECOVERY_COPIES + 1
+#: Minimum of the default quota of a tenant, in bytes.
+LEAST_QUOTA = 200_000_000_000
+#: Number of runs that the default quota allows at the largest rank on the largest base model served.
+LARGEST_RUNS = 8
 _Limits = TypeVar("_Limits")
 LimitsOf: TypeAlias = Callable[[TenantId], Awaitable[_Limits]]
 """Function that returns the current limits of a tenant."""
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """Limits of one tenant on pending work in one pool, and on live runs and records."""
+
+    ops: int = 512
+    tokens: int = 8_000_000
+    bytes: int = 1_000_000_000
+    runs: int = 1_000
+    unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
+    samplers: int = 10_000  # number of samplers in all pools, including those of pending saves
+    sampler_bytes: int = 100_000_000_000
+    """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new
+    ones.
+    """
+    run_bytes: int = 0  # bytes that live runs hold; 0 for `default_quota`
+    record_bytes: int = 200_000_000
+    """Bytes of records of sessions and runs, which are kept permanently."""
+    history_points: int = HISTORY_POINTS
+    """Points in the histories of all runs, in all pools. Above the limit, the least recently
+    extended histories are deleted.
+    """
+
+
+@dataclass(frozen=True)
+class RunWeight:
+    """Size of a run and its limits; all in bytes."""
+
+    bytes: int  # all bytes counted for the run
+    disk_bytes: int  # bytes of its recovery copies
+    quota: int  # limit of all runs of its tenant
+    free_bytes: int  # free bytes of the disk, above the reserve
 
 
 class Policies:
@@ -30,30 +75,30 @@ class Policies:
 
     async def limits(self, tenant: TenantId) -> dict[str, int]:
         """Return a tenant's own limits by the names of quotas."""
-        row = await self._redis.hgetall(tenant_keys.limits(tenant))
+        row = await self._redis.hgetall(redis_keys.limits(tenant))
         return {name.decode(): int(number) for name, number in row.items()}
 
     async def set_limits(self, tenant: TenantId, given: Mapping[str, int | None]) -> None:
         """Set the given limits atomically; None restores the default."""
         numbers = {quota: str(number) for quota, number in given.items() if number is not None}
         back = sorted(given.keys() - numbers.keys())
-        await self._tenant_limits([tenant_keys.limits(tenant)], {"numbers": numbers, "back": back})
+        await self._tenant_limits([redis_keys.limits(tenant)], {"numbers": numbers, "back": back})
 
     async def weight(self, tenant: TenantId) -> float:
         """Return a tenant's weight."""
-        return float(await self._redis.hget(tenant_keys.weights(), tenant) or WEIGHT)
+        return float(await self._redis.hget(redis_keys.tenant_weights(), tenant) or WEIGHT)
 
     async def set_weight(self, tenant: TenantId, weight: float) -> None:
         """Set a tenant's weight. The default weight deletes the record."""
         if weight == WEIGHT:
-            await self._redis.hdel(tenant_keys.weights(), tenant)
+            await self._redis.hdel(redis_keys.tenant_weights(), tenant)
         else:
-            await self._redis.hset(tenant_keys.weights(), tenant, repr(weight))
+            await self._redis.hset(redis_keys.tenant_weights(), tenant, repr(weight))
 
 
 async def read_weights(connection: Connection) -> dict[TenantId, float]:
     """Return the weights of all tenants whose weight differs from the default."""
-    rows = await connection.hgetall(tenant_keys.weights())
+    rows = await connection.hgetall(redis_keys.tenant_weights())
     return {TenantId(tenant.decode()): float(weight) for tenant, weight in rows.items()}
 
 
@@ -67,28 +112,28 @@ class PauseRecords:
     async def pause_tenant(self, tenant: TenantId, reason: str = "") -> None:
         """Exclude a tenant's ops and sample requests from now on; planned or claimed ones finish as usual."""
         pause = encode(Pause(time.time(), reason))
-        await self._redis.hset(tenant_keys.paused_tenants(), tenant, pause)
+        await self._redis.hset(redis_keys.paused_tenants(), tenant, pause)
 
     async def resume_tenant(self, tenant: TenantId) -> bool:
         """Resume a tenant. Return False if it was not paused."""
-        return bool(await self._redis.hdel(tenant_keys.paused_tenants(), tenant))
+        return bool(await self._redis.hdel(redis_keys.paused_tenants(), tenant))
 
     async def pause_run(self, run: RunRecord, reason: str = "") -> None:
         """Exclude the ops of a run from now on; raises RunClosed if it has ended."""
-        script_keys = [run_keys.log(run.pool, run.id), tenant_keys.paused_runs()]
+        script_keys = [redis_keys.log(run.pool, run.id), redis_keys.paused_runs()]
         pause = encode(Pause(time.time(), reason, run.tenant))
         if await self._pause_run(script_keys, {"run": run.id, "pause": pause}) == b"CLOSED":
             raise RunClosed
 
     async def resume_run(self, run: RunRecord) -> bool:
         """Resume a run. Return False if it was not paused."""
-        return bool(await self._redis.hdel(tenant_keys.paused_runs(), run.id))
+        return bool(await self._redis.hdel(redis_keys.paused_runs(), run.id))
 
 
 async def read_pauses(connection: Connection) -> Pauses:
     """Return the paused tenants and runs."""
-    tenants = await connection.hgetall(tenant_keys.paused_tenants())
-    runs = await connection.hgetall(tenant_keys.paused_runs())
+    tenants = await connection.hgetall(redis_keys.paused_tenants())
+    runs = await connection.hgetall(redis_keys.paused_runs())
     return Pauses(
         {TenantId(name): pause for name, pause in _pauses(tenants).items()},
         {RunId(name): pause for name, pause in _pauses(runs).items()},
@@ -97,3 +142,46 @@ async def read_pauses(connection: Connection) -> Pauses:
 
 def _pauses(rows: Mapping[bytes, bytes]) -> dict[str, Pause]:
     return {name.decode(): decode(Pause, json.loads(row)) for name, row in rows.items()}
+
+
+async def run_bytes(connection: Connection, tenant: TenantId) -> int:
+    """Return the bytes that a tenant's runs hold."""
+    return int(await connection.zscore(redis_keys.run_bytes(), tenant) or 0)
+
+
+async def largest_run_bytes(connection: Connection, most: int) -> dict[TenantId, int]:
+    """Return the bytes held by runs, for the tenants with the most."""
+    rows = await connection.zrange(redis_keys.run_bytes(), 0, most - 1, desc=True, withscores=True)
+    return {TenantId(name.decode()): int(weight) for name, weight in rows}
+
+
+def weigh_run(
+    lora: LoraSpec, pool: PoolRecord, pools: Iterable[PoolRecord], quota: int, free_bytes: int
+) -> RunWeight | None:
+    """Return the weight of a run before it is made; None if its pool does not report the sizes.
+
+    `quota` 0 is the default one; `free_bytes` are those of the disk above its reserve.
+    """
+    state = state_bytes(lora, pool)
+    if not state:
+        return None
+    return RunWeight(
+        bytes=STATES_KEPT * state,
+        disk_bytes=RECOVERY_COPIES * state,
+        quota=quota or default_quota(pools),
+        free_bytes=max(0, free_bytes),
+    )
+
+
+def state_bytes(lora: LoraSpec, pool: PoolRecord) -> int:
+    """Return the bytes of a run's state. A recovery copy also has a header and alignment gaps (< 1 %)."""
+    trains = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+    trains["experts"] = lora.train_mlp and lora.per_expert
+    width = sum(width for family, width in pool.lora_widths.items() if trains[family])
+    return BYTES_PER_VALUE * lora.rank * width
+
+
+def default_quota(pools: Iterable[PoolRecord]) -> int:
+    """Return the bytes that one tenant's runs may hold without a quota of its own."""
+    largest = max((BYTES_PER_VALUE * pool.max_rank * sum(pool.lora_widths.values()) for pool in pools), default=0)
+    return max(LEAST_QUOTA, LARGEST_RUNS * STATES_KEPT * largest)

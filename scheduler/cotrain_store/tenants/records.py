@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import (
     BaseModelNotServed,
     CheckpointNotFound,
@@ -22,11 +23,21 @@ from cotrain_store.errors import (
     SamplerNotFound,
     SeqConflict,
 )
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, SessionId, TenantId, WeightsRef, decode, encode
-from cotrain_store.messages.ops import WEIGHTS_FIELDS, pool_record, run_record, session_record, weights_record
-from cotrain_store.messages.runs import FinishReason, PoolRecord, RunRecord, SamplerRecord, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.runs import (
+    WEIGHTS_FIELDS,
+    CheckpointRecord,
+    FinishReason,
+    PoolRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionRecord,
+    WeightsRecord,
+    pool_record,
+    run_record,
+    session_record,
+    weights_record,
+)
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.policies import LimitsOf
@@ -98,13 +109,13 @@ class Records:
         )
         limits = await self._limits_of(tenant)
         script_keys = [
-            tenant_keys.session(session.id), tenant_keys.tenant_sessions(tenant),
-            tenant_keys.living_sessions(tenant),
+            redis_keys.session(session.id), redis_keys.tenant_sessions(tenant),
+            redis_keys.living_sessions(tenant),
         ]  # fmt: skip
         args = {
             "session": session.id, "tenant": tenant, "record": encode(session), "key": key_id,
             "created_at": session.created_at, "now_ms": int(session.created_at * 1000),
-            "heartbeat_ttl_ms": tenant_keys.SESSION_HEARTBEAT_TTL_MS,
+            "heartbeat_ttl_ms": redis_keys.SESSION_HEARTBEAT_TTL_MS,
             "max_sessions": limits.sessions, "max_record_bytes": limits.record_bytes,
         }  # fmt: skip
         answer = await self._session(script_keys, args)
@@ -119,13 +130,13 @@ class Records:
 
     async def check_record_quota(self, tenant: TenantId) -> None:
         """Raise RECORD_QUOTA_REACHED if no further session or run of a tenant may be recorded."""
-        kept = await self._redis.get(tenant_keys.record_bytes(tenant))
+        kept = await self._redis.get(redis_keys.record_bytes(tenant))
         if int(kept or 0) >= (await self._limits_of(tenant)).record_bytes:
             raise Refused(Reason.RECORD_QUOTA_REACHED)
 
     async def session(self, tenant: TenantId, session_id: str) -> SessionRecord:
         """Return a session. Raises SESSION_NOT_FOUND."""
-        row = await self._row(tenant_keys.session(SessionId(session_id)), session_id)
+        row = await self._row(redis_keys.session(SessionId(session_id)), session_id)
         if not row:
             raise Refused(Reason.SESSION_NOT_FOUND)
         session = session_record(row)
@@ -147,22 +158,22 @@ class Records:
     async def assign_project(self, tenant: TenantId, session_id: str, project_id: str) -> None:
         """Assign a session and its contents to a project. Raises SESSION_NOT_FOUND."""
         session = await self.session(tenant, session_id)
-        await self._redis.hset(tenant_keys.session(session.id), "project_id", project_id)
+        await self._redis.hset(redis_keys.session(session.id), "project_id", project_id)
 
     async def finish(self, tenant: TenantId, session_id: str, reason: FinishReason) -> tuple[RunId, ...]:
         """End a session and return its runs, which the caller must close. The first reason is kept."""
         session = await self.session(tenant, session_id)
-        name = tenant_keys.session(session.id)
+        name = redis_keys.session(session.id)
         await self._redis.hsetnx(name, "reason", reason)
         # Last, so that a finished session always has a reason.
         await self._redis.hsetnx(name, "finished_at", repr(time.time()))
-        await self._redis.zrem(tenant_keys.living_sessions(tenant), session.id)
-        members = await self._redis.smembers(tenant_keys.session_runs(session.id))
+        await self._redis.zrem(redis_keys.living_sessions(tenant), session.id)
+        members = await self._redis.smembers(redis_keys.session_runs(session.id))
         return tuple(sorted(RunId(member.decode()) for member in members))
 
     async def run(self, tenant: TenantId, run_id: str) -> RunRecord:
         """Return a run. Raises RunNotFound."""
-        return _own_run(await self._row(run_keys.run(RunId(run_id)), run_id), tenant)
+        return _own_run(await self._row(redis_keys.run(RunId(run_id)), run_id), tenant)
 
     async def run_with(
         self, tenant: TenantId, run_id: str, send: Callable[[], Awaitable[_Answer]]
@@ -170,19 +181,19 @@ class Records:
         """Return a run, and the answer to a command that `send` sends, in one round trip. Raises RunNotFound."""
         if not _ID.fullmatch(run_id):
             raise RunNotFound
-        row, answer = await asyncio.gather(self._redis.hgetall(run_keys.run(RunId(run_id))), send())
+        row, answer = await asyncio.gather(self._redis.hgetall(redis_keys.run(RunId(run_id))), send())
         return _own_run(row, tenant), answer
 
     async def run_and_pool(self, tenant: TenantId, run_id: str) -> tuple[RunRecord, PoolRecord]:
         """Return a run and the pool of its base model. Raises RunNotFound or BaseModelNotServed."""
-        run, rows = await self.run_with(tenant, run_id, lambda: self._redis.hgetall(fleet_keys.pools()))
+        run, rows = await self.run_with(tenant, run_id, lambda: self._redis.hgetall(redis_keys.pools()))
         if run.pool.encode() not in rows:
             raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
         return run, pool_record(rows[run.pool.encode()])
 
     async def pools(self) -> tuple[PoolRecord, ...]:
         """Return the pools of all base models that are or were served, sorted by name."""
-        rows = await self._redis.hvals(fleet_keys.pools())
+        rows = await self._redis.hvals(redis_keys.pools())
         return tuple(sorted((pool_record(row) for row in rows), key=lambda pool: pool.base_model))
 
     async def served_pools(self) -> tuple[PoolRecord, ...]:
@@ -208,12 +219,12 @@ class Records:
 
     async def pool(self, pool_id: PoolId) -> PoolRecord | None:
         """Return the pool of an id, or None."""
-        row = await self._redis.hget(fleet_keys.pools(), pool_id)
+        row = await self._redis.hget(redis_keys.pools(), pool_id)
         return pool_record(row) if row else None
 
     async def sampler(self, tenant: TenantId, sampler: str) -> SamplerRecord:
         """Return a sampler. Raises SamplerNotFound."""
-        text = await self._redis.get(run_keys.sampler(SamplerId(sampler))) if _SAMPLER_ID.fullmatch(sampler) else None
+        text = await self._redis.get(redis_keys.sampler(SamplerId(sampler))) if _SAMPLER_ID.fullmatch(sampler) else None
         record = decode(SamplerRecord, json.loads(text)) if text else None
         if record is None or record.tenant != tenant:
             raise SamplerNotFound
@@ -230,14 +241,14 @@ class Records:
         """
         weights = record.weights or WeightsRef("")
         script_keys = [
-            run_keys.sampler(record.id), tenant_keys.session(record.session),
-            weights_keys.weights(weights), weights_keys.weights_users(weights),
-            tenant_keys.session_samplers(record.session),
+            redis_keys.sampler(record.id), redis_keys.session(record.session),
+            redis_keys.weights(weights), redis_keys.weights_users(weights),
+            redis_keys.session_samplers(record.session),
         ]  # fmt: skip
         args = {
             "sampler": record.id, "tenant": record.tenant, "record": encode(record),
             "has_weights": record.weights is not None,
-            "idle_ms": run_keys.sampler_idle_ms(ephemeral=record.ephemeral),
+            "idle_ms": redis_keys.sampler_idle_ms(ephemeral=record.ephemeral),
             "max_samplers": (await self._limits_of(record.tenant)).samplers,
         }  # fmt: skip
         answer = await self._sampler(script_keys, args)
@@ -254,8 +265,8 @@ class Records:
 
     async def samplers_of(self, session: SessionId) -> tuple[SamplerRecord, ...]:
         """Return the live samplers of a session, oldest first. The session must have been read through its tenant."""
-        members = await self._redis.smembers(tenant_keys.session_samplers(session))
-        names = [run_keys.sampler(SamplerId(member.decode())) for member in members]
+        members = await self._redis.smembers(redis_keys.session_samplers(session))
+        names = [redis_keys.sampler(SamplerId(member.decode())) for member in members]
         rows = await self._redis.mget(names) if names else []
         living = [decode(SamplerRecord, json.loads(row)) for row in rows if row]
         return tuple(sorted(living, key=lambda sampler: sampler.created_at))
@@ -270,7 +281,7 @@ class Records:
         named = _PATH.fullmatch(path)
         if not named or ".." in named["name"]:
             raise MalformedPath
-        name = weights_keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
+        name = redis_keys.checkpoint(RunId(named["run"]), named["kind"], named["name"])
         text = await self._redis.get(name)
         record = decode(CheckpointRecord, json.loads(text)) if text else None
         if record is None or not (record.public or record.tenant == tenant):
@@ -279,7 +290,7 @@ class Records:
 
     async def weights(self, ref: WeightsRef) -> WeightsRecord:
         """Return the record of weights. Raises CheckpointNotFound if they were deleted."""
-        row = await self._redis.hmget(weights_keys.weights(ref), WEIGHTS_FIELDS)
+        row = await self._redis.hmget(redis_keys.weights(ref), WEIGHTS_FIELDS)
         if row[0] is None:
             raise CheckpointNotFound
         return weights_record(row)
@@ -292,10 +303,10 @@ class Records:
         return row
 
     async def _mark_alive(self, session: SessionRecord) -> None:
-        now, ttl_ms = time.time(), tenant_keys.SESSION_HEARTBEAT_TTL_MS
+        now, ttl_ms = time.time(), redis_keys.SESSION_HEARTBEAT_TTL_MS
         async with self._redis.pipeline() as pipeline:
-            pipeline.set(tenant_keys.session_heartbeat(session.id), repr(now), px=ttl_ms)
-            pipeline.zadd(tenant_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms})
+            pipeline.set(redis_keys.session_heartbeat(session.id), repr(now), px=ttl_ms)
+            pipeline.zadd(redis_keys.living_sessions(session.tenant), {session.id: int(now * 1000) + ttl_ms})
             await pipeline.execute()
 
 

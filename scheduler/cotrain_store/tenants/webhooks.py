@@ -8,19 +8,44 @@ outcome is repeated: delivery is at least once.
 import secrets
 import time
 from base64 import b64encode
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 from cotrain.wire.usage import Webhook
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused
-from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 
 _COUNTS = ("delivered", "retried", "given_up", "dropped")
 SECRET_PREFIX = "whsec_"  # noqa: S105  # how the secret begins, and none
+
+
+class Outcome(StrEnum):
+    """Outcome of an attempt to deliver an event."""
+
+    #: Answered with 2xx.
+    DELIVERED = "delivered"
+    #: Will be tried again later.
+    RETRIED = "retried"
+    #: Failed for a day.
+    GIVEN_UP = "given_up"
+
+
+@dataclass(frozen=True)
+class DueEvent:
+    """An event that is due for delivery."""
+
+    tenant: TenantId
+    url: str
+    secret: str
+    id: str
+    body: bytes
+    attempts: int  # number of earlier attempts
+    age_s: float
 
 
 class Webhooks:
@@ -45,7 +70,7 @@ class Webhooks:
         """
         secret = SECRET_PREFIX + b64encode(secrets.token_bytes(32)).decode()
         row = {"url": url, "secret": secret, "created_at": repr(time.time())}
-        name = tenant_keys.webhook(tenant)
+        name = redis_keys.webhook(tenant)
         if drift_above is None:
             await self._redis.hdel(name, "drift_above")
         else:
@@ -57,7 +82,7 @@ class Webhooks:
 
     async def find(self, tenant: TenantId) -> Webhook:
         """Return a tenant's webhook, without its secret; raises WEBHOOK_NOT_FOUND."""
-        row = await self._redis.hgetall(tenant_keys.webhook(tenant))
+        row = await self._redis.hgetall(redis_keys.webhook(tenant))
         if not row:
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
         text = {name.decode(): value.decode() for name, value in row.items()}
@@ -66,7 +91,7 @@ class Webhooks:
             url=text["url"],
             drift_above=float(text["drift_above"]) if "drift_above" in text else None,
             created_at=datetime.fromtimestamp(float(text["created_at"]), UTC),
-            waiting=int(await self._redis.hlen(tenant_keys.events(tenant))),
+            waiting=int(await self._redis.hlen(redis_keys.events(tenant))),
             last_at=datetime.fromtimestamp(float(last_at), UTC) if last_at else None,
             **{name: int(text.get(name, 0)) for name in _COUNTS},
             **{name: text.get(name) or None for name in ("last_event", "last_outcome", "last_answer")},
@@ -74,7 +99,7 @@ class Webhooks:
 
     async def remove(self, tenant: TenantId) -> None:
         """Delete a tenant's webhook and its events; raises WEBHOOK_NOT_FOUND."""
-        script_keys = [*_keys_of(tenant), tenant_keys.due_tenants()]
+        script_keys = [*_keys_of(tenant), redis_keys.due_tenants()]
         if not await self._remove(script_keys, {"tenant": tenant}):
             raise Refused(Reason.WEBHOOK_NOT_FOUND)
 
@@ -92,8 +117,8 @@ class Webhooks:
 
     async def lead(self) -> bool:
         """Acquire or renew the lease of the sender. Return True if this process holds it."""
-        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": tenant_keys.LEASE_MS}
-        answer = await self._lease([tenant_keys.lease(), tenant_keys.epoch()], args)
+        args = {"name": self._process, "epoch": self._epoch, "ttl_ms": redis_keys.WEBHOOK_LEASE_MS}
+        answer = await self._lease([redis_keys.webhook_lease(), redis_keys.webhook_epoch()], args)
         self._epoch = answer.decode()
         return bool(self._epoch)
 
@@ -113,17 +138,17 @@ class Webhooks:
         }  # fmt: skip
         if outcome is Outcome.RETRIED:
             args["retry_in_ms"] = int(retry_in_s * 1000)
-        script_keys = [tenant_keys.epoch(), *_keys_of(event.tenant), tenant_keys.due_tenants()]
+        script_keys = [redis_keys.webhook_epoch(), *_keys_of(event.tenant), redis_keys.due_tenants()]
         await self._tried(script_keys, args)
 
     async def _read(self, args: dict[str, Any]) -> list[DueEvent]:
-        rows = await self._due([tenant_keys.epoch(), tenant_keys.due_tenants()], args)
+        rows = await self._due([redis_keys.webhook_epoch(), redis_keys.due_tenants()], args)
         return [_due_event(*row) for row in rows]
 
 
 def _keys_of(tenant: TenantId) -> list[str]:
     return [
-        tenant_keys.webhook(tenant), tenant_keys.events(tenant), tenant_keys.due_events(tenant),
+        redis_keys.webhook(tenant), redis_keys.events(tenant), redis_keys.due_events(tenant),
     ]  # fmt: skip
 
 

@@ -11,15 +11,14 @@ from cotrain_server.administration.tenant_grants import list_keys
 from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.views.usage import total_of
-from cotrain_store.keys import run_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.messages.fleet import Pause as StoredPause
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
-from cotrain_store.tenants.policies import read_pauses, read_weights
-from cotrain_store.tenants.run_bytes import default_quota
+from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
 from cotrain_store.tenants.usage import HOUR, UsageRow
 
 DAYS_SHOWN = 14
@@ -27,7 +26,7 @@ DAYS_SHOWN = 14
 
 async def list_tenants(services: Services, search: str, offset: int, limit: int) -> TenantList:
     """List the tenants whose name or id contains a text, by name. Only the tenants of the page are read in detail."""
-    rows = await services.connection.hgetall(tenant_keys.tenant_names())
+    rows = await services.connection.hgetall(redis_keys.tenant_names())
     names = {TenantId(tenant.decode()): name.decode() for tenant, name in rows.items()}
     wanted = search.casefold()
     found = sorted(
@@ -44,7 +43,7 @@ async def list_tenants(services: Services, search: str, offset: int, limit: int)
 
 async def show_tenant(services: Services, tenant: TenantId) -> TenantDetail:
     """Return all details of a tenant that is known to exist."""
-    name = await services.connection.hget(tenant_keys.tenant_names(), tenant)
+    name = await services.connection.hget(redis_keys.tenant_names(), tenant)
     (row,) = await _rows(services, {tenant: name.decode() if name else ""})
     pauses = await read_pauses(services.connection)
     return TenantDetail(
@@ -63,11 +62,11 @@ async def _rows(services: Services, names: Mapping[TenantId, str]) -> list[Tenan
     pools = await services.records.pools()
     pipeline = services.connection.pipeline(transaction=False)
     for tenant in names:
-        pipeline.scard(tenant_keys.tenant_runs(tenant))
-        pipeline.zscore(tenant_keys.run_bytes(), tenant)
+        pipeline.scard(redis_keys.tenant_runs(tenant))
+        pipeline.zscore(redis_keys.run_bytes(), tenant)
         for pool in pools:
-            pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens"])
-            pipeline.hmget(run_keys.sample_load(pool.id, tenant), ["waiting", "running"])
+            pipeline.hmget(redis_keys.queue(pool.id, tenant), ["ops", "tokens"])
+            pipeline.hmget(redis_keys.sample_load(pool.id, tenant), ["waiting", "running"])
     answers = await pipeline.execute()
     size = 2 + 2 * len(pools)
     rows = []
@@ -121,17 +120,17 @@ async def _used(services: Services, tenant: TenantId) -> dict[str, int]:
     redis = services.connection
     now_ms = await clock_ms(redis)
     pipeline = redis.pipeline(transaction=False)
-    pipeline.scard(tenant_keys.tenant_runs(tenant))
-    pipeline.zscore(tenant_keys.run_bytes(), tenant)
-    pipeline.get(tenant_keys.record_bytes(tenant))
-    pipeline.zcount(tenant_keys.living_sessions(tenant), int(time.time() * 1000), "+inf")
-    pipeline.zcount(tenant_keys.tenant_samplers(tenant), now_ms, "+inf")
-    pipeline.hget(tenant_keys.sampler_bytes(tenant), "bytes")
-    pipeline.hget(tenant_keys.history_points(tenant), "points")
+    pipeline.scard(redis_keys.tenant_runs(tenant))
+    pipeline.zscore(redis_keys.run_bytes(), tenant)
+    pipeline.get(redis_keys.record_bytes(tenant))
+    pipeline.zcount(redis_keys.living_sessions(tenant), int(time.time() * 1000), "+inf")
+    pipeline.zcount(redis_keys.tenant_samplers(tenant), now_ms, "+inf")
+    pipeline.hget(redis_keys.sampler_bytes(tenant), "bytes")
+    pipeline.hget(redis_keys.history_points(tenant), "points")
     pools = await services.records.pools()
     for pool in pools:
-        pipeline.hmget(run_keys.queue(pool.id, tenant), ["ops", "tokens", "bytes"])
-        pipeline.hmget(run_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
+        pipeline.hmget(redis_keys.queue(pool.id, tenant), ["ops", "tokens", "bytes"])
+        pipeline.hmget(redis_keys.sample_load(pool.id, tenant), ["waiting", "running", "tokens"])
     answers = [_number(answer) for answer in await pipeline.execute()]
     names = (
         "runs", "run_bytes", "record_bytes", "sessions", "samplers", "sampler_bytes", "history_points",

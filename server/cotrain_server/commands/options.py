@@ -14,8 +14,8 @@ from cotrain_server.supervisor.environment import opened
 from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough
 from cotrain_server.supervisor.gpus import gpus as visible_gpus
 from cotrain_store.blobs.opening import check_url
-from cotrain_store.listening import LAST_PORT
-from cotrain_store.settings.store import PREFIX
+from cotrain_store.process_start import LAST_PORT
+from cotrain_store.settings import PREFIX
 
 NEWER_PYTHON = (3, 14)
 DEFAULT_DATA_DIR = Path.home() / ".cotrain"

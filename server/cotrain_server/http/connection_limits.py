@@ -15,8 +15,8 @@ from typing import cast
 from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from cotrain_store.listening import plain_address
 from cotrain_store.monitoring import metrics
+from cotrain_store.process_start import plain_address
 
 #: From the first byte of a request's head to its last; from connecting to that first byte, too.
 HEAD_TIMEOUT_S = 30.0

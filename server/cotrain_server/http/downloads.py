@@ -24,7 +24,7 @@ from typing_extensions import override
 from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
 from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums
 from cotrain_store.errors import CheckpointNotFound, Reason, Refused, StoreUnavailable
-from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord, external_folder
+from cotrain_store.messages.runs import CheckpointRecord, WeightsRecord, external_folder
 
 log = structlog.get_logger()
 

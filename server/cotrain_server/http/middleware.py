@@ -27,6 +27,7 @@ from cotrain_server.services import Services
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs import looks_like_key
 from cotrain_store.monitoring.tracing import context_of, named, trace_id, traceparent_of, tracer
+from cotrain_store.monitoring.logs_and_traces import looks_like_key
 
 log = structlog.get_logger()
 

@@ -19,8 +19,7 @@ from cotrain_server.http.responses import finite
 from cotrain_server.services import Services
 from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, MalformedPath, WeightsDeleted
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointRecord, WeightsRecord
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, WeightsRecord
 
 #: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until
 #: deleted.

@@ -21,8 +21,8 @@ from cotrain_server.views.usage import events_of, last_day, sources_of, total_of
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.results.delivery import unread_bytes
-from cotrain_store.tenants.run_bytes import run_bytes
-from cotrain_store.tenants.session_search import Stored
+from cotrain_store.tenants.lists import Stored
+from cotrain_store.tenants.policies import run_bytes
 
 router = tenant_router("usage")
 

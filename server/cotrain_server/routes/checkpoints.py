@@ -25,8 +25,7 @@ from cotrain_server.requests.checkpoint_validation import (
 from cotrain_server.services import Services
 from cotrain_store.errors import MalformedPath, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
-from cotrain_store.messages.runs import RunRecord, RunState, Tenant
-from cotrain_store.messages.saves import CheckpointKind, CheckpointRecord
+from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunRecord, RunState, Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
 router = tenant_router("checkpoints")

@@ -20,10 +20,10 @@ from cotrain_server.parser import JSON_VALUE_WEIGHT
 from cotrain_server.services import Services
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import SamplerRecord, Tenant
+from cotrain_store.results.delivery import Completion
 from cotrain_store.results.futures import Pending
-from cotrain_store.sampling.completions import Completion
 
 log = structlog.get_logger()
 

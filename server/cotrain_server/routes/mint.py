@@ -17,8 +17,7 @@ from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import TenantId, WeightsRef, request_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
-from cotrain_store.messages.saves import WeightsRecord
+from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant, WeightsRecord
 
 router = APIRouter(prefix="/api/v1/mint", tags=["mint"], dependencies=[api_key])
 passes = APIRouter(route_class=DataRoute)

@@ -23,8 +23,7 @@ from cotrain_server.requests.samples import check_sample, check_sampleable, read
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import TenantId, sampler_id
-from cotrain_store.messages.runs import SamplerRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, SamplerRecord
 
 router = tenant_router("sampling")
 

@@ -13,8 +13,7 @@ from cotrain_server.views.records import text_by_name
 from cotrain_server.views.session_search import cursor_at, matches, may_find, position_of, summary_of
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_list import LabelQuery
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, LabelQuery, SessionEntry, Stored
 
 router = tenant_router("lists")
 

@@ -12,9 +12,9 @@ from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.perfetto_trace import trace_of
 from cotrain_store.errors import Reason, Refused
-from cotrain_store.keys.fleet_keys import CYCLES_KEPT
 from cotrain_store.messages.ids import SessionId, TenantId, WeightsRef
 from cotrain_store.monitoring.status import session_cycles
+from cotrain_store.redis_keys import CYCLES_KEPT
 
 router = APIRouter(prefix="/api/v1", tags=["lists"])
 exports = APIRouter(route_class=TenantRoute, dependencies=[api_key])

@@ -16,7 +16,7 @@ from cotrain_server.views.session_search import has_checkpoint, may_find, time_a
 from cotrain_server.views.waiting import read_why
 from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_list import LabelQuery
+from cotrain_store.tenants.lists import LabelQuery
 
 router = tenant_router("lists")
 

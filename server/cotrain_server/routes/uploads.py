@@ -33,7 +33,7 @@ from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.submission import new_run
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import UPLOAD_LIFE_S, Link, StartedUpload
-from cotrain_store.bodies.import_body import PeftAdapter, encode_import
+from cotrain_store.bodies.adapter_bodies import PeftAdapter, SaveRequest, encode_import
 from cotrain_store.errors import (
     CheckpointNotFound,
     Reason,
@@ -44,10 +44,8 @@ from cotrain_store.errors import (
     StoreUnavailable,
 )
 from cotrain_store.messages.ids import SessionId, WeightsRef, encode, request_id, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord, Tenant
-from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.audit_log import AuditEvent
 

@@ -18,8 +18,7 @@ from cotrain_server.requests.checkpoints import save_op
 from cotrain_server.requests.passes import read_fields
 from cotrain_server.requests.submission import submit
 from cotrain_server.services import Services
-from cotrain_store.messages.runs import Tenant
-from cotrain_store.messages.saves import CheckpointKind
+from cotrain_store.messages.runs import CheckpointKind, Tenant
 
 router = tenant_router("weights")
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from cotrain_server.settings import ServerSettings
 from cotrain_store.redis_client.address import parse_address
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX, StoreSettings, with_password_of
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import PREFIX, SchedulerSettings, StoreSettings, WorkerSettings, with_password_of
 
 
 def _names_of(settings: type[StoreSettings]) -> frozenset[str]:

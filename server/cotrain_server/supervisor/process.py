@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.messages.fleet import WorkerExit
-from cotrain_store.refusal import EXIT_CODE, last_reason
+from cotrain_store.process_start import EXIT_CODE, last_reason
 
 TETHER = Path(__file__).with_name("exec_with_parent.py")
 FIRST_DELAY_S = 0.1

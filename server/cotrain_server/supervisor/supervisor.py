@@ -23,12 +23,12 @@ from cotrain_server.supervisor.environment import NewLines, follow
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.redis_log import mend_log
+from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
-from cotrain_store.keys import fleet_keys
-from cotrain_store.listening import ANY_ADDRESS, address, listen
 from cotrain_store.messages.fleet import WorkerExit
 from cotrain_store.messages.ids import encode
+from cotrain_store.process_start import ANY_ADDRESS, address, listen
 from cotrain_store.redis_client.connection import CONNECTION_LOST, check_store, open_connection, open_sync_connection
 from cotrain_store.tenants.api_keys import Tenants
 
@@ -211,11 +211,11 @@ class Supervisor:
 async def store_exit(redis_url: str, base_model: str, worker: str, last: WorkerExit) -> None:
     """Store the last exit of a worker for the pages. Without Redis it is not stored."""
     connection = open_connection(redis_url)
-    key = fleet_keys.worker_exits(base_model)
+    key = redis_keys.worker_exits(base_model)
     try:
         async with asyncio.timeout(STORE_TIMEOUT_S):
             await connection.hset(key, worker, encode(last))
-            await connection.expire(key, fleet_keys.EXITS_TTL_S)
+            await connection.expire(key, redis_keys.EXITS_TTL_S)
     except (TimeoutError, *CONNECTION_LOST):
         pass
     finally:

@@ -18,7 +18,7 @@ from cotrain_server.text_apis.prompts import Target
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import Reason, Refused, StoreError
 from cotrain_store.messages.ids import OWN_SEQS, RequestId, sample_id
-from cotrain_store.messages.results import Category, Result, ResultKind
+from cotrain_store.messages.ops import Category, Result, ResultKind
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.results.futures import Pending
 from cotrain_store.sampling.token_stream import TokenFeed

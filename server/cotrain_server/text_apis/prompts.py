@@ -21,8 +21,7 @@ from cotrain_server.text_apis.tool_requests import ToolUse
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import SamplerId, SessionId, TenantId
-from cotrain_store.messages.runs import PoolRecord, SamplerRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, PoolRecord, SamplerRecord
 
 SCHEME = "tinker://"
 

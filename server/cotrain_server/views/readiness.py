@@ -8,8 +8,8 @@ from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.messages.fleet import restoring_text
 from cotrain_store.monitoring.fleet import Fleet, read_fleet, read_pools
+from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.redis_client.refusals import REFUSALS
 
 REDIS_TIMEOUT_S = 1.0
 #: Time limit of a page or a metrics response that reads the fleet. Prometheus gives up after 10 s.

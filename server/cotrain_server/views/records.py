@@ -10,10 +10,9 @@ from typing import Any
 from cotrain.wire.checkpoints import TYPE_BY_KIND
 from cotrain.wire.rest import Checkpoint, HistoryPoint, TrainingRun
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.tenants.lists import RunPosition
 
 #: Owner shown for published runs of others, because no tenant may learn another's id.
 ANOTHER_TENANT = "another tenant"

@@ -28,7 +28,7 @@ from cotrain_store.monitoring.metrics import TENANTS_SHOWN
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.results.delivery import max_unread, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
-from cotrain_store.tenants.run_bytes import largest_run_bytes, run_bytes
+from cotrain_store.tenants.policies import largest_run_bytes, run_bytes
 
 CYCLES_SHOWN = 20
 _STARTED_AT = time.time()

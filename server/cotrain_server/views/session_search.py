@@ -7,9 +7,8 @@ from cotrain.wire.checkpoints import TYPE_BY_KIND
 from cotrain_server.views.records import text_by_name
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import RunRecord, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, SessionRecord
+from cotrain_store.tenants.lists import Cursor, SessionEntry, Stored
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)

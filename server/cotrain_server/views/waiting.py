@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 
 from cotrain.wire.rest import WaitCause, WaitReason
 from cotrain_server.services import Services
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WEIGHT, Pauses, WorkerHeartbeat, restoring_text
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
 from cotrain_store.monitoring.fleet import PoolStatus, WorkerStatus, read_fleet
+from cotrain_store.tenants.lists import RunPosition
 from cotrain_store.tenants.policies import read_pauses, read_weights
-from cotrain_store.tenants.run_list import RunPosition
 
 #: A refusal within this time explains why a run has no request.
 REFUSED_S = 60.0
@@ -197,8 +197,8 @@ async def read_why(
     workers = [each for each in known if each == position.worker] or known
     pipeline = connection.pipeline(transaction=False)
     for worker in workers:
-        pipeline.hvals(fleet_keys.open_steps(run.pool, worker))
-    pipeline.hget(run_keys.ops(run.pool, run.id), str(position.planned + 1))
+        pipeline.hvals(redis_keys.open_steps(run.pool, worker))
+    pipeline.hget(redis_keys.ops(run.pool, run.id), str(position.planned + 1))
     *rows, envelope = await pipeline.execute()
     return why(
         WaitState(

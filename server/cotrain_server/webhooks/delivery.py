@@ -15,10 +15,9 @@ import structlog
 from cotrain_server.webhooks.sender import Sender, Undelivered
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.webhooks import DueEvent, Outcome
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
-from cotrain_store.tenants.webhooks import Webhooks
+from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
 
 FIRST_RETRY_S = 5.0
 LONGEST_RETRY_S = 3600.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, replace
 
-from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import select
+from cotrain_scheduler.queue import FairQueue
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.support.planning import waiting_of

@@ -1,7 +1,4 @@
-"""Selection of the ops of one cycle.
-
-Runnable prefix of a run within one cycle.
-"""
+"""Ops of one cycle, the runnable prefix of a run, and the start and limit of a cycle."""
 
 from __future__ import annotations
 
@@ -13,18 +10,26 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cotrain_scheduler import planner
-from cotrain_scheduler.fair_queue import FairQueue
 from cotrain_scheduler.planner import (
+    FADES,
     FIRST_TOKENS,
+    GATHER_SHARE,
     GROWTH,
     LIMITS,
+    PATIENCE,
     QUANTA_PER_CYCLE,
+    LastCycle,
+    ReturnTimes,
     Selection,
     budget,
     cost,
+    cycle_limit_s,
+    eager_start,
+    period_number,
     runnable_prefix,
 )
 from cotrain_scheduler.planner import select as select_of_waiting
+from cotrain_scheduler.queue import FairQueue
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
@@ -421,3 +426,62 @@ def test_a_run_trains_in_the_cycle_of_its_creation_but_not_of_its_load() -> None
         assert runnable_prefix(step) == step
     loaded = op("r", 0, OpKind.LOAD)
     assert runnable_prefix([loaded, op("r", 1)]) == [loaded]
+
+
+A, B = RunId("a"), RunId("b")
+SLOW = ReturnTimes(latest_s=10.0)
+"""Recent return time longer than any gather window."""
+
+
+def test_a_cycle_starts_at_once_when_every_run_has_returned() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=8.0, ended_at=100.0)
+    assert eager_start(last, 100.001, 5.0, SLOW, are_back=True) == 100.001
+    assert eager_start(LastCycle(), 3.0, 5.0, SLOW, are_back=True) == 3.0
+
+
+def test_runs_just_answered_get_a_tenth_of_the_last_cycle_to_return() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    assert eager_start(last, 100.01, 0.005, SLOW, are_back=False) == 100.2
+    assert eager_start(last, 100.3, 0.005, SLOW, are_back=False) == 100.3
+
+
+def test_the_wait_is_limited_to_a_multiple_of_recent_return_times() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    quick = ReturnTimes(latest_s=0.02)
+    assert eager_start(last, 100.01, 0.005, quick, are_back=False) == 100.0 + PATIENCE * 0.02
+    assert eager_start(last, 100.0, 0.005, ReturnTimes(), are_back=False) == 100.005
+
+
+def test_no_cycle_waits_for_tenants_that_left() -> None:
+    last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
+    assert eager_start(last, 500.0, 0.005, SLOW, are_back=False) == 500.0
+
+
+def test_the_return_time_is_the_longest_in_the_window_and_decays() -> None:
+    returns = ReturnTimes()
+    returns.note([0.0, 0.15, 0.25, 7.0], limit_s=2.0)
+    assert returns.latest_s == 0.15
+    returns.note([0.01], limit_s=2.0)
+    assert returns.latest_s == FADES * 0.15
+
+
+def test_periods_start_at_multiples_of_their_length() -> None:
+    assert period_number(9.99, 10.0) == 0
+    assert period_number(10.0, 10.0) == 1
+
+
+@pytest.mark.parametrize("period_s", [0.5, 10.0, 60.0])
+def test_a_request_after_the_start_of_a_cycle_is_answered_in_a_period(period_s: float) -> None:
+    """The wait is the rest of that cycle, the gather window and the whole next cycle, with a tenth
+    of a period to spare.
+    """
+    limit_s = cycle_limit_s(period_s, begins_at_once=True)
+    next_begins = eager_start(
+        LastCycle(frozenset({A}), limit_s, ended_at=limit_s), limit_s, 0.005, SLOW, are_back=False
+    )
+    assert next_begins == pytest.approx(limit_s * (1 + GATHER_SHARE))
+    assert next_begins + limit_s < 0.9 * period_s
+
+
+def test_a_metronome_cycle_fills_its_period() -> None:
+    assert cycle_limit_s(10.0, begins_at_once=False) == 10.0

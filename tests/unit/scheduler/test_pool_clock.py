@@ -16,7 +16,7 @@ from cotrain_scheduler.queue import Waiting, exclude_paused
 from cotrain_store.messages.fleet import Pause, Pauses, PlanPolicy
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, PoolView, QueuedOp, RunQueue
-from cotrain_store.settings.scheduler import ClockMode
+from cotrain_store.settings import ClockMode
 from tests.support.pool_in_memory import NOW, TOKENS_PER_S, WORKER, InMemory, pool_on, wake
 
 

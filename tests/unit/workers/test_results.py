@@ -10,11 +10,18 @@ import torch
 
 from cotrain.wire.codec import decode_pass_output
 from cotrain_server.ui.data.runs import log_rows
+from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import LoraSpec, MetricsEntry, PassEntry, RewindEntry, SamplerRecord, StepEntry
-from cotrain_store.messages.saves import CheckpointRecord, SaveRequest
+from cotrain_store.messages.ops import OpKind, QueuedOp, ResultKind, RunUsage, Step
+from cotrain_store.messages.runs import (
+    CheckpointRecord,
+    LoraSpec,
+    MetricsEntry,
+    PassEntry,
+    RewindEntry,
+    SamplerRecord,
+    StepEntry,
+)
 from cotrain_store.monitoring.definitions import POOL_COUNTERS
 from cotrain_store.monitoring.status import LoggedOp
 from cotrain_workers.checkpoints.files import Saved

@@ -15,7 +15,7 @@ from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import external_folder
+from cotrain_store.messages.runs import external_folder
 
 SUFFIX = ".age"
 #: Owner of the files: `{"base_model": …, "weights": …}`. Never served.

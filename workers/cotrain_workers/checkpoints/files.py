@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
-from cotrain_store.disk.orphan_ages import Unwanted
+from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable, Unwanted
 from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import external_folder
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.messages.runs import external_folder
+from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints import optimizer_file
 from cotrain_workers.checkpoints.encrypted_export import OWNER, base_model_of_files, write_external
 from cotrain_workers.checkpoints.optimizer_file import base_model_of_state, read_optimizer, write_optimizer

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from cotrain_store.disk.orphan_ages import ORPHAN_AGE_S, Unwanted
+from cotrain_store.blobs.protocol import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, Step
-from cotrain_store.messages.saves import WeightsRecord
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.messages.runs import WeightsRecord
+from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
 from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable

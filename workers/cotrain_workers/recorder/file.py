@@ -27,11 +27,11 @@ from safetensors import SafetensorError
 from safetensors import numpy as arrays
 from safetensors import torch as tensors
 
+from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import OpId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.saves import LoadRequest
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights

@@ -1,7 +1,7 @@
 """Removal of unreferenced files: segments of the spool, and recovery copies.
 
 A process may be about to refer to any of them. Files held by a process stay. The others are removed only after this
-worker has seen them unreferenced for a long time (`cotrain_store.disk.orphan_ages`). A process suspended for longer
+worker has seen them unreferenced for a long time (`cotrain_store.blobs.protocol`). A process suspended for longer
 finds its segment closed to new references (`SpoolReferences`).
 """
 
@@ -10,12 +10,12 @@ from collections.abc import Collection
 
 import structlog
 
+from cotrain_store.blobs.protocol import Unwanted
 from cotrain_store.disk.object_spool import OBJECTS_REST
-from cotrain_store.disk.orphan_ages import Unwanted
 from cotrain_store.disk.spool import unwritten_segments
 from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import WorkerSettings
 from cotrain_workers.recovery.snapshot_file import orphans, run_folder
 
 log = structlog.get_logger()

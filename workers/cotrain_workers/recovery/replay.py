@@ -15,12 +15,11 @@ import structlog
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.blobs.protocol import Blobs
+from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.errors import SpoolCorrupt, StoreError
 from cotrain_store.messages.ids import RunId, WeightsRef
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore

@@ -18,7 +18,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import RunState
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.bank import AdapterState, StateCopy
 from cotrain_workers.engine.cycle import Yielding

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from cotrain_store.disk.result_storage import RUN_STOPPED
+from cotrain_store.bodies.adapter_bodies import LoadRequest
+from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, TenantId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.saves import LoadRequest, WeightsRecord
+from cotrain_store.messages.runs import WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding, run_to_end

@@ -6,7 +6,7 @@ import numpy as np
 
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
 from cotrain_store.messages.ids import RequestId, run_of
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Image

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from typing_extensions import override
 
-from cotrain_store.bodies.grammar import grammar_limits
+from cotrain_store.bodies.sample_body import grammar_limits
 from cotrain_workers.engine.decoding.requests import Grammar, GrammarUnusable
 
 if TYPE_CHECKING:

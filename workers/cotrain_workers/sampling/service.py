@@ -14,13 +14,13 @@ from typing import TypeAlias
 
 import structlog
 
+from cotrain_store.disk.storage import CANCELLED
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result, SampleUsage
+from cotrain_store.messages.ops import Result, SampleUsage
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
-from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.cycle import Yielding

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result, ResultKind, SampleUsage
+from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
+from cotrain_store.monitoring.logs_and_traces import record, tracer
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.monitoring.tracing import record, tracer
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
 

@@ -24,8 +24,8 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.token_stream import TokenPublisher
-from cotrain_store.settings.worker import WorkerSettings, pool_of
-from cotrain_store.weights.saved_weights import SavedWeights
+from cotrain_store.settings import WorkerSettings, pool_of
+from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore

@@ -17,9 +17,8 @@ from opentelemetry.trace import Tracer
 
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.monitoring.logs import log_requests
+from cotrain_store.monitoring.logs_and_traces import log_requests, record, trace_id
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.monitoring.tracing import record, trace_id
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_workers.engine.ops import Failure, Output
 from cotrain_workers.results import StepCommit, StepRun, tokens_now

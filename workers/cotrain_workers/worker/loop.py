@@ -21,11 +21,11 @@ from cotrain_store.messages.fleet import restoring_text
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.monitoring.logs_and_traces import tracer
 from cotrain_store.monitoring.metrics import WorkerMetrics
-from cotrain_store.monitoring.tracing import tracer
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.engine.cycle import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory

@@ -10,8 +10,8 @@ from cotrain_server.administration.tenant_grants import find_tenant
 from cotrain_server.http.tenant_routes import ServicesDep, operator_router
 from cotrain_server.services import Services
 from cotrain_server.views.server_status import list_pools, list_workers
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.ids import PoolId, WorkerId
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.moves import Drains, Moves
@@ -54,11 +54,11 @@ async def selfcheck(pool_id: str, worker_id: str, services: ServicesDep) -> Self
     before the worker begins, the newest counts.
     """
     connection, pool = services.connection, PoolId(pool_id)
-    if not await connection.sismember(fleet_keys.workers(pool), worker_id):
+    if not await connection.sismember(redis_keys.workers(pool), worker_id):
         raise Refused(Reason.WORKER_NOT_FOUND)
     details, now = {"pool": pool_id, "worker": worker_id}, time.time()
     async with services.audit.act_of_operator(None, AuditEvent.WORKER_SELF_CHECK, details):
-        await connection.hset(fleet_keys.self_checks(pool), worker_id, repr(now))
+        await connection.hset(redis_keys.self_checks(pool), worker_id, repr(now))
     return SelfCheckAsked(asked_at=now)
 
 

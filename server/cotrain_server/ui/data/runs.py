@@ -12,11 +12,10 @@ from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
 from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord, RunState
 from cotrain_store.monitoring.status import LoggedOp
-from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.tenants.lists import RunPosition
 
 #: Filters of a list, and the states that they select.
 STATES: Mapping[str, RunState] = {"live": RunState.LIVE, "ended": RunState.CLOSED, "failed": RunState.FAILED}

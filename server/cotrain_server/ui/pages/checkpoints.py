@@ -19,7 +19,7 @@ from cotrain_server.ui.access.session import Visitor, form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord
 from cotrain_store.tenants.audit_log import Act, AuditEvent
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
 

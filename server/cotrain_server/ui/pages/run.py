@@ -21,14 +21,13 @@ from cotrain_server.views.server_status import list_workers
 from cotrain_server.views.waiting import read_why
 from cotrain_store.errors import RunNotFound
 from cotrain_store.messages.ids import PoolId, RunId, TenantId
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.monitoring.fleet import read_pools
 from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, newest_ops
 from cotrain_store.oplog.reader import read_history, read_metrics
 from cotrain_store.tenants.catalog import offered_tenants, tenant_names
+from cotrain_store.tenants.lists import LabelQuery
 from cotrain_store.tenants.policies import read_pauses
-from cotrain_store.tenants.run_list import LabelQuery
 
 OPS_SHOWN = 50
 

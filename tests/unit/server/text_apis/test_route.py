@@ -16,7 +16,7 @@ from cotrain_store.errors import (
     SpoolCorrupt,
     StoreUnavailable,
 )
-from cotrain_store.messages.results import Category, Result
+from cotrain_store.messages.ops import Category, Result
 
 
 @pytest.mark.parametrize(

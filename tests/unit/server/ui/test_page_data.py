@@ -21,7 +21,7 @@ from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.monitoring.status import Minute
-from cotrain_store.tenants.run_list import RunPosition
+from cotrain_store.tenants.lists import RunPosition
 
 NOW = 10_000.0
 

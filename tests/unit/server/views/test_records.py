@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from cotrain_server.views.records import ANOTHER_TENANT, checkpoint_of, text_by_name, training_run_of
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState
 from cotrain_store.tenants.catalog import RunEntry
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")

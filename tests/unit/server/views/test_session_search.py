@@ -13,7 +13,7 @@ from cotrain.wire.rest import SessionSearchRequest
 from cotrain_server.views.session_search import cursor_at, matches, may_find, position_of, status_of, summary_of
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import SessionRecord
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, SessionEntry, Stored
 
 ALICE = TenantId("t-alice")
 RECORD = SessionRecord(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cotrain_store.messages.ids import RequestId, RunId, TenantId, WorkerId, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from tests.support.draws import examples
 
 names = st.from_regex(r"[A-Za-z0-9:_-]{1,30}", fullmatch=True)
@@ -51,3 +51,14 @@ def test_a_step_of_any_version_is_read_back(step: Step) -> None:
     assert Step.parse(json.dumps(raw)) == step
     del raw["allowances"]
     assert Step.parse(json.dumps(raw)) == replace(step, allowances={})
+
+
+@given(st.builds(Result, st.sampled_from(ResultKind), st.binary(max_size=50)))
+def test_a_result_is_read_back(result: Result) -> None:
+    assert Result.decode(result.encode()) == result
+
+
+def test_a_failure_has_a_category() -> None:
+    failure = Result.failed("The rank is ü.", "user")
+    assert failure.json() == {"error": "The rank is ü.", "category": "user"}
+    assert failure.kind is ResultKind.FAILURE

@@ -11,7 +11,7 @@ import pytest
 
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
-from cotrain_store.settings.store import StoreSettings
+from cotrain_store.settings import StoreSettings
 from tests.support.ports import free_port
 
 

@@ -8,12 +8,17 @@ import torch
 
 from cotrain.wire.codec import decode_pass_output
 from cotrain.wire.proto import wire_pb2
-from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
+from cotrain_store.bodies.adapter_bodies import (
+    LoadRequest,
+    LoadSource,
+    PeftAdapter,
+    PeftModule,
+    SaveRequest,
+    encode_import,
+)
 from cotrain_store.messages.ids import RunId, WeightsRef, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers import op_codec as requests
 from cotrain_workers.engine import ops as engine_ops
 from cotrain_workers.engine.ops import (

@@ -11,7 +11,7 @@ from cotrain.wire.codec import decode_sample_response
 from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import PolicySpan
 from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WeightsRef
-from cotrain_store.messages.results import ResultKind
+from cotrain_store.messages.ops import ResultKind
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput
 from cotrain_workers.engine.spec import seed_of

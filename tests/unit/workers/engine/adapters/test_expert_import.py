@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_server.errors import Invalid
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.bodies.import_body import encode_import
+from cotrain_store.bodies.adapter_bodies import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
 from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
 from cotrain_workers.engine.adapters.peft_experts import TINKER

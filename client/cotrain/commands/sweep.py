@@ -1,0 +1,160 @@
+"""Command `cotrain sweep`: train one file of conversations with several settings, and keep the best run."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cotrain.clients.sweep import Sweep, Trial
+from cotrain.commands.data import BaseModel, MaxTokens, TokenizerName, TrainOnText, model_of, tokenizer_of
+from cotrain.commands.terminal import AsJson, Harmless, examples, failing_in_a_sentence, opened, print_result, table
+from cotrain.data.conversations import read_chat
+from cotrain.data.rendering import TrainOn, render
+from cotrain.errors import UnsupportedInput
+from cotrain.learning_rates import constant, cosine, linear
+from cotrain.transport.progress import PROGRESS
+from cotrain.wire.datums import Datum
+
+EXAMPLES = examples(
+    "cotrain sweep train.jsonl --lr 1e-5,1e-4,1e-3 --rank 8,32",
+    "cotrain sweep train.jsonl --lr 1e-5,3e-5,1e-4,3e-4 --halve-after 20 --evaluate test.jsonl",
+)
+SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+
+Number = TypeVar("Number", int, float)
+
+
+def sweep(
+    file: Annotated[Path, typer.Argument(help='JSONL: {"messages": [...]}', exists=True)],
+    lr: Annotated[str, typer.Option(help="Learning rates, separated by commas.")],
+    rank: Annotated[str, typer.Option(help="Ranks, separated by commas.")] = "32",
+    seed: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    base_model: BaseModel = None,
+    tokenizer: TokenizerName = None,
+    train_on: TrainOnText = "last_answer",
+    max_tokens: MaxTokens = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Datums of one step.")] = 16,
+    steps: Annotated[int | None, typer.Option(min=1, help="Default: one pass through the file.")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
+    halve_after: Annotated[
+        int | None, typer.Option(min=1, help="Keep the better half after so many steps, and each doubling.")
+    ] = None,
+    evaluate: Annotated[Path | None, typer.Option(help="Held-out JSONL: its loss ranks the runs.", exists=True)] = None,
+    save: Annotated[str, typer.Option(help="Name of the best run's checkpoint.")] = "sweep-best",
+    as_json: AsJson = False,
+) -> None:
+    """Train every combination of the settings at once, and save the best run.
+
+    A batch is sent once for all of them. The table shows each run while it trains.
+    """
+    with failing_in_a_sentence():
+        settings = [
+            {"lr": rate, "rank": width, "seed": number}
+            for width, rate, number in product(
+                _numbers("--rank", rank, int), _numbers("--lr", lr, float), _numbers("--seed", seed, int)
+            )
+        ]
+        if schedule not in SCHEDULES:
+            raise UnsupportedInput(f"--schedule must be one of {', '.join(SCHEDULES)}")
+        used = tokenizer_of(tokenizer, base_model)
+        datums, unseen = (_datums(path, used, train_on, max_tokens) if path else [] for path in (file, evaluate))
+    batches = batches_of(datums, batch_size, steps)
+    with opened() as service:
+        made = service.create_sweep(model_of(service, base_model), settings)
+        with _shown(made, len(batches), shown=not as_json) as progress:
+            best = made.halve(
+                batches,
+                steps=halve_after or len(batches),
+                evaluation=unseen or None,
+                lr_factor=SCHEDULES[schedule],
+                progress=progress,
+            )
+        path = best.run.save_state(save, overwrite=True).result().path
+        rows = [_row(trial) for trial in made.trials]
+        made.close()
+    print_result(
+        {"sweep": made.name, "best": best.number, "path": path, "trials": rows},
+        view(made, len(batches)),
+        f"The best is run {best.number} (loss {best.score:.4g}): {path}",
+        as_json=as_json,
+    )
+
+
+def batches_of(datums: Sequence[Datum], size: int, steps: int | None) -> list[list[Datum]]:
+    """Return the batches of all steps, by default of one pass; more steps begin with the first datum again."""
+    whole = [list(datums[at : at + size]) for at in range(0, len(datums), size)]
+    return [whole[step % len(whole)] for step in range(steps or len(whole))]
+
+
+def view(sweep: Sweep[Any], steps: int) -> Table:
+    """Return the table of the runs, the best first."""
+    ranked = sorted(sweep.trials, key=lambda trial: (trial.is_ended, trial.score, trial.number))
+    shown = table(
+        ("run", "lr", "rank", "seed", "step", "loss", "evaluation", "state"), (_cells(trial, steps) for trial in ranked)
+    )
+    for column in shown.columns[:7]:
+        column.justify = "right"
+    return shown
+
+
+def _cells(trial: Trial[Any], steps: int) -> tuple[object, ...]:
+    state = Text("ended", "dim") if trial.is_ended else trial.failure or "live"
+    done = sum(not math.isnan(loss) for loss in trial.losses)
+    given = trial.settings
+    last = (_last(trial.losses), _last(trial.evaluations))
+    return (
+        *(trial.number, f"{given['lr']:g}", given["rank"], given["seed"], f"{done}/{steps}"),
+        *("" if loss is None else f"{loss:.4f}" for loss in last),
+        state,
+    )
+
+
+def _row(trial: Trial[Any]) -> dict[str, Any]:
+    return {
+        "trial": trial.number,
+        "run": trial.run.model_id,
+        **trial.settings,
+        "steps": len(trial.losses),
+        "loss": _last(trial.losses),
+        "evaluation": _last(trial.evaluations),
+        "ended": trial.is_ended,
+        "failure": trial.failure,
+    }
+
+
+def _last(losses: Sequence[float]) -> float | None:
+    """Return the last loss that has arrived, or None."""
+    return next((loss for loss in reversed(losses) if math.isfinite(loss)), None)
+
+
+@contextmanager
+def _shown(sweep: Sweep[Any], steps: int, *, shown: bool) -> Iterator[Callable[[Sweep[Any]], None]]:
+    """Show the table on stderr while the block runs, if that is a terminal."""
+    console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    if not (shown and console.is_terminal):
+        yield lambda _: None
+        return
+    with PROGRESS.hidden(), Live(Harmless(view(sweep, steps)), console=console, transient=True) as live:
+        yield lambda each: live.update(Harmless(view(each, steps)), refresh=True)
+
+
+def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise UnsupportedInput(f"{option} must be numbers separated by commas, not {text!r}") from None
+
+
+def _datums(path: Path, tokenizer: Any, train_on: str, max_tokens: int | None) -> list[Datum]:
+    rendered = render(read_chat(path), tokenizer, train_on=cast("TrainOn", train_on), max_tokens=max_tokens)
+    if not rendered.datums:
+        raise UnsupportedInput(f"{path} has no conversation to train on")
+    return rendered.datums

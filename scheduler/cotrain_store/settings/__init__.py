@@ -1,1 +1,0 @@
-"""Settings of each process, without an import of torch, because the supervisor reads their names."""

@@ -1,0 +1,334 @@
+"""Weights, and the checkpoints that name them: changes by the API, and the worker's side of saves.
+
+Workers create checkpoints; the API deletes, publishes, expires and copies them. Each change is one script, so that a
+checkpoint is in all lists or in none.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+
+from cotrain_store import redis_keys
+from cotrain_store.disk.storage import UNLOADED
+from cotrain_store.errors import CheckpointNotFound, SeqConflict
+from cotrain_store.messages.ids import PoolId, RequestId, RunId, TenantId, WeightsRef, WorkerId, decode, encode, run_of
+from cotrain_store.messages.ops import Result, ResultKind
+from cotrain_store.messages.runs import (
+    WEIGHTS_FIELDS,
+    CheckpointKind,
+    CheckpointRecord,
+    RunRecord,
+    WeightsRecord,
+    external_folder,
+    weights_record,
+)
+from cotrain_store.redis_client.connection import Connection, SyncConnection
+from cotrain_store.redis_client.scripts import async_script, sync_script
+from cotrain_store.tenants.usage import usage_field, usage_hour
+
+
+class Checkpoints:
+    """Changes to checkpoints. A tenant can change only its own; others are reported as not found."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._redis = connection
+        self._delete = async_script(connection, "checkpoint_delete")
+        self._replace = async_script(connection, "checkpoint_replace")
+        self._copy = async_script(connection, "checkpoint_copy")
+        self._totals = async_script(connection, "checkpoint_totals")
+
+    async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
+        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
+        if await self._delete([redis_keys.checkpoint(run, kind, name)], args) == b"GONE":
+            raise CheckpointNotFound
+
+    async def publish(
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
+    ) -> CheckpointRecord:
+        """Make a checkpoint readable for every tenant, or private again. Idempotent.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key = redis_keys.checkpoint(run, kind, name)
+        return await self._change(tenant, key, lambda record: replace(record, public=public))
+
+    async def set_ttl(
+        self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, ttl_seconds: int | None
+    ) -> CheckpointRecord:
+        """Set a checkpoint to expire in `ttl_seconds` from now, or never.
+
+        Raises:
+            CheckpointNotFound: unknown, expired, or another tenant's.
+        """
+        key, expires_at = redis_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
+        return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
+
+    async def copy(
+        self,
+        source: CheckpointRecord,
+        destination: RunRecord,
+        ttl_seconds: int | None,
+        *,
+        reader: TenantId | None = None,
+    ) -> CheckpointRecord:
+        """Add a second name for the weights of a checkpoint, in the new run `destination`. Idempotent.
+
+        The run is closed from the start. `source` must be readable for `reader` (its own or public), by
+        default the tenant of `destination`.
+
+        Raises:
+            CheckpointNotFound: `source` was deleted.
+            SeqConflict: the run exists, and is no copy of `source`.
+        """
+        copy = replace(
+            source, run=destination.id, tenant=destination.tenant, created_at=time.time(),
+            expires_at=_expiry(ttl_seconds), public=False,
+        )  # fmt: skip
+        script_keys = [
+            redis_keys.checkpoint(source.run, source.kind, source.name),
+            redis_keys.run(destination.id), redis_keys.session_runs(destination.session),
+            redis_keys.training_runs(destination.tenant),
+            redis_keys.checkpoint(copy.run, copy.kind, copy.name),
+            redis_keys.all_training_runs(),
+        ]  # fmt: skip
+        args = {
+            "run": destination.id, "record": encode(destination), "checkpoint": encode(copy),
+            "reader": reader or destination.tenant, "created_at": destination.created_at,
+        }  # fmt: skip
+        answer = await self._copy(script_keys, args)
+        if answer == b"GONE":
+            raise CheckpointNotFound
+        made = None if answer == b"CONFLICT" else _record(answer)
+        if made is None or made.weights != copy.weights or made.tenant != copy.tenant:
+            raise SeqConflict(f"The training run {destination.id} exists already.")
+        return made
+
+    async def stored_bytes(self, tenant: TenantId) -> tuple[int, int]:
+        """Return the number and bytes of a tenant's checkpoints. Unstored ones count, with 0 bytes."""
+        script_keys = [redis_keys.checkpoint_sizes(tenant), redis_keys.unstored_checkpoints(tenant)]
+        count, size = await self._totals(script_keys, {"tenant": tenant})
+        return count, size
+
+    async def strike_expired(self, tenant: TenantId) -> None:
+        """Remove expired checkpoints from a tenant's lists. Call it before reading them."""
+        await self.stored_bytes(tenant)  # the script removes them before it counts
+
+    async def _change(
+        self, tenant: TenantId, key: str, change: Callable[[CheckpointRecord], CheckpointRecord]
+    ) -> CheckpointRecord:
+        while True:  # until no other process has changed the record in between
+            before = await self._redis.get(key)
+            record = _record(before) if before else None
+            if record is None or record.tenant != tenant:
+                raise CheckpointNotFound
+            changed = change(record)
+            args = {"before": before.decode(), "after": encode(changed)}
+            if await self._replace([key], args) == b"OK":
+                return changed
+
+
+def _record(text: bytes) -> CheckpointRecord:
+    return decode(CheckpointRecord, json.loads(text))
+
+
+def _expiry(ttl_seconds: int | None) -> float | None:
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+async def largest_checkpoint_bytes(connection: Connection, count: int) -> dict[TenantId, int]:
+    """Return the checkpoint bytes of the `count` tenants with the most of them."""
+    key = redis_keys.checkpoint_bytes()
+    rows = await connection.zrange(key, 0, count - 1, desc=True, withscores=True)
+    return {TenantId(name.decode()): int(size) for name, size in rows}
+
+
+LEASE_MS = 60_000
+_RENEW_S = 20.0
+
+
+class SweepLease:
+    """Lease to sweep the files of `key`. Two simultaneous holders do the same work twice, without harm."""
+
+    def __init__(self, connection: SyncConnection, key: str, holder: str) -> None:
+        self._redis = connection
+        self._key = key
+        self._holder = holder
+        self._is_mine = False
+        self._ask_at = -math.inf
+
+    def is_mine(self, now: float) -> bool:
+        """Acquire or renew the lease. Return False if another worker holds it. `now` is monotonic time in s."""
+        if now >= self._ask_at:
+            self._ask_at = now + _RENEW_S
+            taken = self._redis.set(self._key, self._holder, nx=True, px=LEASE_MS)
+            self._is_mine = bool(taken) or self._redis.get(self._key) == self._holder.encode()
+            if self._is_mine and not taken:
+                self._redis.pexpire(self._key, LEASE_MS)
+        return self._is_mine
+
+
+#: Number of weights checked in one script, which blocks Redis for about 20 µs each.
+WEIGHTS_AT_ONCE = 250
+#: Maximum number of scripts per sweep that check weights which lost a reference.
+LOOKS = 8
+#: Time in ms after which temporarily used weights are checked again.
+LOOK_AGAIN_MS = 3600 * 1000
+
+
+class SavedWeights:
+    """Access of one worker to the saved weights of its pool.
+
+    Methods that write raise Fenced if another process took over this worker id.
+    """
+
+    def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId, epoch: int) -> None:
+        self._redis = connection
+        self._pool = pool
+        self._worker = worker
+        self._epoch = epoch
+        self._cursor = 0
+        self._epoch_key = redis_keys.worker_epoch(pool, worker)
+        self._stored = sync_script(connection, "weights_stored")
+        self._lost = sync_script(connection, "weights_lost")
+        self._list_unused = sync_script(connection, "weights_unused")
+        self._forget = sync_script(connection, "weights_forget")
+
+    def weights(self, ref: WeightsRef) -> WeightsRecord | None:
+        """Return the record of weights, or None if they were deleted."""
+        row = self._redis.hmget(redis_keys.weights(ref), WEIGHTS_FIELDS)
+        return weights_record(row) if row[0] else None
+
+    def unstored(self) -> list[WeightsRecord]:
+        """Return the weights that only this worker has in memory, oldest first. After a crash, a replay of
+        the log recreates them.
+        """
+        members = self._redis.smembers(redis_keys.unstored_weights(self._pool, self._worker))
+        found = [self.weights(WeightsRef(member.decode())) for member in members]
+        return sorted((w for w in found if w), key=lambda weights: weights.created_at)
+
+    def stored(self, ref: WeightsRef, digest: str, size: int, optimizer_digest: str = "") -> bool:
+        """Mark weights as stored: all their files, `size` bytes in total, are durable.
+
+        This publishes the checkpoint and the result of a named save. It also ends the run, if the save was
+        its last op. Return False if the weights do not exist: deleted, lost, or rejected because the name
+        was in use. The first digest is kept.
+        """
+        pool, now = self._pool, time.time()
+        checkpoint, result = self._kept_back(ref, size)
+        tenant = checkpoint.tenant if checkpoint else TenantId("")
+        script_keys = [
+            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
+            redis_keys.content(pool, digest),
+            redis_keys.unstored_weights(pool, self._worker),
+            redis_keys.optimizer_content(pool, optimizer_digest), redis_keys.notify_results(),
+            redis_keys.usage(tenant, usage_hour(now)),
+        ]  # fmt: skip
+        args = {
+            "epoch": str(self._epoch), "ref": ref, "digest": digest, "size": size,
+            "optimizer": optimizer_digest, "prefix": redis_keys.prefix(pool),
+            "checkpoint": encode(checkpoint) if checkpoint else "",
+            "closing": UNLOADED.encode().decode(),
+            "used": usage_field("checkpoints", self._base_model, run_of(RequestId(ref))),
+            "usage_ttl_s": redis_keys.USAGE_TTL_S,
+        }  # fmt: skip
+        return bool(self._stored(script_keys, args, result) == b"OK")
+
+    def _kept_back(self, ref: WeightsRef, size: int) -> tuple[CheckpointRecord | None, bytes]:
+        """Return the unpublished checkpoint and result of a named save, with its size filled in.
+
+        Only this worker changes them. A script that finds the weights deleted uses neither.
+        """
+        text, value = self._redis.hmget(redis_keys.weights(ref), ["checkpoint", "result"])
+        if text is None:
+            return None, b""
+        checkpoint = replace(decode(CheckpointRecord, json.loads(text)), size=size)
+        result = Result.decode(value)
+        if checkpoint.kind == "external_weights" and result.kind is ResultKind.JSON:
+            result = Result.of_json({**result.json(), "size_bytes": size})
+        return checkpoint, result.encode()
+
+    def lost(self, ref: WeightsRef, message: str) -> None:
+        """Fail a named save that cannot be recreated, with category server.
+
+        Its name becomes available. Stored weights, and those of a sampler, are not affected.
+        """
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, redis_keys.weights(ref), redis_keys.notify_results(),
+            redis_keys.unstored_weights(pool, self._worker), redis_keys.pool_weights(pool),
+            redis_keys.external_folders(pool), redis_keys.weights_users(ref),
+        ]  # fmt: skip
+        args = {
+            "epoch": str(self._epoch), "ref": ref, "prefix": redis_keys.prefix(pool),
+            "result": Result.failed(message, "server").encode().decode(),
+            "ttl_ms": redis_keys.SMALL_RESULT_TTL_MS, "closing": UNLOADED.encode().decode(),
+            "folder": external_folder(ref),
+        }  # fmt: skip
+        self._lost(script_keys, args)
+
+    def unused_weights(self) -> list[WeightsRecord]:
+        """Return stored weights of this pool without a reference from a checkpoint, live sampler or load.
+
+        It checks weights that lost a reference since the last call, and a rotating part of all weights. The
+        cost does not depend on their number.
+        """
+        self._cursor, some = self._redis.sscan(redis_keys.pool_weights(self._pool), self._cursor, count=WEIGHTS_AT_ONCE)
+        rows: dict[bytes, list[bytes]] = {}
+        refs = [ref.decode() for ref in some]
+        for _ in range(LOOKS):
+            looked, *unused = self._list_unused(
+                [redis_keys.released_weights(self._pool)],
+                {"refs": refs, "most": WEIGHTS_AT_ONCE, "again_ms": LOOK_AGAIN_MS},
+            )
+            rows |= {row[0]: row for row in unused}
+            refs = []
+            if looked < WEIGHTS_AT_ONCE:
+                break
+        return [weights_record(rows[key]) for key in sorted(rows)]
+
+    def forget_weights(self, ref: WeightsRef) -> bool:
+        """Delete the record of weights unless they are in use again. Return True if no others have their content.
+
+        Their folder may then be removed, but not immediately: another worker may have found it and be about
+        to call `stored`.
+        """
+        pool = self._pool
+        script_keys = [
+            self._epoch_key, redis_keys.weights(ref), redis_keys.weights_users(ref),
+            redis_keys.pool_weights(pool), redis_keys.external_folders(pool),
+        ]  # fmt: skip
+        args = {
+            "epoch": str(self._epoch), "prefix": redis_keys.prefix(pool), "ref": ref,
+            "folder": external_folder(ref),
+        }  # fmt: skip
+        return bool(self._forget(script_keys, args) == b"LAST")
+
+    def sweep_lease(self) -> SweepLease:
+        """Return the lease to sweep this pool's files."""
+        return SweepLease(self._redis, redis_keys.pool_sweeper(self._pool), self._worker)
+
+    def knows(self, digest: str) -> bool:
+        """Return True if any weights have this content. A folder without weights is an orphan."""
+        return bool(self._redis.exists(redis_keys.content(self._pool, digest)))
+
+    def knows_optimizer(self, digest: str) -> bool:
+        """Return True if any weights have this optimizer state. A file without weights is an orphan."""
+        return bool(self._redis.exists(redis_keys.optimizer_content(self._pool, digest)))
+
+    def knows_external(self, folder: str) -> bool:
+        """Return True if any weights have this folder (`external_folder`) of encrypted files."""
+        return bool(self._redis.sismember(redis_keys.external_folders(self._pool), folder))
+
+    @cached_property
+    def _base_model(self) -> str:
+        row = self._redis.hget(redis_keys.pools(), self._pool)
+        return str(json.loads(row)["base_model"])

@@ -1,1 +1,0 @@
-"""Records of saved weights and of checkpoints. Workers handle the files."""
