@@ -13,7 +13,8 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration.tenant_grants import TenantChange
 from cotrain_server.errors import Invalid, sentence
-from cotrain_server.routes.admin import tenants, workers
+from cotrain_server.routes import admin_tenants as tenants
+from cotrain_server.routes import admin_workers as workers
 from cotrain_server.services import Services
 from cotrain_server.settings import Quotas
 from cotrain_server.ui.access.session import Visitor, check_operator, form_of
