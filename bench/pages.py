@@ -18,7 +18,7 @@ from typing import Any
 from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.timing import Took
-from cotrain_server.ui.navigation import PAGES
+from cotrain_server.ui.router import PAGES
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
 from cotrain_store.keys.fleet_keys import minute_of
 from cotrain_store.keys.tenant_keys import usage_field, usage_hour

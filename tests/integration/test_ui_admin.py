@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
 from cotrain_server.administration.tenant_view import DAYS_SHOWN
-from cotrain_server.ui.pages.overview import shown
+from cotrain_server.ui.pages.administration import shown
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cotrain.wire.pass_codec import decode_pass_output
-from cotrain_server.ui.data.runs import log_rows
+from cotrain_server.ui.run_tables import log_rows
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunUsage, Step
 from cotrain_store.messages.results import ResultKind
