@@ -11,8 +11,7 @@ from typing import Any
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from cotrain_server.text_apis.tool_calls import ToolForm
-from cotrain_server.text_apis.tool_requests import ToolUse
+from cotrain_server.text_apis.tools import ToolForm, ToolUse
 from cotrain_store.bodies.grammar import MAX_GRAMMAR_CHARACTERS, grammar_limits
 
 #: White space between parts of JSON. Without a limit, a model may write it permanently.
