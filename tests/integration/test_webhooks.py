@@ -17,9 +17,8 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, Delivery
-from cotrain_server.webhooks.sender import MAX_READ, Sender, Undelivered
+from cotrain_server.webhooks.sender import MAX_READ, AddressRefused, CheckedNetwork, Sender, Undelivered
 from cotrain_store.errors import Fenced, Reason
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId

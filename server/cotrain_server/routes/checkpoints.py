@@ -39,8 +39,7 @@ from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, ch
 from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
-from cotrain_server.views.records import checkpoint_of
-from cotrain_server.views.session_search import has_checkpoint, may_find, time_at, us_of
+from cotrain_server.views.records import checkpoint_of, has_checkpoint, may_find, time_at, us_of
 from cotrain_store.errors import CheckpointNotFound, MalformedPath, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import RunRecord, RunState, Tenant

@@ -17,7 +17,7 @@ from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.services import Services
 from cotrain_server.ui.access import LOGIN, Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
-from cotrain_server.views.readiness import FLEET_TIMEOUT_S
+from cotrain_server.views.server_status import FLEET_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
 
 

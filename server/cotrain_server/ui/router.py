@@ -14,7 +14,7 @@ from fastapi.responses import RedirectResponse
 from pydantic import BaseModel, ValidationError
 
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
-from cotrain_server.administration.tenant_grants import TenantChange
+from cotrain_server.administration import TenantChange
 from cotrain_server.errors import Invalid, sentence
 from cotrain_server.routes import admin_tenants, admin_workers
 from cotrain_server.services import Services

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, SecretStr
 
-from cotrain_server.administration.tenant_grants import find_tenant
-from cotrain_server.administration.tenant_view import list_tenants, show_quotas, show_tenant, show_usage
+from cotrain_server.administration import find_tenant, list_tenants, show_quotas, show_tenant, show_usage
 from cotrain_server.errors import Invalid
 from cotrain_server.services import Services
 from cotrain_server.ui.page import Page, PageRequest

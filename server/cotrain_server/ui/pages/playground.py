@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
-from cotrain_server.administration.tenant_grants import find_tenant
+from cotrain_server.administration import find_tenant
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
 from cotrain_server.http.finite_json import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
