@@ -20,10 +20,9 @@ from pathlib import Path
 from cotrain_server.probe import probe
 from cotrain_server.problems import write_troubles
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.environment import NewLines, follow
+from cotrain_server.supervisor.logs import NewLines, follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
-from cotrain_server.supervisor.redis_log import mend_log
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.keys import fleet_keys
