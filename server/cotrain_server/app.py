@@ -19,33 +19,27 @@ from cotrain_server.http import responses
 from cotrain_server.http.middleware import DirectRoutes, OtherMethods, PathPrefix, RequestMiddleware, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
+    account,
+    admin_tenants,
+    admin_workers,
     anthropic,
-    auth,
-    billing,
     checkpoints,
     futures,
-    links,
-    loads,
     mint,
     openai,
     runs,
     samplers,
-    session_lists,
     sessions,
     status,
     traces,
     training,
-    training_runs,
     uploads,
     weights,
 )
-from cotrain_server.routes.admin import tenants as admin_tenants
-from cotrain_server.routes.admin import workers as admin_workers
 from cotrain_server.services import LONG_POLL_S, open_services
 from cotrain_server.settings import ServerSettings
 from cotrain_server.ui import router as pages
 from cotrain_server.views.fleet_metrics import metrics_pages
-from cotrain_server.webhooks import routes as webhooks
 from cotrain_server.webhooks.delivery import delivering
 from cotrain_server.webhooks.sender import Sender
 from cotrain_store.monitoring import metrics
@@ -57,23 +51,23 @@ ROUTERS = (
     training.router,
     samplers.sampling_router,
     status.router,
-    auth.router,
+    account.keys_router,
     sessions.router,
     runs.router,
     weights.router,
-    loads.router,
     mint.router,
     checkpoints.router,
-    links.router,
-    links.files_router,
+    checkpoints.files_router,
     uploads.router,
     uploads.external_router,
     uploads.files_router,
-    training_runs.router,
-    session_lists.router,
+    runs.lists_router,
+    checkpoints.lists_router,
+    sessions.lists_router,
     traces.router,
-    billing.router,
-    webhooks.router,
+    traces.download_router,
+    account.usage_router,
+    account.webhook_router,
     samplers.router,
     status.tokenizers_router,
     openai.router,

@@ -21,7 +21,7 @@ import pytest
 
 import cotrain
 from cotrain import types
-from cotrain_server.ui.navigation import PAGES
+from cotrain_server.ui.router import PAGES
 from tests.browser.browsing import BASE_MODEL, Site, Trained, train
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny_qwen3

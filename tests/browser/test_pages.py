@@ -10,7 +10,7 @@ import threading
 import httpx
 import pytest
 
-from cotrain_server.ui.navigation import PAGES
+from cotrain_server.ui.router import PAGES
 from tests.browser.browsing import Site, new_run, step
 
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test-browser` installs it").expect

@@ -7,7 +7,7 @@ import json
 import httpx
 import pytest
 
-from cotrain_server.ui.navigation import PAGES
+from cotrain_server.ui.router import PAGES
 from tests.browser.browsing import BASE_MODEL, Site
 
 expect = pytest.importorskip("playwright.sync_api", reason="no playwright: `make test-browser` installs it").expect

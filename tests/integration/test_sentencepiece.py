@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from cotrain.commands.sample import TextRequest, stream
-from cotrain_server.ui.access.session import CSRF_HEADER
+from cotrain_server.ui.access import CSRF_HEADER
 from tests.support.draws import variant
 from tests.support.http_api import ALICE, POOL
 from tests.support.redis_server import EmbeddedRedis

@@ -9,9 +9,6 @@ import grimp
 from docs import rooms
 
 MAX_FILES = 20
-ENDPOINTS = "server/cotrain_server/routes"
-"""One file for each subject of endpoints: they lie side by side and never import one another."""
-
 BENCHES = {file.parent for file in (rooms.ROOT / "bench").rglob("*.py")}
 FOLDERS = sorted({*rooms.code_folders(), *BENCHES})
 
@@ -26,8 +23,7 @@ def test_the_page_of_modules_lists_every_file_outside_subfolders_and_arrows() ->
 
 def test_a_folder_has_few_files() -> None:
     for folder in FOLDERS:
-        most = 24 if folder == rooms.ROOT / ENDPOINTS else MAX_FILES
-        assert len(list(folder.glob("*.py"))) <= most, folder
+        assert len(list(folder.glob("*.py"))) <= MAX_FILES, folder
 
 
 def test_a_folder_is_described_in_one_line() -> None:

@@ -10,9 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cotrain_server.supervisor.environment import opened
-from cotrain_server.supervisor.gpus import UnfitGpus, chosen, enough
-from cotrain_server.supervisor.gpus import gpus as visible_gpus
+from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, opened, parse_gpus, visible_gpus
 from cotrain_store.blobs.opening import check_url
 from cotrain_store.process_start import LAST_PORT
 from cotrain_store.settings import PREFIX
@@ -113,9 +111,9 @@ def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int, 
         refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
     try:
         if asked is not None:
-            return chosen(asked, base_models, visible_gpus(), group_size)
+            return parse_gpus(asked, base_models, visible_gpus(), group_size)
         if device != "cpu":
-            enough(base_models, visible_gpus(), group_size)
+            check_group_gpus(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:
         refuse(str(unfit))
     return ()

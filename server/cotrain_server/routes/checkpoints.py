@@ -1,16 +1,29 @@
-"""Endpoints to delete, publish, expire and copy checkpoints.
+"""Endpoints of checkpoints: lists, changes, copies, and links to download their files.
 
-The endpoints find every checkpoint that the tenant may read. The store ensures that only its owner can change it.
+The endpoints find every checkpoint that the tenant may read. The store ensures that only its owner can change it. A
+download needs no API key: its link is valid for one file, for a few minutes.
 """
 
 import hashlib
+import re
 import secrets
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from functools import partial
 from typing import Annotated, get_args
 
-from fastapi import Header, HTTPException, Request
+from fastapi import APIRouter, Header, HTTPException, Request, Response
 
-from cotrain.wire.checkpoints import CheckpointTtlRequest, CopyWeightsRequest, CopyWeightsResponse
+from cotrain.wire import rest as wire
+from cotrain.wire.checkpoints import (
+    CheckpointTtlRequest,
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    ExternalWeightsUrlsResponse,
+)
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
@@ -22,15 +35,98 @@ from cotrain_server.requests.checkpoint_validation import (
     quota_reached,
     reader_of,
 )
+from cotrain_server.http.downloads import (
+    ARCHIVE,
+    SlotDownload,
+    TarDownload,
+    file_download,
+    files_of,
+    names_of,
+    open_files,
+)
+from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, tenant_router
+from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, check_ttl, find_source, path_of, reader_of
+from cotrain_server.requests.submission import quota_reached
 from cotrain_server.services import Services
-from cotrain_store.errors import MalformedPath, RunNotFound
+from cotrain_server.signed_tokens import LINK_LIFE_S, Link
+from cotrain_server.views.records import checkpoint_of, has_checkpoint, may_find, time_at, us_of
+from cotrain_store.errors import CheckpointNotFound, MalformedPath, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunRecord, RunState, Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
-router = tenant_router("checkpoints")
+lists_router = tenant_router("lists")
 
-KINDS = get_args(CheckpointKind)
+_SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)\b.*")
+#: First SDK version that can read checkpoints of type `external`.
+_FIRST_WITH_EXTERNAL = (0, 30)
+
+
+@lists_router.get("/training_runs/{run_id}/checkpoints")
+async def list_checkpoints(
+    run_id: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> wire.CheckpointsListResponse:
+    """List a run's checkpoints; for another tenant's run, only the published ones."""
+    records = await services.catalog.checkpoints_of(tenant.id, run_id)
+    hides_external = _hides_external(request.headers)
+    runs = await services.catalog.runs_of(records)
+    return wire.CheckpointsListResponse(
+        checkpoints=[
+            checkpoint_of(record, runs.get(record.run))
+            for record in records
+            if not (hides_external and record.kind == "external_weights")
+        ]
+    )
+
+
+@lists_router.get("/checkpoints")
+async def list_user_checkpoints(
+    request: Request, services: ServicesDep, tenant: TenantDep, limit: Limit = 100, offset: Offset = 0
+) -> wire.CheckpointsListResponse:
+    """List the checkpoints of all your runs."""
+    keep = _is_not_external if _hides_external(request.headers) else None
+    page = await services.catalog.checkpoints(tenant.id, offset, limit, keep)
+    runs = await services.catalog.runs_of(page.items)
+    return wire.CheckpointsListResponse(
+        checkpoints=[checkpoint_of(record, runs.get(record.run)) for record in page.items],
+        cursor=wire.Cursor(offset=offset, limit=limit, total_count=page.total_count),
+    )
+
+
+@lists_router.post("/checkpoints/search")
+async def search_checkpoints(
+    wanted: wire.CheckpointSearchRequest, services: ServicesDep, tenant: TenantDep
+) -> wire.CheckpointSearchResponse:
+    """Find your checkpoints by exact metadata, type, base model and project, newest first."""
+    if not may_find(wanted.owner, tenant.id):
+        return wire.CheckpointSearchResponse(checkpoints=[])
+    cursor = wanted.cursor
+    after = (us_of(cursor.last_created_at), cursor.last_checkpoint_uuid) if cursor else None
+    async with services.walks.of(tenant.id):
+        found, position = await services.catalog.search_checkpoints(
+            tenant.id, after, wanted.limit, partial(has_checkpoint, wanted)
+        )
+    next_cursor = None
+    if position:
+        next_cursor = wire.CheckpointSearchCursor(
+            last_created_at=time_at(position[0]), last_checkpoint_uuid=position[1]
+        )
+    return wire.CheckpointSearchResponse(
+        checkpoints=[checkpoint_of(record, run) for record, run in found], next_cursor=next_cursor
+    )
+
+
+def _hides_external(headers: Mapping[str, str]) -> bool:
+    """Return True if a client is an SDK that cannot read `external` in a list."""
+    sdk = _SDK.fullmatch(headers.get("user-agent", ""))
+    return sdk is not None and (int(sdk[1]), int(sdk[2])) < _FIRST_WITH_EXTERNAL
+
+
+def _is_not_external(member: str) -> bool:
+    return member.split("/")[1] != "external_weights"
+
+
+router = tenant_router("checkpoints")
 
 #: Metadata key of a copy's run. Its value is the source path.
 COPIED_FROM = "copied_from"
@@ -86,14 +182,11 @@ async def refuse_bare_name(run_id: str, name: str, kind: str = "") -> None:
 
     If the kind is valid, the method is wrong instead.
     """
-    if kind in KINDS:
+    if kind in get_args(CheckpointKind):
         raise HTTPException(405)
     raise MalformedPath(
         f"Checkpoint id {(kind or name)!r:.100} is malformed. Use weights/<name> or sampler_weights/<name>."
     )
-
-
-# ---- Copy ----------------------------------------------------------------------------------------
 
 
 @router.post("/copy_weights")
@@ -170,3 +263,82 @@ def _closed_run(name: RunId, tenant: TenantId, session: SessionId, source: Sourc
         user_metadata={COPIED_FROM: source.checkpoint.path},
         state=RunState.CLOSED,
     )
+
+
+@router.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(
+    run_id: str, kind: str, name: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> ExternalWeightsUrlsResponse:
+    """Return a link to each file of a checkpoint of any kind."""
+    source = await find_source(services, tenant.id, path_of(run_id, kind, name))
+    names = names_of(source.checkpoint, source.weights)
+    urls, expires = await _links(request, services, tenant, source, names)
+    return ExternalWeightsUrlsResponse(urls=urls, expires=expires)
+
+
+@router.get(
+    f"{CHECKPOINT}/archive",
+    status_code=302,
+    response_class=Response,
+    responses={302: {"description": "Where the archive is, in `Location`; until when, in `Expires`."}},
+)
+async def archive(
+    run_id: str, kind: str, name: str, request: Request, services: ServicesDep, tenant: TenantDep
+) -> Response:
+    """Redirect to a tar of all files of a checkpoint, as SDKs before 0.38 request it."""
+    source = await find_source(services, tenant.id, path_of(run_id, kind, name))
+    urls, expires = await _links(request, services, tenant, source, [ARCHIVE])
+    headers = {"Location": urls[ARCHIVE], "Expires": format_datetime(expires, usegmt=True)}
+    return Response(status_code=302, headers=headers)
+
+
+async def _links(
+    request: Request, services: Services, tenant: Tenant, source: Source, names: Sequence[str]
+) -> tuple[dict[str, str], datetime]:
+    expires_at = int(time.time()) + LINK_LIFE_S
+    checkpoint = source.checkpoint
+    base = services.settings.public_url or str(request.base_url)
+    urls = {}
+    details = {"tinker_path": checkpoint.path}
+    async with services.audit.act(tenant, AuditEvent.CHECKPOINT_READ, details):
+        for file in names:
+            link = Link(tenant.id, checkpoint.path, checkpoint.weights, file, expires_at)
+            urls[file] = f"{base.rstrip('/')}/api/v1/files/{services.signer.sign_link(link)}/{file}"
+    return urls, datetime.fromtimestamp(expires_at, UTC)
+
+
+files_router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
+
+
+@files_router.get(
+    "/files/{token}/{file}",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {}, "application/x-tar": {}}}},
+)
+async def download(token: str, file: str, request: Request, services: ServicesDep) -> Response:
+    """Send one file of a checkpoint to any client that has the link. No API key is required.
+
+    The checkpoint of the link is looked up again. The link fails if it was deleted or its reader
+    lost access, and a reassigned name never yields other weights. Above DOWNLOADS_PER_TENANT
+    concurrent downloads, a tenant's downloads queue.
+    """
+    link = services.signer.read_link(token, time.time())
+    if link.file != file:
+        raise Refused(Reason.BAD_LINK)
+    async with AsyncExitStack() as slot:
+        await slot.enter_async_context(services.downloads.of(link.tenant))
+        source = await find_source(services, link.tenant, link.path)
+        if source.weights.ref != link.weights:
+            raise CheckpointNotFound
+        answer = await _answer(services, source, file, link.path, request)
+        return SlotDownload(answer, slot.pop_all())
+
+
+async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Response:
+    checkpoint = source.checkpoint
+    files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
+    if file != ARCHIVE:
+        return file_download((await open_files(files_there, [file], path))[0], request.headers.get("range"))
+    files = await open_files(files_there, names_of(checkpoint, source.weights), path)
+    name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
+    return TarDownload(files, name, checkpoint.created_at)

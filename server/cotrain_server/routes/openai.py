@@ -17,7 +17,7 @@ from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.services import Services
-from cotrain_server.text_apis import responses_objects
+from cotrain_server.text_apis import responses_api
 from cotrain_server.text_apis.generation import Event, Generation
 from cotrain_server.text_apis.openai_requests import (
     ChatCompletionRequest,
@@ -38,7 +38,6 @@ from cotrain_server.text_apis.prompts import (
     text_weight,
     written_characters,
 )
-from cotrain_server.text_apis.responses_requests import ResponseRequest
 from cotrain_server.text_apis.route import (
     STREAMS,
     EventStream,
@@ -125,24 +124,24 @@ async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Re
     return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
 
 
-@router.post("/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(ResponseRequest))
+@router.post("/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(responses_api.ResponseRequest))
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
-    asked = await read_asked(request, services, tenant.id, ResponseRequest)
+    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
     body, format = await accepted_chat(services, target, asked.chat(), asked.body)
     reply = Reply(
         **_reply(asked, target, [body]), format=format, shape=ChatShape(), wants_logprobs=asked.wants_logprobs
     )
-    whole, streamed = (partial(responses_objects.answer, asked), partial(responses_objects.stream, asked))
+    whole, streamed = (partial(responses_api.answer, asked), partial(responses_api.stream, asked))
     return await _generate(request, services, reply, bool(asked.stream), whole, streamed)
 
 
-@router.post("/responses/input_tokens", response_model=None, openapi_extra=body_of(ResponseRequest))
+@router.post("/responses/input_tokens", response_model=None, openapi_extra=body_of(responses_api.ResponseRequest))
 async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Count the prompt tokens of a response's input."""
-    asked = await read_asked(request, services, tenant.id, ResponseRequest)
+    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
     asked.check()
     model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
     make = partial(chat_prompt, model, chat)

@@ -19,8 +19,13 @@ from cotrain_server.http.auth import authenticate, check_operator, is_operator
 from cotrain_server.http.tenant_routes import ServicesDep, tenant_router
 from cotrain_server.text_apis.tokenizer_cache import tokenizer_folder
 from cotrain_server.views.fleet_metrics import fleet_metrics, process_metrics
-from cotrain_server.views.readiness import FLEET_TIMEOUT_S, reasons_not_ready, restoring_notices
-from cotrain_server.views.server_status import own_status, whole_status
+from cotrain_server.views.server_status import (
+    FLEET_TIMEOUT_S,
+    own_status,
+    reasons_not_ready,
+    restoring_notices,
+    whole_status,
+)
 from cotrain_store.errors import StoreUnavailable
 
 router = APIRouter(tags=["status"])

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from cotrain_server.supervisor import environment as variables
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_server.supervisor.gpus import gpus, notice, variables_of
+from cotrain_server.supervisor.environment import gpu_notice, gpu_variables, visible_gpus
+from cotrain_server.supervisor.logs import reason_of_redis
 from cotrain_server.supervisor.process import Program
-from cotrain_server.supervisor.redis_log import reason_of_redis
 from cotrain_store.redis_client.embedded_server import check_log, find_redis_binary, redis_command
 from cotrain_store.settings import PREFIX, WorkerSettings
 
@@ -115,14 +115,14 @@ class Programs:
         return [
             replace(
                 worker,
-                environment={**worker.environment, **variables_of(number, names, size)},
+                environment={**worker.environment, **gpu_variables(number, names, size)},
                 worker=(models[number].partition("=")[0], f"{self.plan.worker_names}{number}"),
             )
             for number, worker in enumerate(made)
         ]
 
     def _gpus_there(self) -> list[str]:
-        return [] if self._setting("DEVICE") == "cpu" else gpus()
+        return [] if self._setting("DEVICE") == "cpu" else visible_gpus()
 
     def _threads_of(self, processes: int) -> dict[str, str]:
         """Return an equal share of the cores for each process on a CPU, unless the operator sets a number."""
@@ -133,7 +133,7 @@ class Programs:
     def gpu_notice(self) -> str | None:
         """Return a message if workers share a GPU or GPUs are unused, else None."""
         names = self.plan.gpus or self._gpus_there()
-        return notice(len(self.plan.worker_models), names, self.plan.group_size)
+        return gpu_notice(len(self.plan.worker_models), names, self.plan.group_size)
 
     def scheduler(self) -> Program:
         """Return the scheduler."""

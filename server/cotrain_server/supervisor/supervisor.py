@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cotrain_server.probe import probe, write_troubles
 from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
-from cotrain_server.supervisor.environment import NewLines, follow
+from cotrain_server.supervisor.logs import NewLines, follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
 from cotrain_server.supervisor.redis_log import mend_log

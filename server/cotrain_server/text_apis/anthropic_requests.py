@@ -12,7 +12,7 @@ from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.openai_requests import Fields, refuse_unsupported, text_of, top_k_of, top_p_of
 from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
-from cotrain_server.text_apis.tool_requests import anthropic_tools, call_messages, joined
+from cotrain_server.text_apis.tools import anthropic_tools, call_messages, joined
 from cotrain_store.bodies.sample_body import SampleBody
 
 HARMLESS = frozenset({

@@ -12,7 +12,7 @@ from cotrain_server.text_apis.message_parts import MessageFormat, MessageParts, 
 from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 from cotrain_server.text_apis.token_texts import VisibleText
-from cotrain_server.text_apis.tool_calls import Call
+from cotrain_server.text_apis.tools import Call
 from cotrain_store.bodies.sample_body import SampleBody
 
 #: Field with the text of a block, by the type of its segments.

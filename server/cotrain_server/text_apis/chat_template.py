@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from typing_extensions import override
 
 from cotrain_server.errors import Invalid
-from cotrain_server.text_apis.tool_calls import OPEN_THINKING, form_of
+from cotrain_server.text_apis.tools import OPEN_THINKING, form_of
 
 #: A message in the form of templates: `role`, `content` as text, and where they apply
 #: `reasoning_content`, `tool_calls` with parsed arguments, `tool_call_id` and `name`.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cotrain_server.text_apis.token_texts import possible_start
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from cotrain_server.text_apis.tool_calls import (
+from cotrain_server.text_apis.tools import (
     CLOSE_THINKING,
     MARKER_TOKENS,
     OPEN_THINKING,

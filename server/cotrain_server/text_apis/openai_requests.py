@@ -12,7 +12,7 @@ from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import schema_of
 from cotrain_server.text_apis.prompts import Chat
 from cotrain_server.text_apis.route import Refusal
-from cotrain_server.text_apis.tool_requests import call_messages, openai_tools
+from cotrain_server.text_apis.tools import call_messages, openai_tools
 from cotrain_store.bodies.sample_body import SampleBody
 
 

@@ -22,7 +22,7 @@ from cotrain_server.text_apis.prompts import Target
 from cotrain_server.text_apis.route import REFUSED, event, refusal_of
 from cotrain_server.text_apis.token_texts import Part, TokenTexts, VisibleText
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from cotrain_server.text_apis.tool_calls import Call
+from cotrain_server.text_apis.tools import Call
 from cotrain_store.bodies.sample_body import SampleBody
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.

@@ -16,8 +16,7 @@ from cotrain_server.text_apis.chat_template import Message, Thinking
 from cotrain_server.text_apis.grammars import answer_grammar, check_grammar
 from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Language, TextGrowth, Tokenizer, language_of
-from cotrain_server.text_apis.tool_calls import OPEN_THINKING
-from cotrain_server.text_apis.tool_requests import ToolUse
+from cotrain_server.text_apis.tools import OPEN_THINKING, ToolUse
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import SamplerId, SessionId, TenantId

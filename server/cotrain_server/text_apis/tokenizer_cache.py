@@ -7,13 +7,15 @@ tokenizer and chat template. No model library is needed: the `tokenizers` wheel 
 
 import asyncio
 import codecs
-from collections.abc import Collection, Iterable, Sequence
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import structlog
 import tokenizers
@@ -22,7 +24,6 @@ from jinja2 import TemplateSyntaxError
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.chat_template import ChatTemplate
-from cotrain_server.text_apis.token_bytes import byte_reader
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.errors import StoreUnavailable
@@ -30,12 +31,12 @@ from cotrain_store.messages.runs import PoolRecord
 
 log = structlog.get_logger()
 
-#: Replacement for bytes of incomplete characters.
-PARTIAL = "\N{REPLACEMENT CHARACTER}"
 #: Spelling of a space in SentencePiece.
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 #: A character has at most four bytes, so four tokens contain all bytes of the last character.
 _TOKENS_BEFORE = 4
+#: Spelling of a token of one byte.
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _TOKENIZER_FILE = "tokenizer.json"
 #: Number of cached languages. One with a large vocabulary takes about 100 MB.
 _MAX_CACHED = 8
@@ -52,7 +53,7 @@ class Tokenizer:
         self._vocabulary = vocabulary
         added = vocabulary.get_added_tokens_decoder()
         self._special = {token: one.content for token, one in added.items() if one.special}
-        self._bytes_of = byte_reader(vocabulary)
+        self._bytes_of = _byte_reader(vocabulary)
         self._raw: dict[int, bytes | None] = {}
         """Cache of `raw_bytes`."""
         self._full: dict[int, bytes] = {}
@@ -219,6 +220,48 @@ class TextGrowth:
         if self._tokenizer.is_special(token):
             return _Kind.CONTROL
         return _Kind.TEXT if self._tokenizer.raw_bytes(token) is None else _Kind.BYTES
+
+
+def _byte_reader(vocabulary: tokenizers.Tokenizer) -> Callable[[str], bytes | None]:
+    """Return a function from a token's spelling to its bytes, or to None if only its text is known.
+
+    A character may need several tokens. In their text alone, each of its bytes is U+FFFD.
+    """
+    decoder = vocabulary.decoder
+    parts = () if decoder is None else _flat(json.loads(decoder.__getstate__()))
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    return _byte_fallback if "ByteFallback" in kinds else lambda _: None
+
+
+def _flat(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield decoder
+    for part in decoder.get("decoders", ()):
+        yield from _flat(part)
+
+
+def _byte_fallback(token: str) -> bytes | None:
+    found = _FALLBACK.fullmatch(token)
+    return bytes.fromhex(found[1]) if found else None
+
+
+def _byte_level(token: str) -> bytes:
+    # An added token is spelled as it reads; a space in it says so.
+    try:
+        return bytes(_BYTE_BY_LETTER[letter] for letter in token)
+    except KeyError:
+        return token.encode()
+
+
+def _letters() -> dict[str, int]:
+    """Return GPT-2's letter for each byte: itself if printable, else one above U+0100."""
+    prints = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(0x100) if byte not in prints]
+    return {**{chr(byte): byte for byte in prints}, **{chr(0x100 + at): byte for at, byte in enumerate(hidden)}}
+
+
+_BYTE_BY_LETTER = _letters()
 
 
 @dataclass(frozen=True)

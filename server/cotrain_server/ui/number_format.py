@@ -96,11 +96,6 @@ def _time(at: float, text: str) -> Markup:
     )
 
 
-def ratio(part: float, whole: float) -> float:
-    """Divide, where nothing may be the whole."""
-    return part / whole if whole else 0.0
-
-
 def plural(amount: float, one: str, many: str = "") -> str:
     """Return a count with its noun: 1 worker, 2 workers."""
     return f"{amount:,.0f} {one if amount == 1 else many or one + 's'}"

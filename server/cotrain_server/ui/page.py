@@ -15,10 +15,9 @@ from starlette.datastructures import QueryParams
 from cotrain_server.errors import NotLoggedIn
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.services import Services
-from cotrain_server.ui.access.login import LOGIN
-from cotrain_server.ui.access.session import Visitor, check_operator, visitor_of
+from cotrain_server.ui.access import LOGIN, Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
-from cotrain_server.views.readiness import FLEET_TIMEOUT_S
+from cotrain_server.views.server_status import FLEET_TIMEOUT_S
 from cotrain_store.errors import StoreUnavailable
 
 
@@ -65,7 +64,7 @@ def router_of(pages: Sequence[Page]) -> APIRouter:
     return router
 
 
-def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
+def _shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
     """Return the pages in a visitor's navigation."""
     return [
         page
@@ -76,13 +75,13 @@ def shown_to(visitor: Visitor, pages: Sequence[Page]) -> list[Page]:
 
 def page_context(page: Page, pages: Sequence[Page], visitor: Visitor, now: float) -> dict[str, Any]:
     """Return the template variables that every page needs next to its data."""
-    return {"page": page, "pages": shown_to(visitor, pages), "visitor": visitor, "now": now}
+    return {"page": page, "pages": _shown_to(visitor, pages), "visitor": visitor, "now": now}
 
 
 def _twin_route(page: Page) -> Callable[[Request], Awaitable[Response]]:
     async def twin(request: Request) -> Response:
-        look = await _look(request, page)
-        return FiniteJSONResponse(jsonable_encoder(await _data(page, look)), headers=HEADERS)
+        page_request = await _page_request(request, page)
+        return FiniteJSONResponse(jsonable_encoder(await _data(page, page_request)), headers=HEADERS)
 
     return twin
 
@@ -92,17 +91,17 @@ def _html_route(page: Page, pages: Sequence[Page]) -> Callable[[Request], Awaita
     async def shown(request: Request) -> Response:
         is_part = request.headers.get("hx-request") == "true"
         try:
-            look = await _look(request, page)
+            page_request = await _page_request(request, page)
         except NotLoggedIn:
             return _to_login(request, is_part=is_part)
-        context = page_context(page, pages, look.visitor, look.now)
+        context = page_context(page, pages, page_request.visitor, page_request.now)
         layout = "part.html" if is_part else "layout.html"
-        return html(page.template, context | await _data(page, look) | {"layout": layout})
+        return html(page.template, context | await _data(page, page_request) | {"layout": layout})
 
     return shown
 
 
-async def _look(request: Request, page: Page) -> PageRequest:
+async def _page_request(request: Request, page: Page) -> PageRequest:
     services: Services = request.app.state.services
     visitor = await visitor_of(request, services)
     if page.for_operator:
@@ -111,11 +110,11 @@ async def _look(request: Request, page: Page) -> PageRequest:
     return PageRequest(services, visitor, request.query_params, request.path_params, time.time(), address.rstrip("/"))
 
 
-async def _data(page: Page, look: PageRequest) -> dict[str, Any]:
+async def _data(page: Page, page_request: PageRequest) -> dict[str, Any]:
     """Return a page's data. Raises StoreUnavailable if Redis takes too long."""
     try:
         async with asyncio.timeout(FLEET_TIMEOUT_S):
-            return await page.read(look)
+            return await page.read(page_request)
     except TimeoutError:
         raise StoreUnavailable from None
 

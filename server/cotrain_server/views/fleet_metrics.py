@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from cotrain_server.services import Services
-from cotrain_server.views.readiness import FLEET_TIMEOUT_S, reasons_not_ready
+from cotrain_server.views.server_status import FLEET_TIMEOUT_S, reasons_not_ready
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.definitions import METRICS, POOL_COUNTERS, Kind, Source

@@ -1,1 +1,1 @@
-"""Webhooks: events, addresses, signatures and delivery attempts. Independent of runs."""
+"""Delivery of webhook events: addresses, signatures, attempts and retries. Independent of runs."""

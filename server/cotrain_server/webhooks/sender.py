@@ -2,6 +2,9 @@
 
 The signature follows standardwebhooks.com, so its libraries can verify it. Redirects and proxies
 are not used. Only the status of the answer matters, and at most 16 KB of its body are read.
+
+Allowed are public addresses, and networks that the operator configured. An address is checked when it is connected to,
+so a name cannot resolve to another address after the check.
 """
 
 import asyncio
@@ -9,21 +12,27 @@ import hashlib
 import hmac
 import ssl
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from ipaddress import ip_network
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from socket import SOCK_STREAM, getaddrinfo
+from typing import Any
 
 import httpcore
+from httpcore import AnyIOBackend, AsyncNetworkBackend
+from typing_extensions import override
 
 from cotrain.protocol import __version__
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, NameUnknown
 from cotrain_store.tenants.webhooks import SECRET_PREFIX, DueEvent
+from cotrain.version import __version__
+from cotrain_store.messages.webhooks import DueEvent
+from cotrain_store.tenants.webhooks import SECRET_PREFIX
 
 #: Time limit of a whole attempt in seconds, including name lookup and reading the answer.
 TIMEOUT_S = 10.0
 MAX_READ = 16 * 1024
-
-
 #: Errors of an attempt without an answer.
 _FAILURES = (
     httpcore.NetworkError, httpcore.ProtocolError, httpcore.TimeoutException, OSError, ValueError,
@@ -117,3 +126,108 @@ def _causes(failed: BaseException | None) -> Iterator[BaseException]:
     while failed is not None:
         yield failed
         failed = failed.__cause__ or failed.__context__
+
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
+#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
+_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+#: All IPv6 addresses assigned to hosts on the Internet.
+_UNICAST_V6 = IPv6Network("2000::/3")
+#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
+_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
+#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
+_NAT64 = IPv6Network("64:ff9b::/96")
+#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
+_ISATAP = (0x00005EFE, 0x02005EFE)
+#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
+_LOOKUPS = 32
+
+
+class AddressRefused(Exception):
+    """No webhook may be sent to this address."""
+
+
+class NameUnknown(httpcore.ConnectError):
+    """No address is known of this name."""
+
+
+def is_allowed(address: Address, networks: Iterable[Network], *, encrypted: bool) -> bool:
+    """Return True if a webhook may connect to an address. Without encryption only configured networks are allowed."""
+    really = _behind(address)
+    if any(each.version == really.version and really in each for each in networks):
+        return True
+    return encrypted and _is_public(really)
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, IPv4Address):
+        is_odd = address.is_multicast or address.is_reserved
+        return address.is_global and not is_odd and not any(address in net for net in _SPECIAL_V4)
+    if address not in _UNICAST_V6 or any(address in net for net in _SPECIAL_V6):
+        return False
+    if int(address) >> 32 & 0xFFFFFFFF in _ISATAP:
+        return _is_public(IPv4Address(int(address) & 0xFFFFFFFF))
+    return True
+
+
+def _behind(address: Address) -> Address:
+    """Return the IPv4 address that an IPv6 address represents, or the address itself."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address
+
+
+class CheckedNetwork(AsyncNetworkBackend):
+    """Network backend that connects only to allowed addresses, and exactly to the checked address."""
+
+    def __init__(self, networks: Sequence[Network]) -> None:
+        self._networks = networks
+        self._inner = AnyIOBackend()
+        self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="webhook-names")
+
+    def close(self) -> None:
+        """Stop waiting for lookups."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def of(self, *, encrypted: bool) -> AsyncNetworkBackend:
+        """Return the network of one request."""
+        return _OneRequest(self, encrypted)
+
+    async def connect(self, host: str, port: int, encrypted: bool, **how: Any) -> httpcore.AsyncNetworkStream:
+        """Connect to the first allowed address of a host. Raises AddressRefused if there is none."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._threads, lambda: getaddrinfo(host, port, type=SOCK_STREAM))
+        except (OSError, UnicodeError) as unknown:
+            raise NameUnknown(f"{host} is not known") from unknown
+        for address in dict.fromkeys(str(row[4][0]) for row in found):
+            if is_allowed(ip_address(address), self._networks, encrypted=encrypted):
+                return await self._inner.connect_tcp(address, port, **how)
+        raise AddressRefused(f"{host} is no address that webhooks may be sent to here")
+
+
+class _OneRequest(AsyncNetworkBackend):
+    """Network backend of one connection pool."""
+
+    def __init__(self, network: CheckedNetwork, encrypted: bool) -> None:
+        self._network = network
+        self._encrypted = encrypted
+
+    @override
+    async def connect_tcp(
+        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
+    ) -> httpcore.AsyncNetworkStream:
+        return await self._network.connect(host, port, self._encrypted, timeout=timeout)
+
+    @override
+    async def connect_unix_socket(self, path: str, *_: Any, **__: Any) -> Any:
+        raise AddressRefused("a webhook goes to a host")
+
+    @override
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

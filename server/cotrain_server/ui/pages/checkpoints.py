@@ -15,7 +15,7 @@ from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.requests.checkpoint_validation import check_ttl, find_source
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
-from cotrain_server.ui.access.session import Visitor, form_of
+from cotrain_server.ui.access import Visitor, form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
 from cotrain_store.messages.ids import TenantId
@@ -44,13 +44,13 @@ _EVENTS: Mapping[str, AuditEvent] = {
 router = APIRouter(include_in_schema=False)
 
 
-async def read(look: PageRequest) -> dict[str, Any]:
+async def read(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of a tenant's checkpoints."""
-    services = look.services
-    own = look.visitor.tenant.id if look.visitor.tenant else None
-    tenant = own or TenantId(look.query.get("tenant", "")[:200])
-    offset = _offset(look.query.get("offset", "0"))
-    done = DONE.get(look.query.get("done", ""), "")
+    services = request.services
+    own = request.visitor.tenant.id if request.visitor.tenant else None
+    tenant = own or TenantId(request.query.get("tenant", "")[:200])
+    offset = _offset(request.query.get("offset", "0"))
+    done = DONE.get(request.query.get("done", ""), "")
     if not tenant:
         nothing = {"tenant": "", "tenant_name": "", "checkpoints": None, "next": None}
         return {**nothing, "tenants": await offered_tenants(services.connection), "done": done}

@@ -1,31 +1,19 @@
-"""Pages of the server: overview, workers and settings.
-
-The overview shows problems, pools and the busiest tenants. A tenant sees its own part.
-
-The workers page shows runs, memory and drain state. The settings page shows the API process's
-settings without secrets. Both are for the operator.
-"""
+"""Overview: problems with their remedies, pools and the busiest tenants. A tenant sees its own part."""
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from pydantic import BaseModel, SecretStr
-
-from cotrain_server.services import Services
-from cotrain_server.ui.data.activity import activity_of, own_activity_of
-from cotrain_server.ui.data.problems import problems_of
-from cotrain_server.ui.data.runs import busiest, targets_of, tokens_of_runs
+from cotrain_server.ui.charts import activity_of, own_activity_of
+from cotrain_server.ui.number_format import duration, percent, plural, size
 from cotrain_server.ui.page import Page, PageRequest
-from cotrain_server.views.server_status import brief_status, list_workers, own_status
-from cotrain_store.messages.ids import PoolId, TenantId, WorkerId
+from cotrain_server.views.server_status import brief_status, own_status
+from cotrain_store.messages.ids import PoolId, TenantId
 from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.failures import TenantFailures, recent_failures
-from cotrain_store.monitoring.status import READ_AT_ONCE, Minute, busiest_tenants, cycle_records, last_minutes, owners
+from cotrain_store.monitoring.status import Minute, busiest_tenants, last_minutes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import read_pauses
 
@@ -36,11 +24,11 @@ _KEPT = (
 )  # fmt: skip
 
 
-async def read_overview(look: PageRequest) -> dict[str, Any]:
+async def read_overview(request: PageRequest) -> dict[str, Any]:
     """Return the page's data."""
-    if look.visitor.tenant is not None:
-        return await _own(look, look.visitor.tenant)
-    services, now = look.services, look.now
+    if request.visitor.tenant is not None:
+        return await _own(request, request.visitor.tenant)
+    services, now = request.services, request.now
     connection = services.connection
     names = [pool.id for pool in await services.records.pools()]
     # Concurrently, so that the reads share the connection's batches.
@@ -116,21 +104,21 @@ def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> d
     }
 
 
-async def _own(look: PageRequest, tenant: Tenant) -> dict[str, Any]:
-    services = look.services
+async def _own(request: PageRequest, tenant: Tenant) -> dict[str, Any]:
+    services = request.services
     status = await own_status(services, tenant.id)
     records = await services.records.pools()
-    hours = [await last_minutes(services.connection, record.id, look.now, tenant.id) for record in records]
+    hours = [await last_minutes(services.connection, record.id, request.now, tenant.id) for record in records]
     count, size = await services.checkpoints.stored_bytes(tenant.id)
     quotas = await services.quotas.of(tenant.id)
     pause = (await read_pauses(services.connection)).notice(tenant.id)
-    failures = await recent_failures(services.connection, look.now)
+    failures = await recent_failures(services.connection, request.now)
     own = {tenant.id: failures[tenant.id]} if tenant.id in failures else {}
     return {
         "is_operator": False,
         "version": status["version"],
         "pools": [
-            {**pool, "activity": own_activity_of(minutes, look.now)}
+            {**pool, "activity": own_activity_of(minutes, request.now)}
             for pool, minutes in zip(status["pools"], hours, strict=True)
         ],
         "paused": pause,
@@ -152,73 +140,116 @@ def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
 OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", read_overview, poll_s=3)
 
 
-async def read_workers(look: PageRequest) -> dict[str, Any]:
-    """Return the page's data. Runs are listed only for workers whose runs can move."""
-    workers = await list_workers(look.services)
-    targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
-    pools = {PoolId(pool) for (pool, _), others in targets.items() if others}
-    runs = {pool: await _busiest(look.services, pool) for pool in pools}
-    return {
-        "workers": [
-            {
-                **each.model_dump(),
-                "targets": targets[each.pool, each.id],
-                "busiest": runs.get(PoolId(each.pool), {}).get(WorkerId(each.id), []),
-            }
-            for each in workers
-        ],
-        "cycles_read": READ_AT_ONCE,
-    }
+#: Maximum wait of a pool's oldest op in normal operation.
+OLDEST_OP_S = 60.0
+OLDEST_GAP_S = 120.0
+REDIS_MEMORY_PART = 0.7
+#: Part of the disk that is free in normal operation.
+DISK_FREE_PART = 0.05
+
+_NO_WORKER = "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
+_HELP: Sequence[tuple[str, str]] = (
+    ("No worker for", _NO_WORKER),
+    ("No worker is", _NO_WORKER),
+    ("No scheduler", "Start one: nothing is planned without it. Accepted requests wait, and are not lost."),
+    ("Redis does not", "Start it, or check COTRAIN_REDIS_URL. Clients wait, and continue."),
+    ("Redis could lose", "Set `appendonly yes` and `appendfsync always`, or accept the loss with COTRAIN_ACCEPT_DATA_LOSS."),
+    ("Redis", "Check the log of Redis and its disk. Clients wait, and continue."),
+    ("The disk", "Free space on the disk of the data folder: requests are refused until then."),
+    ("This process", "It is stopping. There is nothing to do."),
+)  # fmt: skip
 
 
-async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict[str, Any]]]:
-    tokens = tokens_of_runs(await cycle_records(services.connection, pool, READ_AT_ONCE))
-    return busiest(tokens, await owners(services.connection, pool, list(tokens)))
+@dataclass(frozen=True)
+class Problem:
+    """One health problem."""
+
+    level: Literal["bad", "warn"]  # `bad`: a component does not run
+    text: str
+    todo: str
 
 
-WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True)
+def problems_of(status: Mapping[str, Any], disk_reserve_bytes: int) -> list[Problem]:
+    """Return the problems, the worst first, from the operator's `/status`."""
+    reasons = status["reasons"]
+    if any(map(_exits, status["pools"])) and any(map(_is_of_workers, reasons)):
+        # The remedy of a missing worker has the reason of its exits, so its crash loop has no problem of its own.
+        reasons = [each for each in reasons if not each.startswith("worker-")]
+    found = [Problem("bad", reason, _help(reason, status["pools"])) for reason in reasons]
+    for pool in status["pools"]:
+        found += _of_pool(pool, status["reasons"])
+    found += _of_host(status, disk_reserve_bytes)
+    return sorted(found, key=lambda problem: problem.level != "bad")
 
 
-HIDDEN = "hidden"
-_SECRET_WORDS = ("key", "password", "secret", "token")
+def _is_of_workers(reason: str) -> bool:
+    return reason.startswith("No worker")
 
 
-async def read_settings(look: PageRequest) -> dict[str, Any]:
-    """Return the page's data."""
-    settings = look.services.settings
-    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
-    return {
-        "settings": [
-            {
-                "name": f"COTRAIN_{name.upper()}",
-                "value": shown(name, getattr(settings, name)),
-                "is_default": getattr(settings, name) == default,
-            }
-            for name, default in defaults.items()
-        ]
-    }
+def _help(reason: str, pools: Sequence[Mapping[str, Any]]) -> str:
+    if _is_of_workers(reason) and (exits := " ".join(map(_exits, pools)).strip()):
+        return exits
+    return next(
+        (text for start, text in _HELP if reason.startswith(start)),
+        "Its log has the reason; cotrain serve starts it again.",
+    )
 
 
-def shown(name: str, value: Any) -> str:
-    """Return a setting as text without secrets."""
-    if value is None or value == ():
-        return ""
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, SecretStr):
-        return HIDDEN
-    if isinstance(value, tuple):
-        return ", ".join(shown(name, each) for each in value)
-    if isinstance(value, BaseModel):
-        return " ".join(f"{quota}={number}" for quota, number in value)
-    text = str(value)
-    if isinstance(value, str) and any(word in name for word in _SECRET_WORDS):
-        return HIDDEN
-    parts = urlsplit(text) if "://" in text else None
-    if parts and "@" in parts.netloc:
-        where = parts.netloc.rpartition("@")[2]
-        return parts._replace(netloc=f"{HIDDEN}@{where}").geturl()
-    return text
+def _of_pool(pool: Mapping[str, Any], reasons: Sequence[str]) -> Iterator[Problem]:
+    name, alive = pool["base_model"], {worker["id"] for worker in pool["workers"]}
+    reported = {f"No worker for {name} is running.", "No worker is running."}
+    is_reported = not alive and not reported.isdisjoint(reasons)
+    missing = [worker for worker in pool["workers_unavailable"] if worker not in alive]
+    if missing and not is_reported:
+        yield Problem(
+            "bad" if not alive else "warn",
+            f"{plural(len(missing), 'worker')} of {name} without a heartbeat: {', '.join(missing)}.",
+            _exits(pool)
+            or "Its runs wait until it is back or another worker takes them. Its log has the reason of its end.",
+        )
+    for worker in pool["workers"]:
+        if not worker["accepts_saves"]:
+            yield Problem(
+                "warn",
+                f"Worker {worker['id']} of {name} writes saves slower than they arrive; saves wait.",
+                "Use a faster disk for its data folder, or save less often.",
+            )
+    if pool["queue"]["oldest_s"] > OLDEST_OP_S:
+        yield Problem(
+            "warn",
+            f"The oldest request of {name} has waited for {duration(pool['queue']['oldest_s'])}.",
+            "The page Cycles shows if its worker is busy with other tenants or idle.",
+        )
+    if pool["queue"]["oldest_gap_s"] > OLDEST_GAP_S:
+        yield Problem(
+            "warn",
+            f"A run of {name} has waited for a missing request for {duration(pool['queue']['oldest_gap_s'])}.",
+            "Its client failed to send it. The requests after it fail after COTRAIN_GAP_LIMIT_S.",
+        )
 
 
-SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", read_settings, for_operator=True)
+def _exits(pool: Mapping[str, Any]) -> str:
+    """Return the last exits of the workers without a heartbeat; empty if none is known."""
+    alive = {worker["id"] for worker in pool["workers"]}
+    exits = pool.get("worker_exits", {})
+    return " ".join(f"{name}: {each['text']}" for name, each in exits.items() if name not in alive)
+
+
+def _of_host(status: Mapping[str, Any], disk_reserve_bytes: int) -> Iterator[Problem]:
+    redis, disk = status["redis"], status["disk"]
+    free_bytes, total_bytes = disk["free_bytes"], disk["total_bytes"]
+    limit = redis["memory_limit_bytes"]
+    if limit and redis["memory_bytes"] > REDIS_MEMORY_PART * limit:
+        yield Problem(
+            "warn",
+            f"Redis uses {percent(redis['memory_bytes'] / limit)} of its memory.",
+            "Raise its maxmemory before it is full: a full Redis rejects writes.",
+        )
+    low_bytes = max(2 * disk_reserve_bytes, DISK_FREE_PART * total_bytes)
+    if disk_reserve_bytes < free_bytes < low_bytes:
+        yield Problem(
+            "warn",
+            f"The disk has {size(free_bytes)} of {size(total_bytes)} left; "
+            f"below {size(disk_reserve_bytes)} requests are refused.",
+            "Delete checkpoints, or make the disk larger.",
+        )

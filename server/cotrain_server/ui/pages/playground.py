@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
-from cotrain_server.administration.tenant_grants import find_tenant
+from cotrain_server.administration import find_tenant
 from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
@@ -19,7 +19,7 @@ from cotrain_server.text_apis.openai_requests import ChatCompletionRequest, Comp
 from cotrain_server.text_apis.prompts import SCHEME, Target, accepted_chat, find_target, prompt_bodies, text_weight
 from cotrain_server.text_apis.route import finished
 from cotrain_server.text_apis.token_texts import TokenTexts
-from cotrain_server.ui.access.session import form_of
+from cotrain_server.ui.access import form_of
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import HEADERS, guarded, html
 from cotrain_store.bodies.sample_body import SampleBody
@@ -38,11 +38,11 @@ _LEVELS = (-0.1, -1.0, -3.0)
 router = APIRouter(include_in_schema=False)
 
 
-async def read(look: PageRequest) -> dict[str, Any]:
+async def read(request: PageRequest) -> dict[str, Any]:
     """Return the available models."""
-    services, own = look.services, look.visitor.tenant
+    services, own = request.services, request.visitor.tenant
     tenants = {} if own else await offered_tenants(services.connection)
-    tenant = own.id if own else TenantId(look.query.get("tenant", "")[:200])
+    tenant = own.id if own else TenantId(request.query.get("tenant", "")[:200])
     if not tenant:
         return {"tenant": "", "tenants": tenants, "base_models": [], "checkpoints": []}
     await find_tenant(services, tenant)

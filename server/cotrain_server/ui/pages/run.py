@@ -10,12 +10,20 @@ from fastapi import APIRouter, Request, Response
 from cotrain_server.errors import Invalid
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
-from cotrain_server.ui.access.session import Visitor, visitor_of
-from cotrain_server.ui.data.activity import MAX_COMPARED, curves_of, evaluation_of, metric_charts
-from cotrain_server.ui.data.runs import STATES, keeps, log_rows, mean_loss, run_row, targets_of
-from cotrain_server.ui.data.sweeps import differing, loss_by_rate, parallel_coordinates, settings_row
+from cotrain_server.ui.access import Visitor, visitor_of
+from cotrain_server.ui.charts import (
+    MAX_COMPARED,
+    curves_of,
+    differing,
+    evaluation_of,
+    loss_by_rate,
+    metric_charts,
+    parallel_coordinates,
+    settings_row,
+)
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
+from cotrain_server.ui.run_tables import STATES, keeps, log_rows, mean_loss, run_row, targets_of
 from cotrain_server.views.records import csv_of
 from cotrain_server.views.server_status import list_workers
 from cotrain_server.views.waiting import read_why
@@ -34,11 +42,11 @@ OPS_SHOWN = 50
 router = APIRouter(include_in_schema=False)
 
 
-async def read_run(look: PageRequest) -> dict[str, Any]:
+async def read_run(request: PageRequest) -> dict[str, Any]:
     """Return the data of one run."""
-    services = look.services
-    run = await _run_of(services, look.visitor, look.parts["run_id"])
-    position = (await services.run_list.positions([run], look.now))[run.id]
+    services = request.services
+    run = await _run_of(services, request.visitor, request.parts["run_id"])
+    position = (await services.run_list.positions([run], request.now))[run.id]
     names = await tenant_names(services.connection, {run.tenant})
     pauses = await read_pauses(services.connection)
     points = await read_history(services.connection, run.id)
@@ -47,12 +55,12 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
     cycles = await cycle_records(services.connection, run.pool, READ_AT_ONCE)
     checkpoints = await services.catalog.checkpoints_of(run.tenant, run.id)
     evaluation = evaluation_of(points)
-    row = run_row(run, position, pauses, names, look.now, await _unavailable(services))
+    row = run_row(run, position, pauses, names, request.now, await _unavailable(services))
     if row["last_loss"] is None:  # the newest step followed a failed pass
         losses = (mean_loss(point) for point in reversed(points))
         row["last_loss"] = next((loss for loss in losses if loss is not None), None)
     # The same position as above, so that the sentence and the state agree.
-    reason = await read_why(services, run, position, shows_exits=look.visitor.is_operator)
+    reason = await read_why(services, run, position, shows_exits=request.visitor.is_operator)
     log = log_rows(ops, cycles, run.id, position.planned, position.done)
     return {
         "run": row,
@@ -64,8 +72,8 @@ async def read_run(look: PageRequest) -> dict[str, Any]:
         "lora": run.lora,
         "user_metadata": run.user_metadata,
         "note": run.note,
-        "worker": position.worker if look.visitor.is_operator else "",
-        "targets": await _targets(services, run, position.worker) if look.visitor.is_operator else [],
+        "worker": position.worker if request.visitor.is_operator else "",
+        "targets": await _targets(services, run, position.worker) if request.visitor.is_operator else [],
         "weights_epoch": run.weights_epoch,
         "rolled_back_to": run.rolled_back_to,
         "done": position.done,
@@ -86,14 +94,14 @@ def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names} | {"metrics": dict(record.metrics)}
 
 
-async def read_compared(look: PageRequest) -> dict[str, Any]:
+async def read_compared(request: PageRequest) -> dict[str, Any]:
     """Return the curves and the settings of several runs: those named, and those of a sweep."""
-    named = [*look.query.getlist("run"), *await _runs_of_sweep(look)]
+    named = [*request.query.getlist("run"), *await _runs_of_sweep(request)]
     wanted = list(dict.fromkeys(named))
     if len(wanted) > MAX_COMPARED:
         raise Invalid(f"run may occur at most {MAX_COMPARED} times, not {len(wanted)}.")
-    runs = [await _run_of(look.services, look.visitor, name) for name in wanted]
-    histories = {run.id: await read_history(look.services.connection, run.id) for run in runs}
+    runs = [await _run_of(request.services, request.visitor, name) for name in wanted]
+    histories = {run.id: await read_history(request.services.connection, run.id) for run in runs}
     rows = [settings_row(run, histories[run.id]) for run in runs]
     labels = {run.id: row.label for run, row in zip(runs, rows, strict=True)}
     by_rate = loss_by_rate(rows)
@@ -107,14 +115,14 @@ async def read_compared(look: PageRequest) -> dict[str, Any]:
     }
 
 
-async def _runs_of_sweep(look: PageRequest) -> list[str]:
+async def _runs_of_sweep(request: PageRequest) -> list[str]:
     """Return the runs of the sweep in the address. The operator's address has the tenant, too."""
-    name = look.query.get("sweep", "")[:64]
-    tenant = look.visitor.tenant.id if look.visitor.tenant else look.query.get("tenant", "")
+    name = request.query.get("sweep", "")[:64]
+    tenant = request.visitor.tenant.id if request.visitor.tenant else request.query.get("tenant", "")
     if not name or not tenant:
         return []
     tagged = LabelQuery(tags=(f"sweep:{name}",))
-    found = await look.services.run_labels.matching(TenantId(tenant), tagged)
+    found = await request.services.run_labels.matching(TenantId(tenant), tagged)
     return sorted(found, key=lambda run: (len(run), run))[:MAX_COMPARED]
 
 
@@ -164,21 +172,21 @@ RUNS_SHOWN = 50
 _FILTERS = ("state", "base_model", "q", "tenant")
 
 
-async def read_runs(look: PageRequest) -> dict[str, Any]:
+async def read_runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
-    services = look.services
-    asked = {name: look.query.get(name, "")[:200] for name in _FILTERS}
-    tenant = look.visitor.tenant.id if look.visitor.tenant else None
+    services = request.services
+    asked = {name: request.query.get(name, "")[:200] for name in _FILTERS}
+    tenant = request.visitor.tenant.id if request.visitor.tenant else None
     keep = keeps(asked["state"], asked["base_model"], asked["q"])
     whose = tenant or (TenantId(asked["tenant"]) if asked["tenant"] else None)
-    cursor = look.query.get("after", "")[:200]
+    cursor = request.query.get("after", "")[:200]
     page = await services.run_list.page(whose, cursor, RUNS_SHOWN, keep)
-    positions = await services.run_list.positions(page.runs, look.now)
+    positions = await services.run_list.positions(page.runs, request.now)
     names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
     unavailable = await _unavailable(services)
     return {
-        "runs": [run_row(run, positions[run.id], pauses, names, look.now, unavailable) for run in page.runs],
+        "runs": [run_row(run, positions[run.id], pauses, names, request.now, unavailable) for run in page.runs],
         "total_count": page.total_count,
         "next": _address(asked, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
@@ -187,7 +195,7 @@ async def read_runs(look: PageRequest) -> dict[str, Any]:
         "is_narrowed": keep is not None or (tenant is None and bool(asked["tenant"])),
         "states": tuple(STATES),
         "base_models": sorted(pool.base_model for pool in await services.records.pools()),
-        "address": look.address,
+        "address": request.address,
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cotrain_server.text_apis.message_parts import MessageFormat, MessageParts, Reasoning, Segment, text_in
-from cotrain_server.text_apis.tool_calls import Call, ToolForm, form_of
+from cotrain_server.text_apis.tools import Call, ToolForm, form_of
 
 TOOLS: Any = {"f": {"properties": {"a": {"type": "string"}}}, "g": {}}
 F = '{"name": "f", "arguments": {"a": 1}}'

@@ -20,11 +20,14 @@ from tokenizers import decoders
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.token_texts import TokenTexts, VisibleText
-from cotrain_server.text_apis.tokenizer_cache import PARTIAL, TextGrowth, Tokenizer, language_of
+from cotrain_server.text_apis.tokenizer_cache import TextGrowth, Tokenizer, language_of
 from tests.support.draws import examples
 from tests.support.http_api import POOL
 from tests.support.talking import write_language
 from tests.support.tiny_tokenizers import sentencepiece_tokenizer, trained_tokenizer
+
+#: Replacement for bytes of incomplete characters.
+PARTIAL = "\N{REPLACEMENT CHARACTER}"
 
 
 async def test_a_tokenizer_is_read_once_until_it_is_rewritten(tmp_path: Path) -> None:

@@ -14,9 +14,24 @@ from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, time
 from cotrain_server.ui.data.problems import problems_of
 from cotrain_server.ui.data.runs import RUNS_SHOWN, busiest, keeps, run_row, state_of, tokens_of_runs, waits_for
 from cotrain_server.ui.data.sweeps import SettingsRow, differing, loss_by_rate, parallel_coordinates, settings_row
+from cotrain_server.settings import Quotas
+from cotrain_server.ui.charts import (
+    SettingsRow,
+    activity_of,
+    curves_of,
+    differing,
+    loss_by_rate,
+    own_activity_of,
+    parallel_coordinates,
+    settings_row,
+)
 from cotrain_server.ui.number_format import age, ago, duration, percent, plural, short, size
+from cotrain_server.ui.pages.administration import LIMITS
+from cotrain_server.ui.pages.cycles import COLOURS, Viewer, cycle_of, runs_of, timeline_of
+from cotrain_server.ui.pages.overview import problems_of
 from cotrain_server.ui.pages.playground import level_of
-from cotrain_server.ui.pages.tenants import LIMITS
+from cotrain_server.ui.router import _number
+from cotrain_server.ui.run_tables import BUSIEST_SHOWN, busiest, keeps, run_row, state_of, tokens_of_runs, waits_for
 from cotrain_store.messages.fleet import Pause, Pauses
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
@@ -57,7 +72,7 @@ def cycle(number: int, *tenants: str, start: float = 0.0, tokens: int = 10) -> d
 
 
 def test_two_tenants_share_a_bar_in_two_colours() -> None:
-    shown = timeline_of([cycle(1, "a", "b")], Eyes(None, {"a": "alice", "b": "bob"}))
+    shown = timeline_of([cycle(1, "a", "b")], Viewer(None, {"a": "alice", "b": "bob"}))
     (row,) = shown["rows"]
     (bar,) = row["bars"]
     assert [part["colour"] for part in bar["stack"]] == ["s0", "s1"]
@@ -67,9 +82,9 @@ def test_two_tenants_share_a_bar_in_two_colours() -> None:
 
 def test_a_tenant_sees_only_the_sum_of_other_tenants() -> None:
     records = [cycle(1, "a", "b", "c")]
-    eyes = Eyes("b", {"b": "you"})
-    shown = timeline_of(records, eyes)
-    text = repr([shown, cycle_of(records[0], eyes), runs_of(records[0], eyes)])
+    viewer = Viewer("b", {"b": "you"})
+    shown = timeline_of(records, viewer)
+    text = repr([shown, cycle_of(records[0], viewer), runs_of(records[0], viewer)])
     for foreign in ("'a'", "'c'", "a-session", "c-session", "digest-of-a", "w0"):
         assert foreign not in text
     assert "b-session" in text
@@ -79,13 +94,13 @@ def test_a_tenant_sees_only_the_sum_of_other_tenants() -> None:
 
 def test_tenants_beyond_the_number_of_colours_share_one() -> None:
     names = [f"t{number:02}" for number in range(COLOURS + 3)]
-    shown = timeline_of([cycle(1, *names)], Eyes(None))
+    shown = timeline_of([cycle(1, *names)], Viewer(None))
     assert len(shown["legend"]) == COLOURS
     assert shown["rest_tokens"] == 30
 
 
 def test_a_timeline_without_cycles_is_empty() -> None:
-    assert timeline_of([], Eyes(None))["rows"] == []
+    assert timeline_of([], Viewer(None))["rows"] == []
 
 
 @pytest.mark.parametrize(
@@ -273,7 +288,7 @@ def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
     assert found == {"w1": [{"run": a, "tenant": "a", "tokens": 10}]}
     many = {RunId(str(n)): ("t", n) for n in range(9)}
     (shown,) = busiest(many, dict.fromkeys(many, WorkerId("w0"))).values()
-    assert len(shown) == RUNS_SHOWN
+    assert len(shown) == BUSIEST_SHOWN
 
 
 def trial(number: int, loss: float | None, **settings: float | str) -> SettingsRow:

@@ -196,7 +196,7 @@ def _state(op: LoggedOp, planned: int, done: int) -> tuple[str, str]:
 
 
 #: Number of runs shown per worker.
-RUNS_SHOWN = 5
+BUSIEST_SHOWN = 5
 
 
 def tokens_of_runs(cycles: Iterable[Mapping[str, Any]]) -> dict[RunId, tuple[str, int]]:
@@ -217,7 +217,7 @@ def busiest(
     """Return the runs of each worker with the most tokens."""
     found: defaultdict[WorkerId, list[dict[str, Any]]] = defaultdict(list)
     for run, (tenant, count) in tokens.items():
-        if run in owners and len(found[owners[run]]) < RUNS_SHOWN:
+        if run in owners and len(found[owners[run]]) < BUSIEST_SHOWN:
             found[owners[run]].append({"run": run, "tenant": tenant, "tokens": count})
     return dict(found)
 

@@ -1,10 +1,11 @@
-"""Log of the embedded Redis: its repair before a start, and the reason of a failed start."""
+"""Logs of processes: progress of a start, repair of Redis' append-only file, and the reason of Redis' exit."""
 
+import asyncio
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
 from cotrain_store.redis_client.embedded_server import cut_zeros
 
+#: Interval in s at which new log lines are read.
+POLL_S = 0.2
 #: Maximum number of repeated lines of the reason.
 MAX_LINES = 3
 _START = "Redis is starting"
@@ -24,6 +27,45 @@ _DAMAGED = re.compile(
     r"reading the append only file[^:]*(:.*redis-check-aof.*)?$|AOF loading aborted|AOF manifest|the AOF file .* length|"
     r"AOF .*(doesn't exist|not exist)|Wrong RDB checksum|Wrong signature|Internal error in RDB|Short read or OOM loading DB"
 )
+
+
+class NewLines:
+    """New lines of a log from now on."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._read = log.stat().st_size if log.exists() else 0
+        self._rest = b""
+
+    def take(self) -> list[str]:
+        """Return the complete lines that were not read before."""
+        with suppress(OSError), self._log.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < self._read:  # emptied because it had grown large
+                self._read, self._rest = 0, b""
+            log.seek(self._read)
+            added = log.read()
+            self._read += len(added)
+            *whole, self._rest = (self._rest + added).split(b"\n")
+            return [line.decode(errors="replace") for line in whole]
+        return []
+
+
+async def follow(lines_by_name: Mapping[str, NewLines], say: Callable[[str], None]) -> None:
+    """Print the startup progress of each process until cancelled."""
+    while True:
+        for name, lines in lines_by_name.items():
+            for doing in filter(None, map(doing_in, lines.take())):
+                say(f"{name}: {doing}")
+        await asyncio.sleep(POLL_S)
+
+
+def doing_in(line: str) -> str | None:
+    """Return the startup activity in a log line, or None for other lines. Pure."""
+    with suppress(ValueError, AttributeError):
+        event = json.loads(line)
+        if event.get("event") == "starting":
+            return str(event.get("doing"))
+    return None
 
 
 def mend_log(folder: DataFolder, binary: Path, say: Callable[[str], None]) -> None:

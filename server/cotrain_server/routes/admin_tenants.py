@@ -5,8 +5,15 @@ from typing import Annotated
 from fastapi import Query
 
 from cotrain.wire import admin as wire
-from cotrain_server.administration.tenant_grants import TenantChange, change_tenant, find_tenant, list_keys, make_key
-from cotrain_server.administration.tenant_view import list_tenants, show_tenant
+from cotrain_server.administration import (
+    TenantChange,
+    change_tenant,
+    find_tenant,
+    list_keys,
+    list_tenants,
+    make_key,
+    show_tenant,
+)
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, operator_router
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.tenants.audit_log import AuditEvent

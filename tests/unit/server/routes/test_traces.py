@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cotrain_server.views.perfetto_trace import trace_of
+from cotrain_server.routes.traces import trace_of
 
 RUN = {"run": "s:train:0", "tokens": 7, "ops": {"forward_backward": 2, "optim_step": 1}, "failed": 0}
 CYCLE = {

@@ -1,4 +1,4 @@
-"""Log lines of an ending Redis after which another start would fail too."""
+"""Log lines: those of a start, each read once, and those of a Redis whose next start would fail too."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
+from cotrain_server.supervisor.logs import NewLines, doing_in, reason_of_redis
 from cotrain_server.supervisor.process import Reason
-from cotrain_server.supervisor.redis_log import reason_of_redis
 
 STARTED = ["# oO0OoO0OoO0Oo Redis is starting oO0OoO0OoO0Oo", "# Redis version=7.0.15", "# Server initialized"]
 
@@ -75,3 +75,23 @@ def test_a_transient_reason_is_reported_and_retried(tmp_path: Path, said: str, t
 
 def test_a_redis_without_log_lines_gives_no_reason(tmp_path: Path) -> None:
     assert reason_of_redis(DataFolder(tmp_path), tmp_path, ["", "no JSON", '{"event": 1}']) is None
+
+
+def test_only_complete_new_lines_are_read(tmp_path: Path) -> None:
+    log = tmp_path / "w0.log"
+    assert NewLines(log).take() == []  # the log is missing so far
+    log.write_text("of an earlier start\n")
+    lines = NewLines(log)
+    with log.open("a") as written:
+        for text, found in [("one\ntw", ["one"]), ("", []), ("o\nthree\n", ["two", "three"])]:
+            written.write(text)
+            written.flush()
+            assert lines.take() == found
+    log.write_text("new\n")  # truncated, because it had grown large
+    assert lines.take() == ["new"]
+
+
+def test_the_stage_of_a_start_is_read_from_its_log_line() -> None:
+    assert doing_in('{"ts": "x", "event": "starting", "doing": "loading"}') == "loading"
+    for other in ('{"event": "cycle_committed"}', "no JSON", "[]", '"starting"'):
+        assert doing_in(other) is None

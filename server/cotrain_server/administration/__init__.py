@@ -1,1 +1,0 @@
-"""Tenants for the operator: keys, limits and their use, for routes and pages."""

@@ -1,0 +1,235 @@
+"""Access to pages: login and logout, the session cookie, and the CSRF token of forms.
+
+A signed cookie replaces the key after a login, and contains no key. A logout ends the session. A tenant's session ends
+with its key, and has the key's current role. The operator's session ends if the admin key changes.
+"""
+
+import hashlib
+import hmac
+import secrets
+import time
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
+
+from cotrain_server.errors import BodyTooLarge, NotLoggedIn, TooManyFailures, status_of
+from cotrain_server.http.auth import authenticate, check_role, is_operator, note_failure, shown_key
+from cotrain_server.http.tenant_routes import ServicesDep
+from cotrain_server.services import Services
+from cotrain_server.signed_tokens import UiSession
+from cotrain_server.ui.rendering import guarded, html
+from cotrain_store.errors import AuthenticationFailed, ExpiredKey, Reason, Refused
+from cotrain_store.messages.runs import Tenant
+
+HOME = "/ui"
+LOGIN = "/ui/login"
+COOKIE = "cotrain_session"
+LIFE_S = 12 * 3600
+#: Set before the login, so that no other site can log a browser in.
+LOGIN_COOKIE = "cotrain_login"
+LOGIN_LIFE_S = 3600
+#: Names of the CSRF token in forms and in htmx requests.
+CSRF_FIELD = "csrf"
+CSRF_HEADER = "x-csrf-token"
+#: Maximum size of a form, including a playground prompt.
+FORM_BYTES = 256 * 1024
+WRONG = "This is neither the admin key nor a valid API key."
+EXPIRED = "This API key has expired. The operator makes another with `cotrain keys create`."
+STALE = "This form was open for too long. Try again."
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Visitor of a page: the operator, or a tenant, who sees only its own part."""
+
+    tenant: Tenant | None  # None for the operator
+    csrf: str  # token of its forms; empty if an API key was sent instead of a cookie
+
+    @property
+    def is_operator(self) -> bool:
+        """True if the visitor is the operator, who sees everything."""
+        return self.tenant is None
+
+    @property
+    def name(self) -> str:
+        """Display name for the page's corner."""
+        return self.tenant.name if self.tenant else "Operator"
+
+
+async def visitor_of(request: Request, services: Services) -> Visitor:
+    """Return the visitor of a page or its JSON twin, by its cookie or by a key as in the API.
+
+    Raises:
+        NotLoggedIn: neither was sent.
+        InvalidKey, ExpiredKey, InvalidToken, TooManyFailures: as in the API.
+    """
+    if not shown_key(request):
+        return await _logged_in(request, services)
+    if is_operator(request, services):
+        return Visitor(None, "")
+    return Visitor(await authenticate(request, services), "")
+
+
+async def form_of(request: Request, services: Services) -> tuple[Visitor, dict[str, str]]:
+    """Return the fields of a form from a visitor with a cookie. The last value of a name counts.
+
+    Raises:
+        NotLoggedIn: no session.
+        READ_ONLY_KEY: the form changes something, and this visitor may only read.
+        MISSING_FORM_TOKEN: the form does not contain the session's token.
+        BodyTooLarge: more than FORM_BYTES.
+    """
+    visitor = await _logged_in(request, services)
+    fields = await _read_form(request)
+    token = request.headers.get(CSRF_HEADER) or fields.get(CSRF_FIELD, "")
+    if not _is_csrf_token(visitor.csrf, token):
+        raise Refused(Reason.MISSING_FORM_TOKEN)
+    return visitor, fields
+
+
+def check_operator(visitor: Visitor) -> None:
+    """Raise OPERATORS_ONLY for a tenant, as if this page did not exist."""
+    if not visitor.is_operator:
+        raise Refused(Reason.OPERATORS_ONLY)
+
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.get(LOGIN)
+@guarded
+async def login_page(request: Request, services: ServicesDep, next: str = HOME) -> Response:
+    """Show the form."""
+    if await _visitor_of_cookie(request, services):
+        return RedirectResponse(_inside(next), 303)
+    return _form(request, services, _inside(next))
+
+
+@router.post(LOGIN)
+@guarded
+async def login(request: Request, services: ServicesDep) -> Response:
+    """Check a key, and set a session cookie for it."""
+    fields = await _read_form(request)
+    target = _inside(fields.get("next", HOME))
+    nonce = request.cookies.get(LOGIN_COOKIE, "")
+    if not _is_csrf_token(nonce and services.signer.csrf(nonce), fields.get(CSRF_FIELD, "")):
+        return _form(request, services, target, STALE, 403)
+    try:
+        session = await _session_of_key(services, fields.get("key", "").strip())
+    except AuthenticationFailed as wrong:
+        return _refused(request, services, target, wrong)
+    response = RedirectResponse(target, 303)
+    _set_cookie(request, response, services, COOKIE, services.signer.sign_session(session), LIFE_S)
+    response.delete_cookie(LOGIN_COOKIE, path=HOME)
+    return response
+
+
+@router.post("/ui/logout")
+@guarded
+async def logout(request: Request, services: ServicesDep) -> Response:
+    """End the browser's session in all API processes. Copies of its cookie become invalid, too."""
+    if await _visitor_of_cookie(request, services):
+        await form_of(request, services)
+        if session := _session_of(request, services):
+            await services.tenants.log_out(session.nonce, session.ends_at)
+    elif request.headers.get("sec-fetch-site", "same-origin") != "same-origin":
+        raise Refused(Reason.MISSING_FORM_TOKEN)
+    response = RedirectResponse(LOGIN, 303)
+    response.delete_cookie(COOKIE, path=HOME)
+    return response
+
+
+def _form(request: Request, services: Services, target: str, error: str = "", status: int = 200) -> Response:
+    nonce = secrets.token_hex(16)
+    context = {"csrf": services.signer.csrf(nonce), "next": target, "error": error}
+    response = html("login.html", context, status)
+    _set_cookie(request, response, services, LOGIN_COOKIE, nonce, LOGIN_LIFE_S)
+    return response
+
+
+def _refused(request: Request, services: Services, target: str, wrong: AuthenticationFailed) -> Response:
+    try:
+        note_failure(request, services)
+    except TooManyFailures as enough:
+        return _form(request, services, target, str(enough), status_of(enough))
+    return _form(request, services, target, EXPIRED if isinstance(wrong, ExpiredKey) else WRONG, 401)
+
+
+def _inside(target: str) -> str:
+    """Return a login's target, restricted to this server."""
+    is_page = target == HOME or target.startswith((f"{HOME}/", f"{HOME}?"))
+    return target if is_page and "\\" not in target and target.isprintable() else HOME
+
+
+async def _session_of_key(services: Services, key: str) -> UiSession:
+    """Open a session for the admin key or a tenant's; raises InvalidKey or ExpiredKey."""
+    nonce, ends_at = secrets.token_hex(16), int(time.time()) + LIFE_S
+    if hmac.compare_digest(key.encode(), services.admin_key.encode()):
+        return UiSession(nonce, ends_at, "", _fingerprint(services.admin_key), "")
+    record = await services.tenants.key(key)
+    return UiSession(nonce, ends_at, record.tenant, record.id, record.name)
+
+
+async def _logged_in(request: Request, services: Services) -> Visitor:
+    visitor = await _visitor_of_cookie(request, services)
+    if visitor is None:
+        raise NotLoggedIn
+    return visitor
+
+
+async def _visitor_of_cookie(request: Request, services: Services) -> Visitor | None:
+    """Return the logged-in visitor of a browser, or None without a valid session. Raises READ_ONLY_KEY: the session is
+    a viewer's, and the request changes something.
+    """
+    session = _session_of(request, services)
+    if session is None or await services.tenants.has_logged_out(session.nonce):
+        return None
+    csrf = services.signer.csrf(session.nonce)
+    if not session.tenant:
+        is_same = hmac.compare_digest(session.key_id, _fingerprint(services.admin_key))
+        return Visitor(None, csrf) if is_same else None
+    key = await services.tenants.live_key(session.key_id, cache_s=0.0)
+    if key is None:
+        return None
+    tenant = Tenant(key.tenant, session.name, key.id, key.role)
+    check_role(request, tenant)
+    return Visitor(tenant, csrf)
+
+
+def _session_of(request: Request, services: Services) -> UiSession | None:
+    return services.signer.read_session(request.cookies.get(COOKIE, ""), time.time())
+
+
+def _fingerprint(admin_key: str) -> str:
+    return hashlib.sha256(b"cotrain ui " + admin_key.encode()).hexdigest()
+
+
+def _set_cookie(request: Request, response: Response, services: Services, name: str, value: str, life_s: int) -> None:
+    """Set a cookie that scripts cannot read and other sites cannot send, limited to HTTPS if the server uses it."""
+    public = services.settings.public_url or ""
+    response.set_cookie(
+        name,
+        value,
+        max_age=life_s,
+        path=HOME,
+        httponly=True,
+        samesite="strict",
+        secure=request.url.scheme == "https" or public.startswith("https:"),
+    )
+
+
+def _is_csrf_token(expected: str, shown: str) -> bool:
+    return bool(expected) and hmac.compare_digest(expected.encode(), shown.encode())
+
+
+async def _read_form(request: Request) -> dict[str, str]:
+    """Return the fields of an urlencoded form. Raises BodyTooLarge."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > FORM_BYTES:
+            raise BodyTooLarge
+    text = body.decode("utf-8", "replace")
+    return dict(parse_qsl(text, keep_blank_values=True, max_num_fields=200))

@@ -1,1 +1,0 @@
-"""Access to pages: login, session cookie, and the CSRF token of forms."""

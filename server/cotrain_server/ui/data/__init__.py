@@ -1,1 +1,0 @@
-"""Conversion of stored records to page data: pure functions, shared by the operator and tenants."""

@@ -1,0 +1,182 @@
+"""Pages of administration: tenants and their limits, a tenant's own usage, the audit log, workers and settings.
+
+The usage page is for tenants, all others are for the operator. The settings are those of the API process, without
+secrets.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, SecretStr
+
+from cotrain_server.administration import find_tenant, list_tenants, show_quotas, show_tenant, show_usage
+from cotrain_server.errors import Invalid
+from cotrain_server.services import Services
+from cotrain_server.ui.page import Page, PageRequest
+from cotrain_server.ui.run_tables import busiest, targets_of, tokens_of_runs
+from cotrain_server.views.server_status import list_workers
+from cotrain_store.errors import Reason, Refused
+from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT
+from cotrain_store.messages.ids import PoolId, WorkerId
+from cotrain_store.monitoring.status import READ_AT_ONCE, cycle_records, owners
+
+SHOWN = 50
+#: Meaning of each limit, in one sentence.
+LIMITS: Mapping[str, str] = {
+    "ops": "Requests of training that wait, per base model.",
+    "tokens": "Tokens of these requests.",
+    "bytes": "Bytes of these requests.",
+    "runs": "Live runs.",
+    "run_bytes": "Weights and optimizer states of live runs, in memory and on disk.",
+    "unread_bytes": "Results that no client has fetched.",
+    "record_bytes": "Records of sessions and runs, also of ended ones.",
+    "history_points": "Points of the curves of all runs.",
+    "sessions": "Sessions with a live client.",
+    "samplers": "Samplers with a live client.",
+    "sampler_bytes": "Weights of saves without a name.",
+    "polls": "Open requests that wait for a result, per API process.",
+    "samples": "Sample requests that wait or run.",
+    "sample_tokens": "Maximum tokens of these sample requests: prompts and answers.",
+    "checkpoints": "Stored checkpoints.",
+    "checkpoint_bytes": "Bytes of stored checkpoints.",
+}
+_LONGEST_SEARCH = 64
+
+
+async def read_tenants(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data."""
+    search = request.query.get("search", "")[:_LONGEST_SEARCH]
+    found = await list_tenants(request.services, search, offset_of(request.query), SHOWN)
+    return {"search": search, **found.model_dump()}
+
+
+def offset_of(query: Mapping[str, str]) -> int:
+    """Return the number of rows to skip; 0 for an invalid number."""
+    text = query.get("offset", "")
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+
+
+TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read_tenants, for_operator=True)
+
+
+async def read_tenant(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data. Raises TENANT_NOT_FOUND."""
+    tenant = await find_tenant(request.services, request.parts["tenant_id"])
+    found = await show_tenant(request.services, tenant)
+    return {"tenant": found.model_dump(), "limits": LIMITS, "weights": {"least": LEAST_WEIGHT, "most": MAX_WEIGHT}}
+
+
+TENANT_PAGE = Page(
+    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", read_tenant, for_operator=True, in_navigation=False
+)
+
+
+async def read_usage(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data. Raises TENANT_NOT_FOUND for the operator."""
+    if request.visitor.tenant is None:
+        raise Refused(Reason.TENANT_NOT_FOUND)
+    tenant = request.visitor.tenant.id
+    return {
+        "limits": LIMITS,
+        "quotas": [quota.model_dump() for quota in await show_quotas(request.services, tenant)],
+        "usage": [day.model_dump() for day in await show_usage(request.services, tenant)],
+    }
+
+
+USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", read_usage, for_tenant=True)
+
+
+EVENTS_SHOWN = 100
+_ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
+
+
+async def read_audit(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
+    before, asked_for = request.query.get("before"), request.query.get("tenant", "")
+    if before is not None and not _ID.fullmatch(before):
+        raise Invalid("before must be the id of an event.")
+    tenant = await find_tenant(request.services, asked_for) if asked_for else None
+    found = await request.services.audit.page(tenant, before, EVENTS_SHOWN)
+    return {
+        "tenant": asked_for,
+        "events": [entry.model_dump() for entry in found],
+        "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
+    }
+
+
+AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", read_audit, for_operator=True)
+
+
+async def read_workers(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data. Runs are listed only for workers whose runs can move."""
+    workers = await list_workers(request.services)
+    targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
+    pools = {PoolId(pool) for (pool, _), others in targets.items() if others}
+    runs = {pool: await _busiest(request.services, pool) for pool in pools}
+    return {
+        "workers": [
+            {
+                **each.model_dump(),
+                "targets": targets[each.pool, each.id],
+                "busiest": runs.get(PoolId(each.pool), {}).get(WorkerId(each.id), []),
+            }
+            for each in workers
+        ],
+        "cycles_read": READ_AT_ONCE,
+    }
+
+
+async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict[str, Any]]]:
+    tokens = tokens_of_runs(await cycle_records(services.connection, pool, READ_AT_ONCE))
+    return busiest(tokens, await owners(services.connection, pool, list(tokens)))
+
+
+WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True)
+
+
+HIDDEN = "hidden"
+_SECRET_WORDS = ("key", "password", "secret", "token")
+
+
+async def read_settings(request: PageRequest) -> dict[str, Any]:
+    """Return the page's data."""
+    settings = request.services.settings
+    defaults = {name: field.default for name, field in type(settings).model_fields.items()}
+    return {
+        "settings": [
+            {
+                "name": f"COTRAIN_{name.upper()}",
+                "value": shown(name, getattr(settings, name)),
+                "is_default": getattr(settings, name) == default,
+            }
+            for name, default in defaults.items()
+        ]
+    }
+
+
+def shown(name: str, value: Any) -> str:
+    """Return a setting as text without secrets."""
+    if value is None or value == ():
+        return ""
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, SecretStr):
+        return HIDDEN
+    if isinstance(value, tuple):
+        return ", ".join(shown(name, each) for each in value)
+    if isinstance(value, BaseModel):
+        return " ".join(f"{quota}={number}" for quota, number in value)
+    text = str(value)
+    if isinstance(value, str) and any(word in name for word in _SECRET_WORDS):
+        return HIDDEN
+    parts = urlsplit(text) if "://" in text else None
+    if parts and "@" in parts.netloc:
+        where = parts.netloc.rpartition("@")[2]
+        return parts._replace(netloc=f"{HIDDEN}@{where}").geturl()
+    return text
+
+
+SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", read_settings, for_operator=True)
