@@ -15,19 +15,15 @@ import json
 import time
 from typing import Any
 
+from cotrain_store.tenants.history import POINT
+
 from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.timing import Took
-from cotrain_server.ui.navigation import PAGES
-from cotrain_store import redis_keys
 from cotrain_server.ui.router import PAGES
-from cotrain_store.keys import fleet_keys, run_keys, tenant_keys
-from cotrain_store.keys.fleet_keys import minute_of
-from cotrain_store.keys.tenant_keys import usage_field, usage_hour
-from cotrain_store.messages.history import POINT
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.oplog.reader import POINT
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 from cotrain_store.tenants.usage import minute_of, usage_field, usage_hour
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api

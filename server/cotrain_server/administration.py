@@ -8,9 +8,6 @@ from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
-from cotrain.wire.admin import DayUsage, Pause, QuotaUse, TenantDetail, TenantList, TenantRow
-from cotrain_server.administration.tenant_grants import list_keys
-from cotrain_server.quotas import Quotas
 from pydantic import Field, create_model
 
 from cotrain.wire.admin import (
@@ -25,23 +22,20 @@ from cotrain.wire.admin import (
     TenantList,
     TenantRow,
 )
+from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.views.usage import total_of
 from cotrain_store import redis_keys
-from cotrain_store.messages.fleet import WEIGHT
 from cotrain_store.errors import Reason, Refused
-from cotrain_store.keys import run_keys, tenant_keys
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WEIGHT
 from cotrain_store.messages.fleet import Pause as StoredPause
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
-from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.policies import read_pauses, read_weights
-from cotrain_store.tenants.run_bytes import default_quota
+from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
 from cotrain_store.tenants.usage import HOUR, UsageRow
 
 DAYS_SHOWN = 14

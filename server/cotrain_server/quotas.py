@@ -11,10 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import HISTORY_POINTS
-from cotrain_store.oplog.submission import TenantLimits
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.intake import SampleLimits
-from cotrain_store.tenants.policies import Policies
+from cotrain_store.tenants.policies import Policies, TenantLimits
 from cotrain_store.tenants.records import RecordLimits
 
 #: Lua scripts count exactly up to 2**53.

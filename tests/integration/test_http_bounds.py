@@ -24,11 +24,6 @@ from cotrain.wire.proto import wire_pb2
 from cotrain.wire.sampling import MAX_RETRIEVED
 from cotrain_server.limits import tenant_requests
 from cotrain_server.parser import ChildProcess
-from cotrain_store.keys import run_keys
-from cotrain_store.redis_client.batching import BatchingRedis
-from cotrain_store.sampling.completions import ACKNOWLEDGED_AT_ONCE
-from cotrain_server.limits.tenant_slots import tenant_requests
-from cotrain_server.parsing.child import ChildProcess
 from cotrain_store import redis_keys
 from cotrain_store.redis_client.clients import BatchingRedis
 from cotrain_store.results.delivery import ACKNOWLEDGED_AT_ONCE

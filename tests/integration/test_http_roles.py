@@ -19,11 +19,8 @@ import pytest
 
 from cotrain_server.http.auth import READING_POSTS
 from cotrain_server.limits import FailureCounter
-from cotrain_server.ui.access.session import COOKIE
-from cotrain_store import redis_keys
-from cotrain_server.limits.failures import FailureCounter
 from cotrain_server.ui.access import COOKIE
-from cotrain_store.keys import fleet_keys, tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.redis_client.connection import SyncConnection
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, POOL, Api, pass_body, running_api, sample_body

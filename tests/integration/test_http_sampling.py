@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 
 from cotrain.wire.codec import PROTOBUF, decode_sample_response
-from cotrain_store.keys import result_keys
-from cotrain.wire.pass_codec import PROTOBUF
-from cotrain.wire.sample_codec import decode_sample_response
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api, sample_body

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cotrain_store.tenants.history import read_history
 
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.oplog.reader import read_history
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
 from cotrain_workers.engine.engine import Engine

@@ -8,13 +8,9 @@ import re
 from dataclasses import asdict, replace
 from urllib.parse import quote
 
-from cotrain_server.administration.tenant_grants import TenantChange, change_tenant
-from cotrain_server.administration.tenant_view import DAYS_SHOWN
-from cotrain_server.ui.pages.overview import shown
-from cotrain_store import redis_keys
 from cotrain_server.administration import DAYS_SHOWN, TenantChange, change_tenant
 from cotrain_server.ui.pages.administration import shown
-from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store import redis_keys
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId, request_id
 from cotrain_store.results.futures import Pending

@@ -8,12 +8,9 @@ import time
 import httpx
 import pytest
 
-from cotrain_server.ui.access.session import COOKIE, LOGIN_COOKIE
-from cotrain_server.ui.navigation import PAGES
-from cotrain_store import redis_keys
 from cotrain_server.ui.access import COOKIE, LOGIN_COOKIE
 from cotrain_server.ui.router import PAGES
-from cotrain_store.keys import tenant_keys
+from cotrain_store import redis_keys
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.http_api import ADMIN_KEY, ALICE, BOB, Api, running_api
 from tests.support.redis_server import EmbeddedRedis

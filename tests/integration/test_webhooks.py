@@ -18,9 +18,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, Delivery
-from cotrain_server.webhooks.sender import MAX_READ, Sender, Undelivered
-from cotrain_store import redis_keys
 from cotrain_server.webhooks.sender import MAX_READ, AddressRefused, CheckedNetwork, Sender, Undelivered
+from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks

@@ -13,10 +13,6 @@ from pydantic_settings import BaseSettings
 
 from cotrain_server.quotas import Quotas
 from cotrain_server.settings import ServerSettings
-from cotrain_store.settings.scheduler import SchedulerSettings
-from cotrain_store.settings.store import PREFIX, StoreSettings
-from cotrain_store.settings.worker import WorkerSettings
-from cotrain_server.settings import Quotas, ServerSettings
 from cotrain_store.settings import PREFIX, SchedulerSettings, StoreSettings, WorkerSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()

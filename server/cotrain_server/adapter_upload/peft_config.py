@@ -17,13 +17,6 @@ from typing import Any, Literal, TypeVar
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_server.http.request_body import MANY, count_json
-from cotrain_server.adapter_upload.expert_names import NOTE, PARAMETERS, SHARED, form_of, parameter_path
-from cotrain_server.adapter_upload.module_patterns import first_matches
-from cotrain_server.adapter_upload.safetensors_header import TensorEntry, named, read_header, read_metadata
-from cotrain_server.adapter_upload.strict_json import read_object
-from cotrain_server.errors import Invalid
-from cotrain_store.bodies.adapter_bodies import PeftAdapter, PeftModule
-from cotrain_store.messages.runs import LoraSpec
 
 Family = Literal["attn", "mlp", "unembed"]
 

@@ -27,7 +27,7 @@ from cotrain_server.adapter_upload.peft_config import (
     read_object,
 )
 from cotrain_server.errors import Invalid
-from cotrain_store.bodies.import_body import PeftAdapter, PeftModule
+from cotrain_store.bodies.adapter_bodies import PeftAdapter, PeftModule
 from cotrain_store.messages.runs import LoraSpec
 
 TENSORS = "adapter_model.safetensors"

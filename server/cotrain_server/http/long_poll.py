@@ -28,9 +28,9 @@ from cotrain_server.http.responses import refusal, schema_refusal
 from cotrain_server.services import Services
 from cotrain_store.errors import StoreError, StoreUnavailable
 from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import Tenant
-from cotrain_store.monitoring.tracing import current_traceparent, record, tracer
+from cotrain_store.monitoring.logs_and_traces import current_traceparent, record, tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 
 Answer = TypeVar("Answer")

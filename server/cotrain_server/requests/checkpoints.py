@@ -25,9 +25,7 @@ from cotrain_server.requests.passes import AddressedFields, canonical_json, op_o
 from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.messages.ids import encode, sampler_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import DEFAULT_ALPHA, LoraSpec, RunRecord
-from cotrain_store.messages.saves import CheckpointKind, LoadRequest, LoadSource, SaveRequest, WeightsRecord
-from cotrain_store.messages.runs import CheckpointKind, LoraSpec, RunRecord, WeightsRecord
+from cotrain_store.messages.runs import DEFAULT_ALPHA, CheckpointKind, LoraSpec, RunRecord, WeightsRecord
 
 #: Default name of a combination. Each combination has its own run.
 UNNAMED = "interpolated"

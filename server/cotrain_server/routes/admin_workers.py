@@ -6,9 +6,6 @@
 import time
 
 from cotrain.wire.admin import Fleet, MoveRequest, PauseRequest, SelfCheckAsked, WorkerList
-from cotrain_server.administration.tenant_grants import find_tenant
-from cotrain.wire.admin import MoveRequest, PauseRequest, SelfCheckAsked, WorkerList
-from cotrain.wire.status import Fleet
 from cotrain_server.administration import find_tenant
 from cotrain_server.http.tenant_routes import ServicesDep, operator_router
 from cotrain_server.services import Services

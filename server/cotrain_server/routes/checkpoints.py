@@ -25,16 +25,6 @@ from cotrain.wire.checkpoints import (
     ExternalWeightsUrlsResponse,
 )
 from cotrain_server.errors import Invalid
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
-from cotrain_server.requests.checkpoint_validation import (
-    CHECKPOINT,
-    Source,
-    check_ttl,
-    find_source,
-    path_of,
-    quota_reached,
-    reader_of,
-)
 from cotrain_server.http.downloads import (
     ARCHIVE,
     SlotDownload,
@@ -45,8 +35,15 @@ from cotrain_server.http.downloads import (
     open_files,
 )
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, tenant_router
-from cotrain_server.requests.checkpoint_validation import CHECKPOINT, Source, check_ttl, find_source, path_of, reader_of
-from cotrain_server.requests.submission import quota_reached
+from cotrain_server.requests.checkpoint_validation import (
+    CHECKPOINT,
+    Source,
+    check_ttl,
+    find_source,
+    path_of,
+    quota_reached,
+    reader_of,
+)
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.records import checkpoint_of, has_checkpoint, may_find, time_at, us_of

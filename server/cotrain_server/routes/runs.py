@@ -5,6 +5,7 @@ import re
 import time
 from typing import Annotated, Literal
 
+from cotrain_store.tenants.history import read_history, read_metrics
 from fastapi import Query, Request, Response
 
 from cotrain.wire import rest as wire
@@ -31,9 +32,9 @@ from cotrain_server.views.records import csv_of, training_run_of
 from cotrain_server.views.waiting import read_why
 from cotrain_store.messages.ids import RunId, run_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord
-from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
+from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_list import LabelQuery
+from cotrain_store.tenants.lists import LabelQuery
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 

@@ -23,13 +23,11 @@ from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep,
 from cotrain_server.requests.checkpoint_validation import check_notes
 from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.samples import is_sampleable
-from cotrain_server.requests.sample_validation import is_sampleable
 from cotrain_server.services import Services
 from cotrain_server.views.records import cursor_at, matches, may_find, position_of, summary_of, text_by_name
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.tenants.audit_log import AuditEvent
-from cotrain_store.tenants.run_list import LabelQuery
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, LabelQuery, SessionEntry, Stored
 
 router = tenant_router("sessions")
 

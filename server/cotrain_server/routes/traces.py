@@ -12,8 +12,6 @@ from fastapi import APIRouter, Request, Response
 
 from cotrain.wire.rest import TraceExportResponse
 from cotrain_server.http.responses import finite_json
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, TenantRoute, api_key
-from cotrain_server.http.finite_json import finite_json
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link

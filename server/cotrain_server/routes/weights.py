@@ -5,6 +5,7 @@ from typing import Any
 
 from fastapi import Request
 
+from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.wire.checkpoints import (
     CreateFromWeightsRequest,
     LoadWeightsRequest,
@@ -14,18 +15,11 @@ from cotrain.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
-from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.runs import ForkRunRequest, SweepFutures, UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, queued_body, tenant_router
-from cotrain_server.requests.checkpoint_validation import find_source, quota_reached
-from cotrain_server.requests.checkpoints import save_op
-from cotrain_server.requests.passes import read_fields
-from cotrain_server.requests.submission import submit
-from cotrain_server.services import Services
-from cotrain_store.messages.runs import CheckpointKind, Tenant
 from cotrain_server.requests.checkpoint_validation import (
     WRONG_PATH,
     Source,
@@ -33,20 +27,19 @@ from cotrain_server.requests.checkpoint_validation import (
     check_optimizer,
     find_loadable,
     find_source,
+    quota_reached,
     reader_of,
 )
 from cotrain_server.requests.checkpoints import load_body, load_op, read_as, save_op
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.passes import canonical_json, json_object, read_fields
-from cotrain_server.requests.submission import new_run, quota_reached, submit
-from cotrain_server.requests.sweeps import sweep_future
+from cotrain_server.requests.submission import new_run, submit, sweep_future
 from cotrain_server.services import Services
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import LoraSpec, SessionRecord, Tenant
-from cotrain_store.messages.saves import CheckpointKind
+from cotrain_store.messages.runs import CheckpointKind, LoraSpec, SessionRecord, Tenant
 from cotrain_store.oplog.joint_intake import JointOp
 
 router = tenant_router("weights")

@@ -22,7 +22,6 @@ from cotrain_server.supervisor.data_folder import DataFolder, FolderInUse
 from cotrain_server.supervisor.logs import NewLines, follow, mend_log
 from cotrain_server.supervisor.process import CannotServe, Child, Program
 from cotrain_server.supervisor.programs import Plan, Programs
-from cotrain_server.supervisor.redis_log import mend_log
 from cotrain_store import redis_keys
 from cotrain_store.blobs.opening import claim_blobs
 from cotrain_store.errors import StoreUnavailable

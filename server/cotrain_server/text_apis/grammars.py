@@ -11,11 +11,8 @@ from typing import Any
 from cotrain_server.errors import Invalid
 from cotrain_server.text_apis.message_parts import MessageFormat
 from cotrain_server.text_apis.tokenizer_cache import Tokenizer
-from cotrain_server.text_apis.tool_calls import ToolForm
-from cotrain_server.text_apis.tool_requests import ToolUse
-from cotrain_store.bodies.sample_body import MAX_GRAMMAR_CHARACTERS, grammar_limits
 from cotrain_server.text_apis.tools import ToolForm, ToolUse
-from cotrain_store.bodies.grammar import MAX_GRAMMAR_CHARACTERS, grammar_limits
+from cotrain_store.bodies.sample_body import MAX_GRAMMAR_CHARACTERS, grammar_limits
 
 #: White space between parts of JSON. Without a limit, a model may write it permanently.
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{0,16}"}

@@ -16,9 +16,9 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration import TenantChange
 from cotrain_server.errors import Invalid, sentence
+from cotrain_server.quotas import Quotas
 from cotrain_server.routes import admin_tenants, admin_workers
 from cotrain_server.services import Services
-from cotrain_server.settings import Quotas
 from cotrain_server.ui import access, rendering
 from cotrain_server.ui.access import Visitor, check_operator, form_of
 from cotrain_server.ui.page import Page, page_context, router_of

@@ -11,14 +11,9 @@ from cotrain.wire import rest as wire
 from cotrain.wire.checkpoints import TYPE_BY_KIND
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState, SessionRecord
 from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.lists import RunPosition
-from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord
-from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.run_list import RunPosition
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, RunPosition, SessionEntry, Stored
 
 #: Owner shown for published runs of others, because no tenant may learn another's id.
 ANOTHER_TENANT = "another tenant"

@@ -12,10 +12,7 @@ from typing import Any
 
 from cotrain.protocol import __version__
 from cotrain.wire.admin import FleetPool, FleetWorker, Restoring, WorkerShown
-from cotrain.version import __version__
-from cotrain.wire.admin import WorkerShown
-from cotrain.wire.status import FleetPool, FleetWorker, Restoring
-from cotrain_server.problems import read_troubles
+from cotrain_server.probe import read_troubles
 from cotrain_server.services import Services
 from cotrain_server.settings import ServerSettings
 from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
@@ -31,8 +28,8 @@ from cotrain_store.monitoring.fleet import (
 )
 from cotrain_store.monitoring.metrics import TENANTS_SHOWN
 from cotrain_store.monitoring.status import cycle_records
+from cotrain_store.redis_client.clients import REFUSALS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_store.redis_client.refusals import REFUSALS
 from cotrain_store.results.delivery import max_unread, unread_bytes
 from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import largest_run_bytes, run_bytes

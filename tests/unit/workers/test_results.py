@@ -9,10 +9,8 @@ import numpy as np
 import torch
 
 from cotrain.wire.codec import decode_pass_output
-from cotrain_server.ui.data.runs import log_rows
-from cotrain_store.bodies.adapter_bodies import SaveRequest
-from cotrain.wire.pass_codec import decode_pass_output
 from cotrain_server.ui.run_tables import log_rows
+from cotrain_store.bodies.adapter_bodies import SaveRequest
 from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, ResultKind, RunUsage, Step
 from cotrain_store.messages.runs import (

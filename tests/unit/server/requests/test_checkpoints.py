@@ -16,9 +16,8 @@ from cotrain_server.errors import Invalid
 from cotrain_server.requests.checkpoints import check_mix, load_op, mix_body, mix_save_body, mixed_lora, save_op
 from cotrain_server.requests.pass_ops import Op
 from cotrain_server.requests.passes import read_fields
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
-from cotrain_store.messages.ids import RunId, SessionId, TenantId, WeightsRef, WorkerId
+from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef, WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import CheckpointKind, LoraSpec, RunRecord, WeightsRecord
 from tests.support.http_api import POOL

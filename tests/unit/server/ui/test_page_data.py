@@ -8,13 +8,6 @@ import pytest
 
 from cotrain.wire.rest import HistoryPoint
 from cotrain_server.quotas import Quotas
-from cotrain_server.ui.admin_forms import _number
-from cotrain_server.ui.data.activity import activity_of, curves_of, own_activity_of
-from cotrain_server.ui.data.cycles import COLOURS, Eyes, cycle_of, runs_of, timeline_of
-from cotrain_server.ui.data.problems import problems_of
-from cotrain_server.ui.data.runs import RUNS_SHOWN, busiest, keeps, run_row, state_of, tokens_of_runs, waits_for
-from cotrain_server.ui.data.sweeps import SettingsRow, differing, loss_by_rate, parallel_coordinates, settings_row
-from cotrain_server.settings import Quotas
 from cotrain_server.ui.charts import (
     SettingsRow,
     activity_of,

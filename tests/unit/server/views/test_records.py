@@ -23,11 +23,9 @@ from cotrain_server.views.records import (
     training_run_of,
 )
 from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WeightsRef
-from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState, SessionRecord
-from cotrain_store.messages.saves import CheckpointRecord
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState, SessionRecord
 from cotrain_store.tenants.catalog import RunEntry
-from cotrain_store.tenants.session_search import Cursor, SessionEntry, Stored
+from cotrain_store.tenants.lists import Cursor, SessionEntry, Stored
 
 ALICE, BOB = TenantId("t-alice"), TenantId("t-bob")
 CHECKPOINT = CheckpointRecord(
