@@ -22,8 +22,8 @@ from cotrain_server.ui.navigation import PAGES
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_store.oplog.reader import POINT
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
+from cotrain_store.tenants.history import POINT
 from cotrain_store.tenants.usage import minute_of, usage_field, usage_hour
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis

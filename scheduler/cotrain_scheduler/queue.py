@@ -169,10 +169,10 @@ class PoolQueue:
             self._move([queue for queue in self._runs.values() if queue.worker is None], None)
         unplaced = self._waiting[None]
         if workers and unplaced:
-            self._place(unplaced, workers, now)
+            self._assign_to_least_loaded(unplaced, workers, now)
         unplaced.changed.clear()  # no cycle is planned for these
 
-    def _place(self, unplaced: Waiting, workers: Sequence[WorkerHeartbeat], now: float) -> None:
+    def _assign_to_least_loaded(self, unplaced: Waiting, workers: Sequence[WorkerHeartbeat], now: float) -> None:
         fits = {worker.id: fits_one_more(worker) for worker in workers}
         tokens_per_s = rates(workers)
         while unplaced:

@@ -15,9 +15,9 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, run_record, session_record, tags_of
-from cotrain_store.oplog.reader import read_points
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
+from cotrain_store.tenants.history import read_points
 from cotrain_store.tenants.usage import usage_field, usage_hour
 from cotrain_store.weights import Checkpoints
 

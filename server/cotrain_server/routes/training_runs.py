@@ -14,8 +14,9 @@ from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep,
 from cotrain_server.views.records import checkpoint_of, csv_of, training_run_of
 from cotrain_server.views.session_search import has_checkpoint, may_find, time_at, us_of
 from cotrain_server.views.waiting import read_why
-from cotrain_store.oplog.reader import oldest_rewind, read_history, read_metrics
+from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.audit_log import AuditEvent
+from cotrain_store.tenants.history import read_history, read_metrics
 from cotrain_store.tenants.lists import LabelQuery
 
 router = tenant_router("lists")

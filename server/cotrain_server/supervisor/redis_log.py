@@ -12,7 +12,7 @@ from pathlib import Path
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
-from cotrain_store.redis_client.embedded_server import cut_zeros
+from cotrain_store.disk.embedded_redis import cut_zeros
 
 #: Maximum number of repeated lines of the reason.
 MAX_LINES = 3
