@@ -24,9 +24,9 @@ from bench.fleet.world import KINDS, Shape, World
 from bench.support.options import Options, Some
 from bench.support.processes import a_redis
 from bench.support.report import Report, show, table
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_version
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.monitoring.logs_and_traces import configure_logs
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_version
 
 #: Guarantees, as ratios.
 MAX_GROWTH = 2.0

@@ -17,7 +17,7 @@ from redis import ConnectionError as RedisConnectionError
 from redis import Redis
 
 from cotrain_server.supervisor.process import TETHER
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 
 PATIENCE_S = 60.0
 COTRAIN = Path(sys.executable).with_name("cotrain")

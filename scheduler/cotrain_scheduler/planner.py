@@ -222,15 +222,12 @@ def select(
     At least one op is selected if any can run, so that no op waits permanently. Without
     `accepts_saves`, saves and the ops after them are not selected.
     """
-    free = _free(waiting, accepts_saves=accepts_saves)
+    if waiting.is_one_run(accepts_saves=accepts_saves):
+        return _select_single_run(waiting, budget_tokens, accepts_saves=accepts_saves)
     backlogs = {
         tenant: Backlog(queues, _passes(waiting, tenant), accepts_saves=accepts_saves)
-        for tenant, queues in free.items()
+        for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
     }
-    if waiting.is_one_run(accepts_saves=accepts_saves):
-        for tenant in waiting.passes:
-            backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
-        return _selection(backlogs.values(), take_single_run(backlogs.values(), budget_tokens), FairQueue())
     quantum = min(quantum_tokens, max(1, budget_tokens // QUANTA_PER_CYCLE))
     fair_queue = _up_to_date(fair_queue, waiting, quantum, weights)
     for tenant, backlog in backlogs.items():
@@ -245,6 +242,22 @@ def select(
         fair_queue.serve(tenant, tokens, then_waits_for=part(backlogs[tenant].rest, quantum))
     fair_queue.end_cycle(one for each in backlogs.values() for one in each.planned_parts())
     return _selection(backlogs.values(), spent, fair_queue)
+
+
+def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: bool) -> Selection:
+    """Select ops worth the budget, and all of the pass that exceeds it.
+
+    The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
+    """
+    fair_queue = FairQueue()  # no other tenant waits
+    free = _free(waiting, accepts_saves=accepts_saves)
+    (tenant,) = free or waiting.passes
+    backlog = Backlog(free.get(tenant, ()), _passes(waiting, tenant), accepts_saves=accepts_saves)
+    spent = 0
+    while backlog.rest and spent < budget_tokens:
+        spent += backlog.rest
+        backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
+    return _selection([backlog], spent, fair_queue)
 
 
 def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
@@ -276,19 +289,6 @@ def _up_to_date(before: FairQueue, waiting: Waiting, quantum: int, weights: Mapp
         if (queue := waiting.passes.get(one.tenant, {}).get(one.run))
     })  # fmt: skip
     return fair_queue
-
-
-def take_single_run(backlogs: Iterable[Backlog], budget_tokens: int) -> int:
-    """Plan ops worth the budget, and all of the pass that exceeds it; return the tokens.
-
-    The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
-    """
-    spent = 0
-    for backlog in backlogs:
-        while backlog.rest and spent < budget_tokens:
-            spent += backlog.rest
-            backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
-    return spent
 
 
 def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:

@@ -11,7 +11,7 @@ The file also contains:
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -24,7 +24,7 @@ from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId
-from cotrain_store.messages.ops import PoolView, QueuedOp, Step, Wake
+from cotrain_store.messages.ops import PoolView, QueuedOp, RunQueue, Step, Wake
 from cotrain_store.monitoring import metrics
 from cotrain_store.monitoring.logs_and_traces import log_requests, named, nanoseconds, trace_id, traceparent_of, tracer
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
@@ -311,12 +311,12 @@ class PoolClock:
     async def _plan(self, worker: WorkerHeartbeat, waiting: Waiting, now: float) -> bool:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
+        policy = self.policy  # may change while this plan is written
+        fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         limit_s = planner.cycle_limit_s(
             self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
-        policy = self.policy  # may change while this plan is written
-        fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         chosen = planner.select(
             waiting, fair_queue, tokens, self._quantum_tokens,
             accepts_saves=worker.accepts_saves, weights=policy.weights,
@@ -324,38 +324,39 @@ class PoolClock:
         if not chosen.ops:
             return True  # only saves are waiting, which the worker does not accept now
         cycle = self._cycle + 1
-        runs = frozenset(op.run for op in chosen.ops)
-        tenants = {run: self._queue[run].tenant for run in runs}
+        requests = [op.request_id for op in chosen.ops]
+        queues = {run: self._queue[run] for run in {op.run for op in chosen.ops}}
+        tenants = {run: queue.tenant for run, queue in queues.items()}
         span = begin_plan(chosen.ops, began)
         trace = traceparent_of(span) if span else ""
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
-        failpoint("scheduler.before_plan", (op.request_id for op in chosen.ops))
+        failpoint("scheduler.before_plan", requests)
         try:
             seen = 0 if self._is_forgotten else self._seen
             await self._dispatch.plan(self.pool, step, seen)
         except PlanOutdated:
-            self._queue.unread |= runs
+            self._queue.unread |= queues.keys()
             return False
         self._cycle = cycle
-        failpoint("scheduler.after_plan", (op.request_id for op in chosen.ops))
-        self._count(chosen.ops, now)
+        failpoint("scheduler.after_plan", requests)
+        self._count(chosen.ops, queues, now)
         if span:
             end_plan(span, self.pool, step)
         self._note_returns(worker.id, clock, limit_s)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
-        clock.last, clock.last_tokens = planner.LastCycle(runs), chosen.tokens
+        clock.last, clock.last_tokens = planner.LastCycle(frozenset(queues)), chosen.tokens
         log_requests(
-            log.debug, "cycle_planned", [op.request_id for op in chosen.ops], cycle=cycle,
-            pool=self.pool, worker=worker.id, runs=len(runs), ops=len(chosen.ops),
+            log.debug, "cycle_planned", requests, cycle=cycle,
+            pool=self.pool, worker=worker.id, runs=len(queues), ops=len(chosen.ops),
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
         return True
 
-    def _count(self, ops: Sequence[QueuedOp], now: float) -> None:
+    def _count(self, ops: Sequence[QueuedOp], queues: Mapping[RunId, RunQueue], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""
         for op in ops:
-            queue = self._queue[op.run]
+            queue = queues[op.run]
             if not (queue.done_tokens and op.seq == queue.ops[0].seq):
                 waited_s = max(0.0, now - op.accepted_at)
                 metrics.OP_WAIT.labels(self._label, op.kind.value).observe(waited_s)

@@ -167,9 +167,15 @@ class PoolQueue:
         if names != self._workers:
             self._workers = names
             self._move([queue for queue in self._runs.values() if queue.worker is None], None)
+        unplaced = self._waiting[None]
+        if workers and unplaced:
+            self._assign_to_least_loaded(unplaced, workers, now)
+        unplaced.changed.clear()  # no cycle is planned for these
+
+    def _assign_to_least_loaded(self, unplaced: Waiting, workers: Sequence[WorkerHeartbeat], now: float) -> None:
         fits = {worker.id: fits_one_more(worker) for worker in workers}
         tokens_per_s = rates(workers)
-        while workers and (unplaced := self._waiting.get(None)):
+        while unplaced:
             queue = next(iter(unplaced))
             chosen = best([
                 Candidate(
@@ -180,7 +186,6 @@ class PoolQueue:
             ])  # fmt: skip
             self.recent.settle(queue.run, chosen, now)
             self._move([queue], chosen)
-        self._waiting[None].changed.clear()  # no cycle is planned for these
 
     def deregister(self, worker: WorkerId) -> None:
         """Release the runs of a worker that is no longer registered."""

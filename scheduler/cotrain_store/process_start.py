@@ -69,7 +69,7 @@ def last_reason(lines: Sequence[str]) -> str | None:
     return None
 
 
-#: Every address of the host, of both kinds.
+#: All addresses of the host, of IPv6 and IPv4.
 ANY_ADDRESS = "::"
 LAST_PORT = 2**16 - 1
 BACKLOG = 4096
@@ -80,9 +80,9 @@ class CannotListen(Exception):
 
 
 def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
-    """Return a socket that takes connections to `host`, a name or an address; port 0 takes a free one.
+    """Return a listening socket for `host`, a name or an address; port 0 selects a free port.
 
-    `::` takes those of IPv4 too. Raises CannotListen, which names the address and the reason.
+    `::` also accepts connections of IPv4. Raises CannotListen, which names the address and the reason.
     """
     try:
         family = _family(host, port)
@@ -93,12 +93,12 @@ def listen(host: str, port: int, *, backlog: int = BACKLOG) -> socket.socket:
 
 
 def address(host: str, port: int) -> str:
-    """Write a host and a port as a URL has them."""
+    """Return a host and a port in the form of a URL."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def plain_address(host: str) -> str:
-    """Return a client's address as it wrote it: a socket of both kinds shows IPv4 in IPv6 form."""
+    """Return a client's address in its own form: a socket for IPv6 and IPv4 shows the latter as IPv6."""
     return host.removeprefix("::ffff:") if "." in host else host
 
 

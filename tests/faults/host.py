@@ -15,8 +15,8 @@ import httpx
 import redis as redis_client
 
 from cotrain_scheduler.planner import QUANTUM_TOKENS
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 from cotrain_store.redis_client.connection import SyncConnection
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from tests.faults.orders import Nursery
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.plain_http import NO_TLS

@@ -17,6 +17,7 @@ from cotrain_store.messages.ids import RunId, TenantId, encode
 from cotrain_store.messages.ops import OpKind, Result, Step
 from cotrain_store.messages.runs import HistoryEntry, MetricsEntry, PassEntry, RunRecord, StepEntry
 from cotrain_store.redis_client.scripts import SCRIPTS
+from cotrain_store.tenants.history import read_history, read_metrics, read_points
 from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.log import WORKER, Log
 from tests.support.samples import Samples

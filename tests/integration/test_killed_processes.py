@@ -14,6 +14,7 @@ from cotrain_store.tenants.history import read_history
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
+from cotrain_store.tenants.history import read_history
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.bodies import sequences

@@ -17,10 +17,10 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from cotrain_store import redis_keys
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.redis_client.connection import check_store, open_connection, open_sync_connection
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.results.futures import Futures
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.compose_files import ROOT

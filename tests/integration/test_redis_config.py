@@ -16,8 +16,8 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from cotrain_store import redis_keys
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 from cotrain_store.redis_client.connection import DURABLE, check_store, open_connection
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
 from cotrain_store.settings import with_password_of
 from tests.support.compose_files import ROOT
 

@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_store.redis_client.embedded_server import ONE_FILE, cut_zeros, find_redis_binary, last_file, redis_command
+from cotrain_store.disk.embedded_redis import ONE_FILE, cut_zeros, find_redis_binary, last_file, redis_command
 from tests.warm.popen import run
 from tests.warm.sources import COMMAND
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store.disk.embedded_redis import find_redis_binary
 from cotrain_store.errors import UnsafeRedis
 from cotrain_store.redis_client.clients import RedisRefuses
 from cotrain_store.redis_client.connection import (
@@ -20,7 +21,6 @@ from cotrain_store.redis_client.connection import (
     open_connection,
     open_sync_connection,
 )
-from cotrain_store.redis_client.embedded_server import find_redis_binary
 from cotrain_workers.engine.engine import Engine
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
 from tests.support.redis_replicas import RedisReplicas, newer_binary

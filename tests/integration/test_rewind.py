@@ -14,6 +14,7 @@ from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.reader import oldest_rewind
+from cotrain_store.tenants.history import read_history
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import run_lifecycle
 from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime

@@ -24,7 +24,7 @@ from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
 from cotrain_server.commands import keys
 from cotrain_server.commands import serve as serve_command
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_store.redis_client.embedded_server import last_file
+from cotrain_store.disk.embedded_redis import last_file
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
 from tests.support.waiting import wait_until

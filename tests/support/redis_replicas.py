@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 import redis
 
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command, redis_version
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command, redis_version
 from tests.support.ports import free_port
 
 SERVICE = "cotrain"

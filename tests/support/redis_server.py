@@ -14,7 +14,7 @@ from typing import Self
 
 import redis
 
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
+from cotrain_store.disk.embedded_redis import find_redis_binary, redis_command
 
 
 class EmbeddedRedis:

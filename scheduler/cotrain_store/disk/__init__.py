@@ -1,1 +1,1 @@
-"""Files that survive a power cut: spool, large results, and the repair of Redis' log. Also the check of free space."""
+"""Files that survive a power cut: spool, bodies and results in it, and the embedded Redis. Also the check of free space."""

@@ -8,7 +8,7 @@ process shows it, and the next scheduler continues from it. Times are those of h
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 
@@ -110,6 +110,12 @@ class Move:
     run: RunId
     owner: WorkerId
     to: WorkerId
+
+    @classmethod
+    def parse(cls, run: bytes, workers: bytes) -> Self:
+        """Return the move in a field and its value, `owner>target`, of a pool's hash of moves."""
+        owner, _, to = workers.decode().partition(">")
+        return cls(RunId(run.decode()), WorkerId(owner), WorkerId(to))
 
 
 def restoring_text(progress: Mapping[str, int] | None) -> str:

@@ -13,7 +13,7 @@ from cotrain_store.messages.ops import QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.usage import FIELDS, minute_of, tenant_seconds, tenant_tokens
+from cotrain_store.tenants.usage import MINUTE_FIELDS, minute_of, tenant_seconds, tenant_tokens
 
 #: Maximum cycle records of one read. In a full pool each has about 10 KB, and Redis is blocked while it sends them.
 READ_AT_ONCE = 50
@@ -137,7 +137,7 @@ class Minute:
 
     start_s: int
     counts: Mapping[str, float]
-    """Counts by `FIELDS`, and for a requested tenant also `own_tokens` and `own_device_s`."""
+    """Counts by `MINUTE_FIELDS`, and for a requested tenant also `own_tokens` and `own_device_s`."""
 
     def of(self, name: str) -> float:
         """Return a count; 0 if nothing was counted."""
@@ -149,8 +149,8 @@ async def last_minutes(
 ) -> list[Minute]:
     """Return the last hour of a pool, oldest minute first, the current one last."""
     starts = _starts(now_s, MINUTES)
-    names = list(FIELDS)
-    stored = list(FIELDS)
+    names = list(MINUTE_FIELDS)
+    stored = list(MINUTE_FIELDS)
     if tenant is not None:
         names += ["own_tokens", "own_device_s"]
         stored += [tenant_tokens(tenant), tenant_seconds(tenant)]

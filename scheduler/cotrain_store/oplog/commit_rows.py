@@ -1,4 +1,4 @@
-"""Arguments of `commit.lua` (each op of a step with its result, the records of its saves) and of `reject.lua`."""
+"""Arguments of the scripts that commit a step, reject an op, or roll a run back."""
 
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED
-from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode
+from cotrain_store.messages.ids import OpId, RequestId, RunId, TenantId, encode, run_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import (
     HISTORY_POINTS,
@@ -111,7 +111,7 @@ def op_rows(
                 ttl_ms=ttl_ms,
                 result_bytes=len(results[op.run, op.seq].payload),
                 released=_body_of(op) if has_crashed or op.kind is OpKind.FORWARD else None,
-                envelope=_rejected_envelope(op) if has_crashed else None,
+                envelope=_rejected(op).envelope() if has_crashed else None,
                 found=found.get((op.run, op.seq)),
                 replaces_state=op.kind is OpKind.LOAD and results[op.run, op.seq].kind is not ResultKind.FAILURE,
             )
@@ -147,9 +147,9 @@ def _body_of(op: QueuedOp) -> str:
     return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
 
 
-def _rejected_envelope(op: QueuedOp) -> str:
-    """Return the envelope of an op of which the log keeps only the seq."""
-    return replace(op, kind=OpKind.REJECTED, tokens=0, size=0, ref="inline").envelope()
+def _rejected(op: QueuedOp, size: int = 0) -> QueuedOp:
+    """Return an op of which the log keeps only the seq, and possibly `size` bytes of a failure."""
+    return replace(op, kind=OpKind.REJECTED, tokens=0, size=size, ref="inline")
 
 
 def save_row(records: SaveRecords) -> dict[str, Any]:
@@ -191,3 +191,16 @@ def rejection(run: RunId, failure: Result) -> dict[str, Any]:
         "body": failure.payload.decode(),
         "envelope": op.envelope(),
     }
+
+
+def steps_without(open_steps: Mapping[bytes, bytes], run: RunId, size: int) -> list[dict[str, str]]:
+    """Return each open step with ops of a run, before and after they are rejected with a failure of `size` bytes."""
+    changes: list[dict[str, str]] = []
+    for cycle, text in open_steps.items():
+        step = Step.parse(text)
+        ops = tuple(_rejected(op, size) if op.run == run and op.kind is not OpKind.REJECTED else op for op in step.ops)
+        if ops != step.ops:
+            left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
+            after = encode(replace(step, ops=ops, allowances=left))
+            changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
+    return changes

@@ -11,12 +11,12 @@ from typing import Any
 from cotrain_store import redis_keys
 from cotrain_store.disk.storage import CANCEL, TTL_MS
 from cotrain_store.errors import PlanOutdated
-from cotrain_store.messages.fleet import Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
+from cotrain_store.messages.fleet import Move, Pauses, PlanPolicy, Scaling, WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId, decode, encode
 from cotrain_store.messages.ops import PoolView, QueuedOp, Result, RunQueue, Step, Wake
 from cotrain_store.monitoring.fleet import PoolStatus, pool_status
 from cotrain_store.oplog.commit_rows import rejection
-from cotrain_store.oplog.moves import Moves, parse_moves
+from cotrain_store.oplog.moves import Moves
 from cotrain_store.redis_client.connection import Connection, clock_ms
 from cotrain_store.redis_client.scripts import AsyncScript, async_script
 from cotrain_store.results.queue_notice import client_seq, given_up
@@ -214,8 +214,8 @@ class Dispatch:
         number, is_complete, ready, cycle, slots, moves, rows = await self._view(script_keys, args)
         return PoolView(
             int(number), [_run_queue(row) for row in rows], bool(is_complete), ready, int(cycle),
-            [_worker_slot(row) for row in sorted(slots)],
-            parse_moves(zip(moves[::2], moves[1::2], strict=True)),
+            moves=[Move.parse(*row) for row in zip(moves[::2], moves[1::2], strict=True)],
+            slots=[_worker_slot(row) for row in sorted(slots)],
         )  # fmt: skip
 
     async def plan(self, pool: PoolId, step: Step, seen: int = 0) -> None:

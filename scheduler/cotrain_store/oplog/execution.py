@@ -25,12 +25,11 @@ from cotrain_store.messages.ids import (
     decode,
     encode,
     request_id,
-    run_of,
     seq_of,
 )
-from cotrain_store.messages.ops import OpKind, QueuedOp, Result, RunUsage, Step
+from cotrain_store.messages.ops import QueuedOp, Result, RunUsage, Step
 from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
-from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row
+from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row, steps_without
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
 from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
@@ -38,6 +37,11 @@ from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
 from cotrain_store.tenants.usage import cycle_counts, minute_of, training_amounts
 from cotrain_store.weights import SweepLease
+
+#: Number of ops before a snapshot whose digests are kept, for very late retries.
+DIGESTS_KEPT = 1_024
+#: Number of optimizer steps, the first number of a run's packed history (`scripts/lib/history.lua`).
+STEPS_OF_HISTORY = struct.Struct("<d")
 
 
 class CrashCounts:
@@ -67,29 +71,6 @@ class CrashCounts:
     def survived(self, part: str) -> None:
         """Remove all counts of `risk`, including those of other processes."""
         self._redis.hdel(self._key, part)
-
-
-#: Number of ops before a snapshot whose digests are kept, for very late retries.
-DIGESTS_KEPT = 1_024
-
-
-def _rejected(op: QueuedOp, size: int) -> QueuedOp:
-    if op.kind is OpKind.REJECTED:
-        return op
-    return replace(op, kind=OpKind.REJECTED, tokens=0, size=size, ref="inline")
-
-
-def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
-    return Result.failed(
-        "The server lost this run's newest state; it goes on from "
-        f"{checkpoint.path} (after request {seq_of(checkpoint.weights)}). "
-        f"weights_epoch is now {weights_epoch}.",
-        "server",
-    )
-
-
-#: Number of optimizer steps, the first number of a run's packed history (`scripts/lib/history.lua`).
-STEPS_OF_HISTORY = struct.Struct("<d")
 
 
 class Execution:
@@ -328,10 +309,10 @@ class Execution:
 
     def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
-        failure = _failure(checkpoint, weights_epoch)
+        failure, open_steps = _failure(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
         script_keys = [
             redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run), redis_keys.run(run),
-            redis_keys.open_steps(pool, self.worker), redis_keys.ops(pool, run),
+            open_steps, redis_keys.ops(pool, run),
             redis_keys.bodies(pool, run), redis_keys.digests(pool, run),
             redis_keys.spool_segment_refs(), redis_keys.queue(pool, position.tenant),
             redis_keys.notify_results(), redis_keys.counters(pool),
@@ -341,26 +322,13 @@ class Execution:
             "done": position.done, "file": file, "sha256": sha256,
             "weights_epoch": weights_epoch, "path": checkpoint.path, "digests_kept": DIGESTS_KEPT,
             "failure": rejection(run, failure),
-            "steps": self._steps_without(run, len(failure.payload)),
+            "steps": steps_without(self._redis.hgetall(open_steps), run, len(failure.payload)),
             "tenant": position.tenant, "weights": checkpoint.weights,
             "kept": seq_of(checkpoint.weights),
         }  # fmt: skip
         if self._rollback(script_keys, args) == b"OUTDATED":
             raise AssertionError(f"the log of run {run} moved under the worker that owns it")
         return weights_epoch
-
-    def _steps_without(self, run: RunId, size: int) -> list[dict[str, str]]:
-        """Return each open step with ops of a run, before and after these are rejected."""
-        changes: list[dict[str, str]] = []
-        rows = self._redis.hgetall(redis_keys.open_steps(self.pool, self.worker))
-        for cycle, text in rows.items():
-            step = Step.parse(text)
-            ops = tuple(_rejected(op, size) if op.run == run else op for op in step.ops)
-            if ops != step.ops:
-                left = {at: n for at, n in step.allowances.items() if run_of(at) != run}
-                after = encode(replace(step, ops=ops, allowances=left))
-                changes.append({"cycle": cycle.decode(), "before": text.decode(), "after": after})
-        return changes
 
     def runs_to_drop(self) -> list[RunId]:
         """Return the closed runs that this worker may still have in memory."""
@@ -436,3 +404,12 @@ def latest_heartbeat(connection: SyncConnection, pool: PoolId, worker: WorkerId)
     """Return the latest heartbeat of a worker id, or None."""
     heartbeat = connection.get(redis_keys.worker(pool, worker))
     return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None
+
+
+def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
+    return Result.failed(
+        "The server lost this run's newest state; it goes on from "
+        f"{checkpoint.path} (after request {seq_of(checkpoint.weights)}). "
+        f"weights_epoch is now {weights_epoch}.",
+        "server",
+    )

@@ -14,7 +14,6 @@ the same, and removes itself from the list.
 
 import json
 import time
-from collections.abc import Iterable
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused, RunClosed
@@ -90,7 +89,7 @@ class OwnMoves:
 
     def wanted(self) -> list[Move]:
         """Return the moves that this worker must carry out."""
-        moves = parse_moves(self._redis.hgetall(redis_keys.moves(self._pool)).items())
+        moves = [Move.parse(*row) for row in self._redis.hgetall(redis_keys.moves(self._pool)).items()]
         return [move for move in moves if move.owner == self._worker]
 
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
@@ -115,15 +114,6 @@ class OwnMoves:
             "now_ms": int(time.time() * 1000),
         }  # fmt: skip
         return bool(self._move(script_keys, args) == b"OK")
-
-
-def parse_moves(rows: Iterable[tuple[bytes, bytes]]) -> list[Move]:
-    """Return the moves in the fields of a pool's hash."""
-    moves = []
-    for run, value in rows:
-        owner, _, to = value.decode().partition(">")
-        moves.append(Move(RunId(run.decode()), WorkerId(owner), WorkerId(to)))
-    return moves
 
 
 class Drains:

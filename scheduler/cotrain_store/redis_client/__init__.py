@@ -1,1 +1,1 @@
-"""Redis client, the only importer of redis: connections, batching, subscriptions, the embedded server."""
+"""Redis client, the only importer of redis: addresses, connections, subscriptions and scripts."""

@@ -170,19 +170,17 @@ def _questions(connection: Connection | SyncConnection) -> Any:
 
 
 def _judge(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> None:
+    """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
     *settings, (waits,), _, version = answers
     if isinstance(connection, WAITING) and not waits:
         raise UnsafeRedis(
             "This Redis cannot wait for its replicas' disks (WAITAOF), as replicas= in COTRAIN_REDIS_URL asks: "
             "that takes Redis 7.2 or Valkey."
         )
-    found = {name: found.get(name) for name, found in zip(DURABLE, settings, strict=True)}
-    refuse_unsafe(found, version, accept_data_loss=accept_data_loss)
-
-
-def refuse_unsafe(found: Mapping[str, str | None], version: bytes | None, *, accept_data_loss: bool) -> None:
-    """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
-    wrong = [f"{k} is {found.get(k)!r}, needs {v!r}" for k, v in DURABLE.items() if found.get(k) != v]
+    found = {name: setting.get(name) for name, setting in zip(DURABLE, settings, strict=True)}
+    wrong = [
+        f"{name} is {found[name]!r}, needs {needed!r}" for name, needed in DURABLE.items() if found[name] != needed
+    ]
     if wrong and not accept_data_loss:
         raise UnsafeRedis(
             f"This Redis could lose acknowledged writes: {'; '.join(wrong)}. Set them, or accept the "

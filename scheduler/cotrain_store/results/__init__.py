@@ -1,1 +1,1 @@
-"""Waits for results, and the record of delivered ones."""
+"""Waits for results, notices for those that wait, and the delivery of results."""

@@ -48,7 +48,7 @@ from cotrain_store.redis_client.connection import (
 )
 from cotrain_store.redis_client.scripts import async_script
 
-#: In place of the id of a key: the server takes a result itself, for a client that waits.
+#: Used instead of the id of a key: the server itself fetches a result for a waiting client.
 THIS_SERVER = ""
 #: Time in which a client may repeat its request for a lost answer.
 READ_AFTER_S = 600.0
@@ -297,7 +297,7 @@ def _read_samples(requests: Sequence[str]) -> dict[str, Any]:
 
 
 async def _session_owners(connection: Connection, sessions: Iterable[SessionId]) -> dict[SessionId, str]:
-    """Return the id of the key that opened each session; "" where none is noted."""
+    """Return the id of the key that opened each session; "" if none is recorded."""
     asked = sorted(sessions)
     async with connection.pipeline(transaction=False) as pipeline:
         for session in asked:
@@ -307,8 +307,8 @@ async def _session_owners(connection: Connection, sessions: Iterable[SessionId])
 
 
 def _is_owner(key_id: str, owner: str) -> bool:
-    """Return whether a client of a key may end the results of a session that `owner` opened.
+    """Return True if a client of a key may shorten the lifetime of results of a session that `owner` opened.
 
-    Any key of the tenant may for a session without an owner, which the server opened itself.
+    Every key of the tenant may, if the session has no owner because the server opened it.
     """
     return key_id in {THIS_SERVER, owner} or not owner

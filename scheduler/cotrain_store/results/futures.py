@@ -163,7 +163,10 @@ class Futures(ChannelSubscriber):
         if value is None:
             return await self._pending(tenant, pool, request)
         self._note_sent(tenant, request, pool, key_id)
-        return await self._whole(value, RequestNotFound("The result has expired."))
+        try:
+            return await self._whole(value)
+        except SpoolCorrupt as missing:
+            raise RequestNotFound("The result has expired.") from missing
 
     def _note_sent(self, tenant: TenantId, request: RequestId, origin: PoolId | SampleName, key_id: str | None) -> None:
         if key_id is not None:
@@ -181,7 +184,10 @@ class Futures(ChannelSubscriber):
         if value is None:
             raise SampleExpired
         self._note_sent(tenant, request, name, key_id)
-        return await self._whole(value, SampleExpired())
+        try:
+            return await self._whole(value)
+        except SpoolCorrupt as missing:
+            raise SampleExpired from missing
 
     async def _is_sample_done(self, tenant: TenantId, request: RequestId, name: SampleName) -> bool:
         """Return True if a sample request is done; raises SampleExpired for one that may be requested again."""
@@ -305,14 +311,10 @@ class Futures(ChannelSubscriber):
             return False
         return await self._redis.get(redis_keys.result(request)) is None
 
-    async def _whole(self, value: bytes, expired: RequestNotFound) -> Result:
+    async def _whole(self, value: bytes) -> Result:
+        """Return a result with its payload; raises SpoolCorrupt if that is missing."""
         result = Result.decode(value)
-        if not is_spooled(result):
-            return result
-        try:
-            return await asyncio.to_thread(whole_result, result, self._spool)
-        except SpoolCorrupt as missing:
-            raise expired from missing
+        return await asyncio.to_thread(whole_result, result, self._spool) if is_spooled(result) else result
 
     async def _receive(self, message: bytes | None) -> None:
         """Resolve the requests in the message, or all after a (re)subscription."""

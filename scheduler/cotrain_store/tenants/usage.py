@@ -15,7 +15,7 @@ What: TypeAlias = Literal[
 ]
 HOUR = timedelta(hours=1)
 #: Fields of a pool's minute; times in s.
-FIELDS = (
+MINUTE_FIELDS = (
     "cycles", "tokens", "padding_tokens", "ops", "failed", "train_s", "optim_s", "sampled_tokens", "sample_s",
 )  # fmt: skip
 

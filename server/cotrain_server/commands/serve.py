@@ -17,9 +17,9 @@ from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
 from cotrain_server.supervisor.programs import WORKERS_PORT, Plan
 from cotrain_server.supervisor.supervisor import Announcement, Supervisor
+from cotrain_store.disk.embedded_redis import NoRedisFound
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.process_start import CannotListen
-from cotrain_store.redis_client.embedded_server import NoRedisFound
 from cotrain_store.settings import PREFIX
 
 console = Console(highlight=False, soft_wrap=True)

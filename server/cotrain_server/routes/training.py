@@ -26,6 +26,7 @@ from cotrain_store.errors import BaseModelNotServed, Reason, Refused, RunNotFoun
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant
 from cotrain_store.oplog.joint_intake import JointOp
+from cotrain_store.tenants.history import metric_names
 
 router = tenant_router("training", kind=DataRoute)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_store.blobs.folder import make_folder
-from cotrain_store.redis_client.embedded_server import LOG_FOLDER, MAX_SOCKET_PATH
+from cotrain_store.disk.embedded_redis import LOG_FOLDER, MAX_SOCKET_PATH
 
 SOCKET_NAME = "redis.sock"
 METRICS_TARGETS = "prometheus-targets.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.json_log import as_json
 from cotrain_server.supervisor.process import CannotServe, Reason
-from cotrain_store.redis_client.embedded_server import cut_zeros
+from cotrain_store.disk.embedded_redis import cut_zeros
 
 #: Interval in s at which new log lines are read.
 POLL_S = 0.2

@@ -1,7 +1,7 @@
 -- history: one point for each optimizer step and evaluation of a run, written with the commit of their ops.
 -- Of n points a list keeps those numbered 1, 1 + s, 1 + 2s, … and n, for the smallest power of two `s` that
 -- keeps at most 1,024. The kept points therefore depend on n alone, and a kept point never changes.
--- Numbers are packed (`oplog/reader.py`): as text, Lua would write 14 digits of them.
+-- Numbers are packed (`tenants/history.py`): as text, Lua would write 14 digits of them.
 local POINT, STATE, POINTS = '<I4I4I8dddddI8I8I4', '<' .. ('d'):rep(29), 1024
 local STATE_BYTES = 29 * 8 -- states of earlier versions end before the drift, or before the lag
 -- Drift of policy losses, and lag of policies: sums over tokens, except for the maxima.

