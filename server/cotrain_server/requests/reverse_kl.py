@@ -53,23 +53,18 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     )
 
 
-def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
-    """Return an op that only takes the position of a reverse KL and fails."""
-    return Op.rejected(message, request.content)
-
-
 def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
     """Check a reverse KL against its run's base model and return its op.
 
     `reference` is the weights that its path names; None is the base model alone.
     """
     if request.body is None:
-        return refused_reverse_kl(request, request.refusal)
+        return Op.rejected(request.refusal, request.content)
     body = replace(request.body, reference=reference)
     try:
         _check_body(body, pool)
     except Invalid as error:
-        return refused_reverse_kl(request, str(error))
+        return Op.rejected(str(error), request.content)
     uses = () if reference is None else (reference,)
     digest = digest_of(request.content)
     return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)
