@@ -86,23 +86,6 @@ def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_F
     return ParsedPass.of(address.model_id, address.seq_id, message)
 
 
-def read_sweep_pass(body: bytes) -> ParsedPass:
-    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
-
-    Raises:
-        Unreadable: not the message, or with a run of its own.
-    """
-    try:
-        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
-    except TooManyObjects:
-        return ParsedPass("", None, None, "", body, is_read=False)
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
-    if message.model_id or message.seq_id:
-        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    return ParsedPass.of("", None, message)
-
-
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = parse_pass(head_of(body))
@@ -138,6 +121,39 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     else:
         return ParsedPass.of(address.model_id, address.seq_id, message)
     return ParsedPass(address.model_id, address.seq_id, None, refusal, canonical_json(fields))
+
+
+def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
+    content = (
+        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
+        if forward_only
+        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
+    )
+    return encode_pass_request(
+        fields["model_id"],
+        fields.get("seq_id") or 0,
+        content.data,
+        content.loss_fn,
+        content.loss_fn_config,
+        forward_only=forward_only,
+    )
+
+
+def read_sweep_pass(body: bytes) -> ParsedPass:
+    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
+
+    Raises:
+        Unreadable: not the message, or with a run of its own.
+    """
+    try:
+        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
+    except TooManyObjects:
+        return ParsedPass("", None, None, "", body, is_read=False)
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
+    if message.model_id or message.seq_id:
+        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
+    return ParsedPass.of("", None, message)
 
 
 def read_fields(body: bytes) -> AddressedFields:
@@ -244,22 +260,6 @@ def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
-
-
-def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
-    content = (
-        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
-        if forward_only
-        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
-    )
-    return encode_pass_request(
-        fields["model_id"],
-        fields.get("seq_id") or 0,
-        content.data,
-        content.loss_fn,
-        content.loss_fn_config,
-        forward_only=forward_only,
-    )
 
 
 def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:
