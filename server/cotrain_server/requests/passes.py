@@ -21,7 +21,7 @@ from cotrain.wire.pass_codec import encode_pass_request
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
-from cotrain_server.errors import Invalid, Unreadable, sentence
+from cotrain_server.errors import Invalid, Unreadable, first_error
 from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
@@ -115,7 +115,7 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = _pass_message(fields, forward_only=forward_only)
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except UnsupportedInput as error:
         refusal = str(error)
     else:
@@ -182,7 +182,7 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     try:
         return make()
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except Invalid as error:
         refusal = str(error)
     return Op.rejected(refusal, content)
@@ -259,7 +259,7 @@ def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
+        raise Unreadable(first_error(error)) from error
 
 
 def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:

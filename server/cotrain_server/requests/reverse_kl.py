@@ -12,7 +12,7 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_experts, check_finite, check_tokens, refuse_too_long
 from cotrain_server.requests.passes import RunRequest, canonical_json, json_object, parse_run_and_seq
@@ -45,7 +45,7 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     try:
         body = _body(ReverseKlRequest.model_validate(fields))
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
     return AddressedKl(
