@@ -139,23 +139,6 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
     )
 
 
-def read_sweep_pass(body: bytes) -> ParsedPass:
-    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
-
-    Raises:
-        Unreadable: not the message, or with a run of its own.
-    """
-    try:
-        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
-    except TooManyObjects:
-        return ParsedPass("", None, None, "", body, is_read=False)
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
-    if message.model_id or message.seq_id:
-        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    return ParsedPass.of("", None, message)
-
-
 def read_fields(body: bytes) -> AddressedFields:
     """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a
     position.
