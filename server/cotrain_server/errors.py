@@ -3,10 +3,15 @@
 `cotrain_store.errors.Reason` has the status, code and default message of every refusal.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cotrain_store.errors import Reason, Refused, TypedRefusal
+
+if TYPE_CHECKING:  # processes that check passes start faster without it
+    from pydantic import ValidationError
 
 
 class Unreadable(TypedRefusal):
@@ -50,6 +55,11 @@ CLIENT_CLOSED_REQUEST = 499
 def status_of(error: Exception) -> int:
     """Return the status of an error; 500 for an error that no tenant can cause."""
     return error.reason.status if isinstance(error, Refused) else 500
+
+
+def first_error(error: ValidationError) -> str:
+    """Return the sentence of a model's validation error, without copies of a large input."""
+    return sentence(error.errors(include_url=False, include_input=False))
 
 
 def sentence(errors: Sequence[Mapping[str, Any]]) -> str:

@@ -131,19 +131,17 @@ class Parser:
     async def _alone(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         self._heavy += 1
         try:
-            return await self._one_by_one(tenant, work)
+            async with self._locks.of(tenant):
+                # A client that disconnects must not start a second task concurrently, because a thread cannot be
+                # cancelled.
+                working = asyncio.ensure_future(work())
+                try:
+                    return await asyncio.shield(working)
+                except asyncio.CancelledError:
+                    await asyncio.wait([working])
+                    raise
         finally:
             self._heavy -= 1
-
-    async def _one_by_one(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        async with self._locks.of(tenant):
-            # A client that disconnects must not start a second task concurrently, because a thread cannot be cancelled.
-            working = asyncio.ensure_future(work())
-            try:
-                return await asyncio.shield(working)
-            except asyncio.CancelledError:
-                await asyncio.wait([working])
-                raise
 
     async def _in_thread(self, weight: int, call: Callable[[], Answer]) -> Answer:
         try:

@@ -40,8 +40,6 @@ log = structlog.get_logger()
 
 #: Maximum wait of a poll in seconds. An SDK's socket times out after 45 s, proxies often after 60 s.
 LONG_POLL_S = 25.0
-
-
 #: Concurrent downloads of one tenant in one process. Further ones wait.
 DOWNLOADS_PER_TENANT = 32
 

@@ -89,35 +89,28 @@ class Signer:
 
     def sign_link(self, link: Link) -> str:
         """Return a signed link as a URL path component."""
-        content = _to_text(json.dumps(astuple(link), separators=(",", ":")).encode())
-        return f"{content}.{_seal(self._link_keys[0], content)}"
+        return _sign(self._link_keys, astuple(link))
 
     def read_link(self, text: str, now: float) -> Link:
         """Return the link that `sign_link` wrote. Raises BAD_LINK if it is invalid or expired."""
-        content, _, seal = text.partition(".")
-        if not text.isascii() or not _is_sealed(self._link_keys, content, seal):
+        fields = _read(self._link_keys, text)
+        if fields is None or (link := Link(*fields)).expires_at <= now:
             raise Refused(Reason.BAD_LINK)
-        tenant, path, weights, file, expires_at = json.loads(_from_text(content))
-        if expires_at <= now:
-            raise Refused(Reason.BAD_LINK)
-        return Link(TenantId(tenant), path, WeightsRef(weights), file, expires_at)
+        return link
 
     def sign_upload(self, upload: StartedUpload) -> str:
         """Return the id of an upload."""
-        content = _to_text(json.dumps(astuple(upload), separators=(",", ":")).encode())
-        return f"{content}.{_seal(self._upload_keys[0], content)}"
+        return _sign(self._upload_keys, astuple(upload))
 
     def read_upload(self, text: str, tenant: TenantId) -> StartedUpload:
         """Return the upload that `sign_upload` wrote, which may have expired.
 
         Raises UPLOAD_NOT_FOUND if the id is invalid or another tenant's.
         """
-        content, _, seal = text.partition(".")
-        if text.isascii() and _is_sealed(self._upload_keys, content, seal):
-            upload = StartedUpload(*json.loads(_from_text(content)))
-            if upload.tenant == tenant:
-                return upload
-        raise Refused(Reason.UPLOAD_NOT_FOUND)
+        fields = _read(self._upload_keys, text)
+        if fields is None or (upload := StartedUpload(*fields)).tenant != tenant:
+            raise Refused(Reason.UPLOAD_NOT_FOUND)
+        return upload
 
     def make_token(self, token: Token, now: float) -> str:
         """Return a token, valid for one hour, or until its key ends."""
@@ -141,16 +134,12 @@ class Signer:
 
     def sign_session(self, session: UiSession) -> str:
         """Return a session as a cookie value."""
-        content = _to_text(json.dumps(astuple(session), separators=(",", ":")).encode())
-        return f"{content}.{_seal(self._session_keys[0], content)}"
+        return _sign(self._session_keys, astuple(session))
 
     def read_session(self, text: str, now: float) -> UiSession | None:
         """Return the session that `sign_session` wrote, or None if it is invalid or expired."""
-        content, _, seal = text.partition(".")
-        if not text.isascii() or not _is_sealed(self._session_keys, content, seal):
-            return None
-        session = UiSession(*json.loads(_from_text(content)))
-        return session if session.ends_at > now else None
+        fields = _read(self._session_keys, text)
+        return None if fields is None or (session := UiSession(*fields)).ends_at <= now else session
 
     def csrf(self, nonce: str) -> str:
         """Return the token for forms of a session or of the login page."""
@@ -174,12 +163,23 @@ def _derive(secret: bytes, purpose: bytes) -> bytes:
     return hmac.digest(secret, b"cotrain " + purpose, "sha256")
 
 
+def _sign(keys: Sequence[bytes], fields: Sequence[Any]) -> str:
+    """Return the fields as text, with a signature of the first key."""
+    content = _to_text(json.dumps(fields, separators=(",", ":")).encode())
+    return f"{content}.{_seal(keys[0], content)}"
+
+
+def _read(keys: Sequence[bytes], text: str) -> list[Any] | None:
+    """Return the fields that `_sign` wrote with one of the keys, or None."""
+    content, _, seal = text.partition(".")
+    if not text.isascii() or not any(hmac.compare_digest(_seal(key, content), seal) for key in keys):
+        return None
+    fields: list[Any] = json.loads(_from_text(content))
+    return fields
+
+
 def _seal(key: bytes, content: str) -> str:
     return _to_text(hmac.digest(key, content.encode(), "sha256"))
-
-
-def _is_sealed(keys: Sequence[bytes], content: str, seal: str) -> bool:
-    return any(hmac.compare_digest(_seal(key, content), seal) for key in keys)
 
 
 def _to_text(content: bytes) -> str:

@@ -33,41 +33,10 @@ from cotrain_store.messages.runs import Tenant
 from cotrain_store.monitoring.logs_and_traces import current_traceparent, record, tracer
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 
-Answer = TypeVar("Answer")
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Await `work` while its client is connected. If the client disconnects, cancel it and return
-    None.
-    """
-    working: asyncio.Task[Any] = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_end_with_client(receive, working))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        if _is_cancelled():
-            raise
-        return None
-    finally:
-        watching.cancel()
-        if not working.done():
-            await stop_tasks([working])
-
-
-async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    await stop_tasks([working])
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
 Wait = Callable[[], Coroutine[Any, Any, Response]]
 Endpoint = Callable[[Any, Request, Services, Tenant], Coroutine[Any, Any, Response | Wait]]
 
+Answer = TypeVar("Answer")
 Ready = TypeVar("Ready")
 
 #: Size limit of a batch poll: MAX_RETRIEVED ids of maximum length.
@@ -117,26 +86,6 @@ def try_again(request_id: str, queue_state: str, reason: str | None) -> JSONResp
     return JSONResponse(body.model_dump(), status_code=408)
 
 
-async def trace_retrieval(
-    services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
-) -> None:
-    """Record the poll that delivered a result, as a child of its client's span, or else of the span
-    of its op.
-    """
-    traces = tracer()
-    if traces is None:
-        return
-    op_span = await services.futures.trace_of(tenant, request)
-    parent = current_traceparent() or op_span
-    if not parent:
-        return
-    is_failure = result.kind is ResultKind.FAILURE
-    record(
-        traces, "retrieve_future", began, time.time(), parent, links=[op_span] if parent != op_span else [],
-        request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
-    )  # fmt: skip
-
-
 async def _prepare(poll: Poll, request: Request) -> Response | Wait:
     # Check the key first: an unauthenticated client must not cause any read.
     services: Services = request.app.state.services
@@ -156,3 +105,52 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
         # A body without a JSON content type is validated as bytes, so it is refused.
         read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
         return read(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
+    """Await `work` while its client is connected. If the client disconnects, cancel it and return
+    None.
+    """
+    working: asyncio.Task[Any] = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_end_with_client(receive, working))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+        return None
+    finally:
+        watching.cancel()
+        if not working.done():
+            await stop_tasks([working])
+
+
+async def _end_with_client(receive: Receive, working: asyncio.Task[Any]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    await stop_tasks([working])
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def trace_retrieval(
+    services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
+) -> None:
+    """Record the poll that delivered a result, as a child of its client's span, or else of the span
+    of its op.
+    """
+    traces = tracer()
+    if traces is None:
+        return
+    op_span = await services.futures.trace_of(tenant, request)
+    parent = current_traceparent() or op_span
+    if not parent:
+        return
+    is_failure = result.kind is ResultKind.FAILURE
+    record(
+        traces, "retrieve_future", began, time.time(), parent, links=[op_span] if parent != op_span else [],
+        request=request, tenant=tenant, outcome="failed" if is_failure else "ok",
+    )  # fmt: skip

@@ -77,11 +77,11 @@ class TenantRoute(APIRoute):
     async def _guarded(self, request: Request, endpoint: Endpoint[Answer]) -> Answer:
         services: Services = request.app.state.services
         tenant = await authenticate(request, services)
-        limit_bytes = self.body_limit(request, services.settings)
         with (
             services.tenant_requests.of(tenant.id, 1),  # counts towards its limit
             services.body_memory.of(tenant.id) as take,  # released when the route has answered
         ):
+            limit_bytes = self.body_limit(request, services.settings)
             reader = BodyReader(services.parser, tenant.id, limit_bytes, self.json_limits, take)
             try:
                 checked = CheckedRequest(request, await reader.read(request))

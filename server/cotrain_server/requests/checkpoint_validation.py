@@ -45,22 +45,13 @@ def check_ttl(ttl_seconds: int | None) -> None:
         raise Invalid(f"ttl_seconds must be between {MIN_TTL_S} and {MAX_TTL_S} (10 years).")
 
 
-def check_metadata(metadata: Mapping[str, Any] | None) -> None:
-    """Check the size and the numbers of a checkpoint's or run's metadata. Raises Invalid."""
-    _check_notes("user_metadata", metadata)
-
-
-def check_notes(metadata: Mapping[str, Any] | None, tags: Sequence[str]) -> None:
-    """Check the size and the numbers of a session's metadata and tags. Raises Invalid."""
-    _check_notes("user_metadata", metadata)
-    _check_notes("tags", tags)
-
-
-def _check_notes(name: str, notes: Mapping[str, Any] | Sequence[str] | None) -> None:
-    if notes and finite(notes) != notes:
-        raise Invalid(f"{name} holds NaN, an infinity, or a number beyond ±1.8e308. Send that number as text.")
-    if notes and len(json.dumps(notes)) > MAX_METADATA_BYTES:
-        raise Invalid(f"{name} may have at most {MAX_METADATA_BYTES} bytes as JSON.")
+def check_metadata(metadata: Mapping[str, Any] | None, tags: Sequence[str] = ()) -> None:
+    """Check the size and the numbers of metadata, and those of a session's tags. Raises Invalid."""
+    for name, notes in (("user_metadata", metadata), ("tags", tags)):
+        if notes and finite(notes) != notes:
+            raise Invalid(f"{name} holds NaN, an infinity, or a number beyond ±1.8e308. Send that number as text.")
+        if notes and len(json.dumps(notes)) > MAX_METADATA_BYTES:
+            raise Invalid(f"{name} may have at most {MAX_METADATA_BYTES} bytes as JSON.")
 
 
 def check_recipients(recipients: Sequence[str]) -> None:

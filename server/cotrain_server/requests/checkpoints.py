@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from cotrain.wire.checkpoints import LoadWeightsRequest, SaveWeightsExternalRequest, SaveWeightsRequest
 from cotrain.wire.runs import InterpolateRequest
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.checkpoint_validation import (
     check_fits,
     check_metadata,
@@ -107,7 +107,7 @@ def read_as(shape: type[Shape], fields: dict[str, Any]) -> Shape:
     try:
         return shape.model_validate(fields)
     except ValidationError as error:
-        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
+        raise Invalid(first_error(error)) from error
 
 
 def load_op(request: AddressedFields, wanted: LoadWeightsRequest, weights: WeightsRecord, run: RunRecord) -> Op:

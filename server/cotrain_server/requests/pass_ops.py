@@ -93,7 +93,7 @@ class ParsedPass:
     @classmethod
     def of(cls, model_id: str, seq: int | None, message: PassMessage) -> Self:
         """Return the request of a message."""
-        return cls(model_id, seq, message, "", canonical(message), has_images=has_images(message))
+        return cls(model_id, seq, message, "", _canonical(message), has_images=has_images(message))
 
 
 def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
@@ -107,7 +107,7 @@ def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
         body = request.sent or request.content
         if request.has_images:
             locate_images(request.message, image_reader(pool, "data"))
-            body = canonical(request.message)
+            body = _canonical(request.message)
         decoded = decode_pass(request.message)
         tokens = check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
@@ -171,7 +171,7 @@ def _failure(message: str) -> bytes:
     return json.dumps({"error": message, "category": "user"}).encode()
 
 
-def canonical(message: PassMessage) -> bytes:
+def _canonical(message: PassMessage) -> bytes:
     """Return equal bytes for equal passes."""
     return message.SerializeToString(deterministic=True)
 

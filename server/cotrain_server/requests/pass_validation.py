@@ -288,8 +288,7 @@ def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -
 
 
 def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
-    """One check over all datums; only an invalid request pays for locating the fault."""
-    # One look at everything; only a bad request pays for finding out where.
+    """Check the token ids of all datums at once. Raises Invalid: only then is the fault located."""
     everything = np.concatenate([array.ravel() for array in ids])
     if everything.min() >= 0 and everything.max() < vocab_size:
         return

@@ -21,7 +21,7 @@ from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
-from cotrain_server.errors import Invalid, Unreadable, sentence
+from cotrain_server.errors import Invalid, Unreadable, first_error
 from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
 from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
 from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
@@ -86,23 +86,6 @@ def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_F
     return ParsedPass.of(address.model_id, address.seq_id, message)
 
 
-def read_sweep_pass(body: bytes) -> ParsedPass:
-    """Parse the pass of a sweep, which names no run. `pass_op` parses one with more than FEW_FIELDS.
-
-    Raises:
-        Unreadable: not the message, or with a run of its own.
-    """
-    try:
-        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
-    except TooManyObjects:
-        return ParsedPass("", None, None, "", body, is_read=False)
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
-    if message.model_id or message.seq_id:
-        raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    return ParsedPass.of("", None, message)
-
-
 def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = parse_pass(head_of(body))
@@ -132,12 +115,28 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     try:
         message = _pass_message(fields, forward_only=forward_only)
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except UnsupportedInput as error:
         refusal = str(error)
     else:
         return ParsedPass.of(address.model_id, address.seq_id, message)
     return ParsedPass(address.model_id, address.seq_id, None, refusal, canonical_json(fields))
+
+
+def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
+    content = (
+        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
+        if forward_only
+        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
+    )
+    return encode_pass_request(
+        fields["model_id"],
+        fields.get("seq_id") or 0,
+        content.data,
+        content.loss_fn,
+        content.loss_fn_config,
+        forward_only=forward_only,
+    )
 
 
 def read_fields(body: bytes) -> AddressedFields:
@@ -166,7 +165,7 @@ def op_or_refusal(make: Callable[[], Op], content: bytes) -> Op:
     try:
         return make()
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except Invalid as error:
         refusal = str(error)
     return Op.rejected(refusal, content)
@@ -243,23 +242,7 @@ def parse_run_and_seq(kind: type[_Address], fields: dict[str, Any]) -> _Address:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise Unreadable(sentence(error.errors(include_url=False, include_input=False))) from error
-
-
-def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
-    content = (
-        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
-        if forward_only
-        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
-    )
-    return encode_pass_request(
-        fields["model_id"],
-        fields.get("seq_id") or 0,
-        content.data,
-        content.loss_fn,
-        content.loss_fn_config,
-        forward_only=forward_only,
-    )
+        raise Unreadable(first_error(error)) from error
 
 
 def _with_default_seq(fields: dict[str, Any]) -> dict[str, Any]:

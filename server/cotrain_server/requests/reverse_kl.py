@@ -12,7 +12,7 @@ from cotrain.errors import UnsupportedInput
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.pass_ops import Op, digest_of
 from cotrain_server.requests.pass_validation import check_experts, check_finite, check_tokens, refuse_too_long
 from cotrain_server.requests.passes import RunRequest, canonical_json, json_object, parse_run_and_seq
@@ -45,17 +45,12 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     try:
         body = _body(ReverseKlRequest.model_validate(fields))
     except ValidationError as error:
-        refusal = sentence(error.errors(include_url=False, include_input=False))
+        refusal = first_error(error)
     except (Invalid, UnsupportedInput) as error:
         refusal = str(error)
     return AddressedKl(
         address.model_id, address.seq_id, path if isinstance(path, str) else None, body, refusal, canonical_json(fields)
     )
-
-
-def refused_reverse_kl(request: AddressedKl, message: str) -> Op:
-    """Return an op that only takes the position of a reverse KL and fails."""
-    return Op.rejected(message, request.content)
 
 
 def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: PoolRecord) -> Op:
@@ -64,12 +59,12 @@ def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: Pool
     `reference` is the weights that its path names; None is the base model alone.
     """
     if request.body is None:
-        return refused_reverse_kl(request, request.refusal)
+        return Op.rejected(request.refusal, request.content)
     body = replace(request.body, reference=reference)
     try:
         _check_body(body, pool)
     except Invalid as error:
-        return refused_reverse_kl(request, str(error))
+        return Op.rejected(str(error), request.content)
     uses = () if reference is None else (reference,)
     digest = digest_of(request.content)
     return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)

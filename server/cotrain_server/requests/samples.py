@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from cotrain.wire.datums import EncodedTextChunk, ImageChunk, ModelInput, cannot_read
 from cotrain.wire.sampling import SampleRequest
 from cotrain.wire.tensors import TensorData
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, first_error
 from cotrain_server.requests.images import SentImage
 from cotrain_server.requests.pass_validation import expert_choices
 from cotrain_store.bodies.sample_body import SampleBody
@@ -58,7 +58,7 @@ def read_sample(content: bytes) -> AddressedSample:
     try:
         request = SampleRequest.model_validate_json(content)
     except ValidationError as error:
-        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
+        raise Invalid(first_error(error)) from error
     if request.sampling_session_id is None or request.seq_id is None:
         raise Invalid(
             "sampling_session_id and seq_id are required. Create a sampler with create_sampling_session first."

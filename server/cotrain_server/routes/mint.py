@@ -10,8 +10,9 @@ from cotrain_server.http.request_body import body_weight, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, TenantRoute, api_key, queued_body
 from cotrain_server.requests.checkpoint_validation import WRONG_PATH, find_loadable, quota_reached
 from cotrain_server.requests.checkpoints import check_mix, mix_body, mix_save_body, mixed_lora
+from cotrain_server.requests.pass_ops import Op
 from cotrain_server.requests.pass_validation import check_rank
-from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, refused_reverse_kl, reverse_kl_op
+from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, reverse_kl_op
 from cotrain_server.requests.submission import idempotency_key, new_run, submit
 from cotrain_server.services import Services
 from cotrain_store.errors import BaseModelNotServed
@@ -43,7 +44,7 @@ async def forward_backward_reverse_kl(request: Request, services: ServicesDep, t
         return await submit(services, run, wanted.seq, op, key)
     except WRONG_PATH as error:
         message = f"reference_model_path: {error}"
-        op = await services.parser.run(tenant.id, weight, refused_reverse_kl, wanted, message)
+        op = await services.parser.run(tenant.id, weight, Op.rejected, message, wanted.content)
         return await submit(services, run, wanted.seq, op, key)
 
 

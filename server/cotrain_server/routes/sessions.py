@@ -21,6 +21,8 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_notes
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
+from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.services import Services
@@ -76,7 +78,7 @@ async def create_session(
     request: wire.CreateSessionRequest, services: ServicesDep, tenant: TenantDep
 ) -> wire.CreateSessionResponse:
     """Open a session. A viewer's session is not stored: SDKs only need its id before they can read."""
-    check_notes(request.user_metadata, request.tags)
+    check_metadata(request.user_metadata, request.tags)
     if not tenant.may_change:
         session_id = UNKEPT_SESSION + secrets.token_hex(16)
         return wire.CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
-from cotrain_server.errors import Invalid, PromptTooLong, sentence
+from cotrain_server.errors import Invalid, PromptTooLong, first_error, sentence
 from cotrain_server.http.long_poll import while_connected
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
 from cotrain_server.http.responses import FiniteJSONResponse, finite_json
@@ -122,7 +122,7 @@ def _read(model: type[TextRequest], content: bytes) -> TextRequest:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        raise Invalid(sentence(error.errors(include_url=False, include_input=False))) from error
+        raise Invalid(first_error(error)) from error
 
 
 async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:

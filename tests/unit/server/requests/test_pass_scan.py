@@ -18,7 +18,7 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid, Unreadable
 from cotrain_server.requests import pass_scan
-from cotrain_server.requests.pass_ops import canonical, digest_of, pass_op, pass_op_apart
+from cotrain_server.requests.pass_ops import _canonical, digest_of, pass_op, pass_op_apart
 from cotrain_server.requests.pass_scan import (
     HEAD_BYTES,
     HEAD_FIELDS,
@@ -248,7 +248,7 @@ def test_a_pass_of_many_fields_is_stored_as_it_was_sent() -> None:
     op, is_sent = pass_op_apart(asked, POOL)
     assert (is_sent, op.body, op.tokens) == (True, b"", 2_500)
     assert pass_op(asked, POOL).body == body
-    assert op.digest == digest_of(canonical(parse_pass(body)))
+    assert op.digest == digest_of(_canonical(parse_pass(body)))
     for changed in (replace(asked, forward_only=True), replace(asked, content=body + b"\x78\x01")):
         op, is_sent = pass_op_apart(changed, POOL)
         assert (is_sent, parse_pass(op.body).forward_only) == (False, changed.forward_only)
