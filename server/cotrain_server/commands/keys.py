@@ -1,12 +1,8 @@
-"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server.
-
-API keys as `cotrain serve` is given them: on its command line, in a variable, in a file.
-"""
+"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server."""
 
 import asyncio
-import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Literal
@@ -16,12 +12,11 @@ from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, minute, print_result, table
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
-from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
 from cotrain_store.errors import KeyInSettings
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
-from cotrain_store.tenants.api_keys import KeyRecord, Tenants, read_chosen_keys
+from cotrain_store.tenants.api_keys import KeyRecord, Tenants
 
 #: Otherwise an unresponsive Redis would block the command without a message.
 TIMEOUT_S = 10.0
@@ -79,7 +74,7 @@ def revoke(
 ) -> None:
     """Stop accepting an API key; within five seconds everywhere.
 
-    One that stands in the server's settings is taken back there.
+    A key in the server's settings must be removed there.
     """
 
     async def remove(tenants: Tenants) -> None:
@@ -94,7 +89,7 @@ def revoke(
 
 
 def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | None) -> None:
-    """A key of a misspelt tenant would see nothing of what that tenant has."""
+    """Ask before a key is made for an unknown tenant, whose id may be misspelt."""
     known: list[bool] = []
 
     async def look(tenants: Tenants) -> None:
@@ -160,46 +155,3 @@ def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
         "source": _source(record),
         **{name: getattr(record, name) for name in after},
     }
-
-
-OPTION = "--api-key"
-
-
-def out_of_sight(keys: Sequence[str]) -> None:
-    """Restart this command with `keys` in its environment, if any are among its arguments.
-
-    Every user of the host can read the arguments (`ps`) while the process runs.
-    """
-    arguments = without_option(sys.orig_argv[1:], OPTION)
-    if len(arguments) == len(sys.orig_argv) - 1:
-        return
-    environment = {**os.environ, "COTRAIN_API_KEYS": ",".join(keys)}
-    os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606  # ourselves
-
-
-def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """Return arguments without an option and its values, written `--option VALUE` or `--option=VALUE`."""
-    is_value = [False, *(argument == option for argument in arguments)]
-    return [
-        argument
-        for argument, of_option in zip(arguments, is_value, strict=False)
-        if not of_option and argument != option and not argument.startswith(f"{option}=")
-    ]
-
-
-def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Put the keys of a file (`-`: standard input) behind the others.
-
-    Raises:
-        InvalidKey: one has not the form, or is too easy to guess.
-        OSError: the file cannot be read.
-    """
-    keys = (*given, *split_words(_content(file)))
-    read_chosen_keys(keys)
-    return keys
-
-
-def _content(file: Path | None) -> str:
-    if file is None:
-        return ""
-    return sys.stdin.read() if str(file) == "-" else file.read_text()

@@ -7,7 +7,6 @@ reported, because checkpoints that were deleted or have expired since would be m
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -171,13 +170,6 @@ async def _stored_by_project(services: Services, tenant: Tenant) -> dict[str | N
 
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-_RESOURCE_BY_TYPE: Mapping[EventType, str] = {
-    "all": "",
-    "checkpoints": "checkpoint",
-    "projects": "project",
-    "teams": "team",
-    "organizations": "organization",
-}
 
 
 @usage_router.get("/audit")
@@ -186,7 +178,8 @@ async def audit_log(
 ) -> wire.AuditLogResponse:
     """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
     asked = day or datetime.now(UTC).date()
-    entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
+    resource = "" if event_type == "all" else event_type.removesuffix("s")
+    entries = await services.audit.entries(tenant.id, asked, resource)
     return wire.AuditLogResponse(
         entries=[
             wire.AuditLogEntry(

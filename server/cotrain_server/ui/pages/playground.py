@@ -72,7 +72,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
         refusal = f"Tick one to {MAX_MODELS} models."
         return html("answers.html", {"answers": [_refused("No model", refusal)]})
     if own is None:
-        await _note_reads(services, tenant, models)
+        await _audit_reads(services, tenant, models)
     answers = await asyncio.gather(*(_answer(request, services, tenant, model, fields) for model in models))
     if any(answer is None for answer in answers):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -81,7 +81,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     return html("answers.html", {"answers": answers})
 
 
-async def _note_reads(services: Services, tenant: TenantId, models: Sequence[str]) -> None:
+async def _audit_reads(services: Services, tenant: TenantId, models: Sequence[str]) -> None:
     """Write the operator's reads of a tenant's weights to the audit log."""
     for model in models:
         if SCHEME in model:
