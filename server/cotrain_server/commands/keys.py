@@ -5,7 +5,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.table import Table
@@ -17,6 +17,8 @@ from cotrain_store.errors import KeyInSettings
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
 from cotrain_store.tenants.api_keys import KeyRecord, Tenants
+
+T = TypeVar("T")
 
 #: Otherwise an unresponsive Redis would block the command without a message.
 TIMEOUT_S = 10.0
@@ -46,23 +48,17 @@ def create(
     owner = None if tenant is None else TenantId(tenant)
     if owner is not None and not new_tenant:
         _ask_before_a_new_tenant(owner, data_dir, redis_url)
-
-    async def issue(tenants: Tenants) -> None:
-        key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
-        print_result({"name": name, "key": key}, key, as_json=as_json)
-
-    _with_tenants(issue, data_dir, redis_url)
+    key = _with_tenants(
+        lambda tenants: tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix), data_dir, redis_url
+    )
+    print_result({"name": name, "key": key}, key, as_json=as_json)
 
 
 @keys.command("list", epilog=examples("cotrain keys list --json | jq -r '.[].name'"))
 def list_keys(data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False) -> None:
     """List the API keys, without their secrets: those made here, and those of the server's settings."""
-
-    async def show(tenants: Tenants) -> None:
-        found = await tenants.list_keys()
-        print_result([_as_json(key) for key in found], _table(found), as_json=as_json)
-
-    _with_tenants(show, data_dir, redis_url)
+    found = _with_tenants(Tenants.list_keys, data_dir, redis_url)
+    print_result([_as_json(key) for key in found], _table(found), as_json=as_json)
 
 
 @keys.command(epilog=examples("cotrain keys revoke 3f9c2a71"))
@@ -76,27 +72,18 @@ def revoke(
 
     A key in the server's settings must be removed there.
     """
-
-    async def remove(tenants: Tenants) -> None:
-        try:
-            if not await tenants.revoke(key_id):
-                fail(f"There is no key {key_id}.")
-        except KeyInSettings as error:
-            fail(str(error))
-        print_result({"id": key_id, "revoked": True}, as_json=as_json)
-
-    _with_tenants(remove, data_dir, redis_url)
+    try:
+        is_revoked = _with_tenants(lambda tenants: tenants.revoke(key_id), data_dir, redis_url)
+    except KeyInSettings as error:
+        fail(str(error))
+    if not is_revoked:
+        fail(f"There is no key {key_id}.")
+    print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
 
 def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | None) -> None:
     """Ask before a key is made for an unknown tenant, whose id may be misspelt."""
-    known: list[bool] = []
-
-    async def look(tenants: Tenants) -> None:
-        known.append(await tenants.is_known(tenant))
-
-    _with_tenants(look, data_dir, redis_url)
-    if known == [True]:
+    if _with_tenants(lambda tenants: tenants.is_known(tenant), data_dir, redis_url):
         return
     if not sys.stdin.isatty():
         fail(
@@ -122,20 +109,20 @@ def _source(record: KeyRecord) -> str:
     return "settings" if record.in_settings else "keys create"
 
 
-def _with_tenants(work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None) -> None:
+def _with_tenants(work: Callable[[Tenants], Awaitable[T]], data_dir: Path, redis_url: str | None) -> T:
+    """Return the result of `work` with the tenants of a running server. Exit if its Redis does not answer."""
     folder = data_dir.absolute()
 
-    async def run() -> None:
-        url = redis_url or f"unix://{found_socket(folder)}"
-        connection = open_connection(url)
+    async def run() -> T:
+        connection = open_connection(redis_url or f"unix://{found_socket(folder)}")
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await work(Tenants(connection))
+                return await work(Tenants(connection))
         finally:
             await connection.aclose()
 
     try:
-        asyncio.run(run())
+        return asyncio.run(run())
     except UnsafeFolder as error:
         fail(str(error))
     except (TimeoutError, *CONNECTION_LOST):
@@ -149,9 +136,12 @@ def _with_tenants(work: Callable[[Tenants], Awaitable[None]], data_dir: Path, re
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
     """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds since 1970."""
-    before, after = ("id", "tenant", "name", "prefix"), ("created_at", "not_after")
     return {
-        **{name: getattr(record, name) for name in before},
+        "id": record.id,
+        "tenant": record.tenant,
+        "name": record.name,
+        "prefix": record.prefix,
         "source": _source(record),
-        **{name: getattr(record, name) for name in after},
+        "created_at": record.created_at,
+        "not_after": record.not_after,
     }
