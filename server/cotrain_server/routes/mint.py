@@ -47,7 +47,7 @@ async def forward_backward_reverse_kl(request: Request, services: ServicesDep, t
 async def _reference(services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord) -> WeightsRef | None:
     """Return the weights that a request names as its reference; None for the base model alone.
 
-    None also stands for a path that is not a string, which `reverse_kl_op` refuses.
+    Also None for a path that is not a string, which `reverse_kl_op` refuses.
     """
     path = wanted.reference_path
     if path is None or path == pool.base_model:

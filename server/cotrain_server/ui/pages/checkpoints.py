@@ -44,7 +44,7 @@ _EVENTS: Mapping[str, AuditEvent] = {
 router = APIRouter(include_in_schema=False)
 
 
-async def read(request: PageRequest) -> dict[str, Any]:
+async def _read(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of a tenant's checkpoints."""
     services = request.services
     own = request.visitor.tenant.id if request.visitor.tenant else None
@@ -146,4 +146,4 @@ def _offset(text: str) -> int:
     return int(text)
 
 
-PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", read)
+PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", _read)
