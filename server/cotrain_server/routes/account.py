@@ -199,7 +199,7 @@ webhook_router = tenant_router("webhooks")
 @webhook_router.put("/webhook")
 async def set_webhook(request: wire.SetWebhookRequest, services: ServicesDep, tenant: TenantDep) -> wire.NewWebhook:
     """Set the URL for your events. The secret is new, and only this answer contains it."""
-    check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
+    _check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
     details = {"host": urlsplit(request.url).netloc}
     async with services.audit.act(tenant, AuditEvent.WEBHOOK_SET, details):
         secret = await services.webhooks.set(tenant.id, request.url, request.drift_above)
@@ -226,7 +226,7 @@ async def test_webhook(services: ServicesDep, tenant: TenantDep) -> wire.Webhook
     return wire.WebhookTest(event_id=await services.webhooks.test(tenant.id))
 
 
-def check_url(url: str, *, may_be_plain: bool) -> None:
+def _check_url(url: str, *, may_be_plain: bool) -> None:
     """Raise Invalid if `url` is not a valid webhook URL."""
     try:
         parts = urlsplit(url)
