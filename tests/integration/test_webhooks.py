@@ -56,7 +56,7 @@ async def deliverer(redis: EmbeddedRedis, name: str = "one") -> AsyncIterator[We
     """Deliver as an API process does, looking all the time."""
     connection, sender = open_connection(redis.url), Sender(LOCAL)
     webhooks = Webhooks(connection, name)
-    task = asyncio.create_task(Delivery(webhooks, sender, look_s=0.01).run())
+    task = asyncio.create_task(Delivery(webhooks, sender, poll_s=0.01).run())
     try:
         yield webhooks
     finally:

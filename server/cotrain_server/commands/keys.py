@@ -1,27 +1,24 @@
-"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server.
-
-API keys as `cotrain serve` is given them: on its command line, in a variable, in a file.
-"""
+"""`cotrain keys`: make, list and revoke API keys, in the Redis of a running server."""
 
 import asyncio
-import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import typer
 from rich.table import Table
 
 from cotrain.commands.terminal import AsJson, examples, minute, print_result, table
 from cotrain_server.commands.options import DEFAULT_DATA_DIR, DataDir, ServersRedisUrl, fail
-from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import UnsafeFolder, found_socket
 from cotrain_store.errors import KeyInSettings
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_connection
-from cotrain_store.tenants.api_keys import KeyRecord, Tenants, read_chosen_keys
+from cotrain_store.tenants.api_keys import KeyRecord, Tenants
+
+T = TypeVar("T")
 
 #: Otherwise an unresponsive Redis would block the command without a message.
 TIMEOUT_S = 10.0
@@ -51,23 +48,17 @@ def create(
     owner = None if tenant is None else TenantId(tenant)
     if owner is not None and not new_tenant:
         _ask_before_a_new_tenant(owner, data_dir, redis_url)
-
-    async def issue(tenants: Tenants) -> None:
-        key = await tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix)
-        print_result({"name": name, "key": key}, key, as_json=as_json)
-
-    _with_tenants(issue, data_dir, redis_url)
+    key = _with_tenants(
+        lambda tenants: tenants.issue(name, tenant=owner, not_after=not_after, prefix=prefix), data_dir, redis_url
+    )
+    print_result({"name": name, "key": key}, key, as_json=as_json)
 
 
 @keys.command("list", epilog=examples("cotrain keys list --json | jq -r '.[].name'"))
 def list_keys(data_dir: DataDir = DEFAULT_DATA_DIR, redis_url: ServersRedisUrl = None, as_json: AsJson = False) -> None:
     """List the API keys, without their secrets: those made here, and those of the server's settings."""
-
-    async def show(tenants: Tenants) -> None:
-        found = await tenants.list_keys()
-        print_result([_as_json(key) for key in found], _table(found), as_json=as_json)
-
-    _with_tenants(show, data_dir, redis_url)
+    found = _with_tenants(Tenants.list_keys, data_dir, redis_url)
+    print_result([_as_json(key) for key in found], _table(found), as_json=as_json)
 
 
 @keys.command(epilog=examples("cotrain keys revoke 3f9c2a71"))
@@ -79,29 +70,20 @@ def revoke(
 ) -> None:
     """Stop accepting an API key; within five seconds everywhere.
 
-    One that stands in the server's settings is taken back there.
+    A key in the server's settings must be removed there.
     """
-
-    async def remove(tenants: Tenants) -> None:
-        try:
-            if not await tenants.revoke(key_id):
-                fail(f"There is no key {key_id}.")
-        except KeyInSettings as error:
-            fail(str(error))
-        print_result({"id": key_id, "revoked": True}, as_json=as_json)
-
-    _with_tenants(remove, data_dir, redis_url)
+    try:
+        is_revoked = _with_tenants(lambda tenants: tenants.revoke(key_id), data_dir, redis_url)
+    except KeyInSettings as error:
+        fail(str(error))
+    if not is_revoked:
+        fail(f"There is no key {key_id}.")
+    print_result({"id": key_id, "revoked": True}, as_json=as_json)
 
 
 def _ask_before_a_new_tenant(tenant: TenantId, data_dir: Path, redis_url: str | None) -> None:
-    """A key of a misspelt tenant would see nothing of what that tenant has."""
-    known: list[bool] = []
-
-    async def look(tenants: Tenants) -> None:
-        known.append(await tenants.is_known(tenant))
-
-    _with_tenants(look, data_dir, redis_url)
-    if known == [True]:
+    """Ask before a key is made for an unknown tenant, whose id may be misspelt."""
+    if _with_tenants(lambda tenants: tenants.is_known(tenant), data_dir, redis_url):
         return
     if not sys.stdin.isatty():
         fail(
@@ -127,20 +109,20 @@ def _source(record: KeyRecord) -> str:
     return "settings" if record.in_settings else "keys create"
 
 
-def _with_tenants(work: Callable[[Tenants], Awaitable[None]], data_dir: Path, redis_url: str | None) -> None:
+def _with_tenants(work: Callable[[Tenants], Awaitable[T]], data_dir: Path, redis_url: str | None) -> T:
+    """Return the result of `work` with the tenants of a running server. Exit if its Redis does not answer."""
     folder = data_dir.absolute()
 
-    async def run() -> None:
-        url = redis_url or f"unix://{found_socket(folder)}"
-        connection = open_connection(url)
+    async def run() -> T:
+        connection = open_connection(redis_url or f"unix://{found_socket(folder)}")
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await work(Tenants(connection))
+                return await work(Tenants(connection))
         finally:
             await connection.aclose()
 
     try:
-        asyncio.run(run())
+        return asyncio.run(run())
     except UnsafeFolder as error:
         fail(str(error))
     except (TimeoutError, *CONNECTION_LOST):
@@ -154,52 +136,12 @@ def _with_tenants(work: Callable[[Tenants], Awaitable[None]], data_dir: Path, re
 
 def _as_json(record: KeyRecord) -> dict[str, str | float | None]:
     """Return a key in the format of `cotrain keys list --json` in every version. Times are seconds since 1970."""
-    before, after = ("id", "tenant", "name", "prefix"), ("created_at", "not_after")
     return {
-        **{name: getattr(record, name) for name in before},
+        "id": record.id,
+        "tenant": record.tenant,
+        "name": record.name,
+        "prefix": record.prefix,
         "source": _source(record),
-        **{name: getattr(record, name) for name in after},
+        "created_at": record.created_at,
+        "not_after": record.not_after,
     }
-
-
-OPTION = "--api-key"
-
-
-def out_of_sight(keys: Sequence[str]) -> None:
-    """Restart this command with `keys` in its environment, if any are among its arguments.
-
-    Every user of the host can read the arguments (`ps`) while the process runs.
-    """
-    arguments = without_option(sys.orig_argv[1:], OPTION)
-    if len(arguments) == len(sys.orig_argv) - 1:
-        return
-    environment = {**os.environ, "COTRAIN_API_KEYS": ",".join(keys)}
-    os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606  # ourselves
-
-
-def without_option(arguments: Sequence[str], option: str) -> list[str]:
-    """Return arguments without an option and its values, written `--option VALUE` or `--option=VALUE`."""
-    is_value = [False, *(argument == option for argument in arguments)]
-    return [
-        argument
-        for argument, of_option in zip(arguments, is_value, strict=False)
-        if not of_option and argument != option and not argument.startswith(f"{option}=")
-    ]
-
-
-def all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
-    """Put the keys of a file (`-`: standard input) behind the others.
-
-    Raises:
-        InvalidKey: one has not the form, or is too easy to guess.
-        OSError: the file cannot be read.
-    """
-    keys = (*given, *split_words(_content(file)))
-    read_chosen_keys(keys)
-    return keys
-
-
-def _content(file: Path | None) -> str:
-    if file is None:
-        return ""
-    return sys.stdin.read() if str(file) == "-" else file.read_text()

@@ -129,7 +129,7 @@ def checked_port(port: int) -> int:
 def check_metrics_ports(processes: int) -> None:
     """Exit if the first metrics port leaves no valid port for the last process."""
     given = os.environ.get(f"{PREFIX}METRICS_PORT", "")
-    if not given.isdecimal() or not int(given):  # of none, or of no number, each process says so
+    if not given.isdecimal() or not int(given):  # each process refuses a value that is not a number
         return
     most = LAST_PORT - processes + 1
     if int(given) > most:

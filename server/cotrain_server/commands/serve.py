@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,6 +14,7 @@ from rich.console import Console
 from cotrain_server.commands import options
 from cotrain_server.commands.keys import all_keys, out_of_sight
 from cotrain_server.settings import ADMIN_KEY_FILE, split_words
+from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
@@ -21,6 +24,10 @@ from cotrain_store.disk.embedded_redis import NoRedisFound
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.process_start import CannotListen
 from cotrain_store.settings import PREFIX
+from cotrain_store.listening import CannotListen
+from cotrain_store.redis_client.embedded_server import NoRedisFound
+from cotrain_store.settings.store import PREFIX
+from cotrain_store.tenants.api_keys import read_chosen_keys
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -87,9 +94,9 @@ def serve(
         options.refuse(" ".join(refused))
     base_models = options.named_base_models(base_model, "serve")
     keys_given = split_words(",".join(api_key or ()))
-    out_of_sight(keys_given)
+    _hide_keys(keys_given)
     try:
-        api_keys = all_keys(keys_given, api_keys_file)
+        api_keys = _all_keys(keys_given, api_keys_file)
     except (InvalidKey, OSError) as error:
         options.refuse(f"--api-key: {error}")
     given = {
@@ -116,10 +123,6 @@ def serve(
     options.check_metrics_ports(WORKERS_PORT + len(plan.worker_models))
     if notice := options.samples_nothing(group_size):
         options.say(notice)
-    _run(plan)
-
-
-def _run(plan: Plan) -> None:
     try:
         asyncio.run(Supervisor(plan, options.say, partial(_announce, plan.data_dir)).run())
     except REFUSALS as error:
@@ -134,3 +137,38 @@ def _announce(data_dir: Path, announcement: Announcement) -> None:
     key = "the key in COTRAIN_ADMIN_KEY" if is_set else f"the admin key in {data_dir / ADMIN_KEY_FILE}"
     console.print(f"Dashboard: {announcement.address}/ui")
     console.print(f"Log in with {key}, or as a tenant with its API key.")
+
+
+def _hide_keys(keys: Sequence[str]) -> None:
+    """Restart this command with `keys` in its environment, if any are among its arguments.
+
+    Every user of the host can read the arguments (`ps`) while the process runs.
+    """
+    arguments = _without_option(sys.orig_argv[1:], "--api-key")
+    if len(arguments) == len(sys.orig_argv) - 1:
+        return
+    environment = {**os.environ, "COTRAIN_API_KEYS": ",".join(keys)}
+    os.execve(sys.executable, [sys.executable, *arguments], environment)  # noqa: S606  # ourselves
+
+
+def _without_option(arguments: Sequence[str], option: str) -> list[str]:
+    """Return arguments without an option and its values, written `--option VALUE` or `--option=VALUE`."""
+    is_value = [False, *(argument == option for argument in arguments)]
+    return [
+        argument
+        for argument, of_option in zip(arguments, is_value, strict=False)
+        if not of_option and argument != option and not argument.startswith(f"{option}=")
+    ]
+
+
+def _all_keys(given: Sequence[str], file: Path | None) -> tuple[str, ...]:
+    """Return the given keys and those of a file (`-`: standard input).
+
+    Raises:
+        InvalidKey: a key is malformed, or too easy to guess.
+        OSError: the file cannot be read.
+    """
+    text = "" if file is None else sys.stdin.read() if str(file) == "-" else file.read_text()
+    keys = (*given, *split_words(text))
+    read_chosen_keys(keys)
+    return keys

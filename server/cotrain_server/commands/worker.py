@@ -73,7 +73,7 @@ def worker(
         blobs=blobs,
         gpus=options.chosen_gpus(gpus, device, workers, len(base_models), group_size),
         group_size=group_size,
-        worker_names=f"{prefix_of(socket.gethostname() if name is None else name)}-w",
+        worker_names=f"{_prefix_of(socket.gethostname() if name is None else name)}-w",
     )
     options.check_metrics_ports(len(plan.worker_models))
     if notice := options.samples_nothing(group_size):
@@ -84,7 +84,7 @@ def worker(
         options.refuse(str(error))
 
 
-def prefix_of(host: str) -> str:
+def _prefix_of(host: str) -> str:
     """Return the prefix of worker ids for a host's name. Pure."""
     fit = re.sub(r"[^A-Za-z0-9_-]+", "-", host.partition(".")[0]).strip("-_")
     return fit[:MAX_CHARACTERS] or "host"

@@ -7,7 +7,6 @@ reported, because checkpoints that were deleted or have expired since would be m
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -171,13 +170,6 @@ async def _stored_by_project(services: Services, tenant: Tenant) -> dict[str | N
 
 
 EventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-_RESOURCE_BY_TYPE: Mapping[EventType, str] = {
-    "all": "",
-    "checkpoints": "checkpoint",
-    "projects": "project",
-    "teams": "team",
-    "organizations": "organization",
-}
 
 
 @usage_router.get("/audit")
@@ -186,7 +178,8 @@ async def audit_log(
 ) -> wire.AuditLogResponse:
     """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
     asked = day or datetime.now(UTC).date()
-    entries = await services.audit.entries(tenant.id, asked, _RESOURCE_BY_TYPE[event_type])
+    resource = "" if event_type == "all" else event_type.removesuffix("s")
+    entries = await services.audit.entries(tenant.id, asked, resource)
     return wire.AuditLogResponse(
         entries=[
             wire.AuditLogEntry(
@@ -206,7 +199,7 @@ webhook_router = tenant_router("webhooks")
 @webhook_router.put("/webhook")
 async def set_webhook(request: wire.SetWebhookRequest, services: ServicesDep, tenant: TenantDep) -> wire.NewWebhook:
     """Set the URL for your events. The secret is new, and only this answer contains it."""
-    check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
+    _check_url(request.url, may_be_plain=bool(services.settings.webhook_networks))
     details = {"host": urlsplit(request.url).netloc}
     async with services.audit.act(tenant, AuditEvent.WEBHOOK_SET, details):
         secret = await services.webhooks.set(tenant.id, request.url, request.drift_above)
@@ -233,7 +226,7 @@ async def test_webhook(services: ServicesDep, tenant: TenantDep) -> wire.Webhook
     return wire.WebhookTest(event_id=await services.webhooks.test(tenant.id))
 
 
-def check_url(url: str, *, may_be_plain: bool) -> None:
+def _check_url(url: str, *, may_be_plain: bool) -> None:
     """Raise Invalid if `url` is not a valid webhook URL."""
     try:
         parts = urlsplit(url)

@@ -50,6 +50,8 @@ from cotrain_server.views.records import checkpoint_of, has_checkpoint, may_find
 from cotrain_store.errors import CheckpointNotFound, MalformedPath, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
 from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunRecord, RunState, Tenant
+from cotrain_store.messages.runs import RunRecord, RunState, Tenant
+from cotrain_store.messages.saves import CheckpointKind
 from cotrain_store.tenants.audit_log import AuditEvent
 
 lists_router = tenant_router("lists")
@@ -141,15 +143,13 @@ async def delete_checkpoint(run_id: str, kind: str, name: str, services: Service
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
 async def publish_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Publish a checkpoint: every tenant of this server may load, sample and download it."""
-    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await _publish(services, tenant, found, public=True)
+    await _publish(services, tenant, path_of(run_id, kind, name), public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish", status_code=204)
 async def unpublish_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Unpublish a checkpoint. Copies that other tenants made stay theirs."""
-    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    await _publish(services, tenant, found, public=False)
+    await _publish(services, tenant, path_of(run_id, kind, name), public=False)
 
 
 @router.put(f"{CHECKPOINT}/ttl", status_code=204)
@@ -164,7 +164,8 @@ async def set_ttl(
         await services.checkpoints.set_ttl(tenant.id, found.run, found.kind, found.name, wanted.ttl_seconds)
 
 
-async def _publish(services: Services, tenant: Tenant, found: CheckpointRecord, *, public: bool) -> None:
+async def _publish(services: Services, tenant: Tenant, path: str, *, public: bool) -> None:
+    found = await services.records.checkpoint(tenant.id, path)
     event = AuditEvent.CHECKPOINT_PUBLISH if public else AuditEvent.CHECKPOINT_UNPUBLISH
     async with services.audit.act(tenant, event, {"tinker_path": found.path}):
         await services.checkpoints.publish(tenant.id, found.run, found.kind, found.name, public=public)

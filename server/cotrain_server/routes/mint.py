@@ -15,7 +15,6 @@ from cotrain_server.requests.pass_validation import check_rank
 from cotrain_server.requests.reverse_kl import AddressedKl, read_reverse_kl, reverse_kl_op
 from cotrain_server.requests.submission import idempotency_key, new_run, submit
 from cotrain_server.services import Services
-from cotrain_store.errors import BaseModelNotServed
 from cotrain_store.messages.ids import TenantId, WeightsRef, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord, RunRecord, Tenant, WeightsRecord
@@ -33,10 +32,7 @@ async def forward_backward_reverse_kl(request: Request, services: ServicesDep, t
     """
     content, weight = await json_body(request), body_weight(request)
     wanted = await services.parser.parse_json(tenant.id, weight, read_reverse_kl, content)
-    run = await services.records.run(tenant.id, wanted.model_id)
-    pool = await services.records.pool(run.pool)
-    if pool is None:
-        raise BaseModelNotServed(f"Base model {run.base_model!r} is not served here any more.")
+    run, pool = await services.records.run_and_pool(tenant.id, wanted.model_id)
     key = idempotency_key(request)
     try:
         reference = await _reference(services, tenant.id, wanted, pool)
@@ -51,7 +47,7 @@ async def forward_backward_reverse_kl(request: Request, services: ServicesDep, t
 async def _reference(services: Services, tenant: TenantId, wanted: AddressedKl, pool: PoolRecord) -> WeightsRef | None:
     """Return the weights that a request names as its reference; None for the base model alone.
 
-    None also stands for a path that is not a string, which `reverse_kl_op` refuses.
+    Also None for a path that is not a string, which `reverse_kl_op` refuses.
     """
     path = wanted.reference_path
     if path is None or path == pool.base_model:

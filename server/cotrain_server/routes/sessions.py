@@ -159,7 +159,7 @@ lists_router = tenant_router("lists")
 
 READ_AT_ONCE = 100
 #: Maximum number of sessions examined for one page. A rare match may be several pages later.
-LOOKED_AT = 2_000
+MAX_EXAMINED = 2_000
 
 
 @lists_router.get("/sessions")
@@ -206,7 +206,7 @@ async def search_sessions(
     if not may_find(request.owner, tenant.id):
         return SessionSearchResponse(sessions=[])
     async with services.walks.of(tenant.id):
-        found, position = await _look(request, services, tenant.id)
+        found, position = await _search(request, services, tenant.id)
         stored = await services.session_search.stored(tenant.id)
     return SessionSearchResponse(
         sessions=[summary_of(entry, tenant.id, stored.get(entry.record.id, Stored())) for entry in found],
@@ -214,7 +214,7 @@ async def search_sessions(
     )
 
 
-async def _look(
+async def _search(
     wanted: SessionSearchRequest, services: Services, tenant: TenantId
 ) -> tuple[list[SessionEntry], Cursor | None]:
     """Return a page of sessions and the position of the next page, or None at the end."""
@@ -222,7 +222,7 @@ async def _look(
     labels = LabelQuery(tuple(wanted.tags or ()), wanted.text or "")
     labelled = await services.run_labels.matching(tenant, labels) if labels else None
     found: list[SessionEntry] = []
-    for _ in range(LOOKED_AT // READ_AT_ONCE):
+    for _ in range(MAX_EXAMINED // READ_AT_ONCE):
         entries = await services.session_search.behind(tenant, position, READ_AT_ONCE)
         for number, entry in enumerate(entries, 1):
             position = entry.cursor

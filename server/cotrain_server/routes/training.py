@@ -1,7 +1,7 @@
 """Endpoints forward, forward_backward, optim_step, sweep_pass, log_metrics and rewind: check, accept, and answer at once.
 
-A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last, so
-an answer that waited for an earlier chunk would never end.
+A POST never waits for work. SDKs send the chunks of one call in parallel and the first one last. An answer that waited
+for an earlier chunk would never end.
 """
 
 import asyncio

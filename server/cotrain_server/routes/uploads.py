@@ -11,6 +11,7 @@ import hashlib
 import secrets
 import shutil
 import time
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import IO, Annotated, Any
@@ -121,8 +122,11 @@ async def upload_checkpoint(
     wanted = await _read_query(services, tenant, query)
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
+    limit = services.settings.max_upload_bytes
     with services.uploads.of(tenant.id, 1):
-        run = await _import(request, services, wanted)
+        async with _received(request, services, limit) as archive, services.unpacking:
+            adapter = await asyncio.to_thread(_read_archive, archive, limit)
+            run = await _queue(services, wanted, adapter)
     return wire.UploadResponse(
         request_id=request_id(run.id, 1),
         model_id=run.id,
@@ -139,10 +143,9 @@ async def upload_form(request: Request, services: ServicesDep, tenant: TenantDep
     """
     if full := await quota_reached(services, tenant.id):
         raise Invalid(full)
-    settings = services.settings
-    folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
+    limit = services.settings.max_upload_bytes
     with services.uploads.of(tenant.id, 1):
-        async with received(request, folder, limit, settings.disk_reserve_bytes) as body, services.unpacking:
+        async with _received(request, services, limit) as body, services.unpacking:
             form = request.headers.get("content-type", "")
             archive = await asyncio.to_thread(file_in_form, body, form, "file")
             files = await asyncio.to_thread(unpack, archive, limit)
@@ -212,11 +215,11 @@ async def upload_file(token: str, file: str, request: Request, services: Service
         raise Refused(Reason.BAD_LINK)
     blobs, limit = settings.blob_store, limits_of(settings.max_upload_bytes)[file]
     pending = PendingFiles(blobs, link.tenant, link.path.removeprefix(_UPLOAD_OF))
-    folder, reserve = settings.data_dir / FOLDER, settings.disk_reserve_bytes
     with services.uploads.of(link.tenant, 1):
-        async with received(request, folder, limit, reserve, file) as body, services.unpacking:
+        async with _received(request, services, limit, file) as body, services.unpacking:
             content = await asyncio.to_thread(body.read)
-            if blobs.folder and shutil.disk_usage(settings.data_dir).free - len(content) < reserve:
+            free_bytes = shutil.disk_usage(settings.data_dir).free - len(content)
+            if blobs.folder and free_bytes < settings.disk_reserve_bytes:
                 raise Refused(Reason.DISK_RESERVE_REACHED)
             try:
                 await asyncio.to_thread(pending.put, file, content)
@@ -330,19 +333,20 @@ def _save_request(query: wire.UploadQuery) -> SaveRequest:
     )
 
 
-async def _import(request: Request, services: Services, wanted: _Wanted) -> RunRecord:
-    """Receive and unpack an archive, and queue both ops of its run."""
+def _received(
+    request: Request, services: Services, limit_bytes: int, name: str = "Upload"
+) -> AbstractAsyncContextManager[IO[bytes]]:
     settings = services.settings
-    folder, limit = settings.data_dir / FOLDER, settings.max_upload_bytes
-    async with received(request, folder, limit, settings.disk_reserve_bytes) as archive, services.unpacking:
-        adapter = await asyncio.to_thread(_read_archive, archive, limit)
-        return await _queue(services, wanted, adapter)
+    return received(request, settings.data_dir / FOLDER, limit_bytes, settings.disk_reserve_bytes, name)
 
 
 async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> RunRecord:
     check_rank(adapter.lora.rank, min(wanted.pool.max_rank, services.settings.max_rank))
     body, digest = await asyncio.to_thread(_encode, adapter, wanted)
-    run = await _new_run(services, wanted, adapter.lora, digest)
+    session = wanted.session or await services.records.create_session(
+        wanted.owner.id, sdk_version="upload", key_id=wanted.owner.key_id
+    )
+    run = new_run(session, wanted.model_seq_id, wanted.pool, adapter.lora, {"upload_sha256": digest})
     details = {"tinker_path": wanted.path_in(run)}
     try:
         async with services.audit.act(wanted.owner, AuditEvent.CHECKPOINT_UPLOAD, details):
@@ -353,13 +357,6 @@ async def _queue(services: Services, wanted: _Wanted, adapter: PeftAdapter) -> R
             raise
         # Repeated by a client that did not receive the answer: the import is already done.
     return run
-
-
-async def _new_run(services: Services, wanted: _Wanted, lora: LoraSpec, digest: str) -> RunRecord:
-    session = wanted.session or await services.records.create_session(
-        wanted.owner.id, sdk_version="upload", key_id=wanted.owner.key_id
-    )
-    return new_run(session, wanted.model_seq_id, wanted.pool, lora, {"upload_sha256": digest})
 
 
 def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:

@@ -75,8 +75,7 @@ class Supervisor:
             UnsafeRedis: the server must not start.
             CannotServe: one of its processes cannot run, for a permanent reason.
         """
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+        self._handle_signals()
         folder = DataFolder(self.plan.data_dir)
         folder.check_writable()
         lock = await _locked(folder)
@@ -109,17 +108,11 @@ class Supervisor:
             UnusableFolder: no logs can be written.
             CannotServe: a worker refuses to start, for a permanent reason.
         """
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
+        self._handle_signals()
         self._owns_folder = False
         folder = DataFolder(self.plan.data_dir)
         programs = Programs(self.plan, folder, self.plan.redis_url or "")
-        if gpu_notice := programs.gpu_notice():
-            self.say(gpu_notice)
-        workers = programs.workers(first_port=0)
-        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
-        following = asyncio.create_task(follow(logs, self.say))
-        self._add(folder, workers, programs.redis_url)
+        following = self._start_workers(folder, programs, programs.workers(first_port=0))
         self.say(f"logs are in {folder.logs}; each worker loads its libraries first")
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -140,12 +133,7 @@ class Supervisor:
             self._add(folder, [redis])
         new_key = await _prepare_store(redis_url, self.plan, self.say)
         folder.write_metrics_targets(programs.metrics_targets())
-        workers = programs.workers()
-        if gpu_notice := programs.gpu_notice():
-            self.say(gpu_notice)
-        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
-        following = asyncio.create_task(follow(logs, self.say))
-        self._add(folder, workers, redis_url)
+        following = self._start_workers(folder, programs, programs.workers())
         self.say("each worker loads its libraries first, which takes some seconds")
         self._add(folder, [programs.scheduler()])
         self._add(folder, [programs.api()])
@@ -156,6 +144,15 @@ class Supervisor:
         following.cancel()
         self._was_ready = True
         self.announce(Announcement(url, new_key))
+
+    def _start_workers(self, folder: DataFolder, programs: Programs, workers: list[Program]) -> asyncio.Task[None]:
+        """Start workers. The returned task prints the progress of their start until it is cancelled."""
+        if gpu_notice := programs.gpu_notice():
+            self.say(gpu_notice)
+        logs = {worker.name: NewLines(folder.log_of(worker.name)) for worker in workers}
+        following = asyncio.create_task(follow(logs, self.say))
+        self._add(folder, workers, programs.redis_url)
+        return following
 
     def _add(self, folder: DataFolder, programs: Sequence[Program], redis_url: str = "") -> None:
         """Start programs. The exits of workers are stored in the Redis of `redis_url`."""
@@ -181,6 +178,10 @@ class Supervisor:
             if isinstance(outcome, BaseException):
                 raise outcome
         self.say("stopped")
+
+    def _handle_signals(self) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(signum, self._on_signal)
 
     def _on_signal(self) -> None:
         if not self._stop.is_set():

@@ -41,7 +41,7 @@ class Scored:
 class ChatShape:
     """Format of chat/completions: a message. Each call in a stream is one part, with its index."""
 
-    #: True if the text stands alone, like a message; False if it continues the prompt.
+    #: True if the text is separate, like a message; False if it continues the prompt.
     begins = True
 
     prefix = "chatcmpl-"

@@ -153,7 +153,7 @@ class Chat:
     def characters(self) -> int:
         """Number of characters, including those of tools."""
         values = [each for message in self.messages for name, each in message.items() if name != "role"]
-        return characters_of(values) + characters_of(self.tools.functions)
+        return _characters_of(values) + _characters_of(self.tools.functions)
 
 
 def chat_prompt(model: Model, chat: Chat) -> list[int]:
@@ -239,13 +239,13 @@ def prompt_bodies(
     return bodies, [_text(tokenizer, prompt) for prompt in prompts] if echo else []
 
 
-def characters_of(value: Any) -> int:
+def _characters_of(value: Any) -> int:
     """Return the number of characters of all texts in a JSON value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(len(key) + characters_of(each) for key, each in value.items())
-    return sum(map(characters_of, value)) if isinstance(value, Sequence) else 1
+        return sum(len(key) + _characters_of(each) for key, each in value.items())
+    return sum(map(_characters_of, value)) if isinstance(value, Sequence) else 1
 
 
 def written_characters(prompts: Sequence[str | list[int]]) -> int:

@@ -1,8 +1,8 @@
 """Tokenizers and chat templates of base models, read once per process.
 
-The workers of a pool publish the files. A `Tokenizer` converts text to tokens and back, a
-`TextGrowth` does so for tokens that arrive one by one, and `language_of` reads and caches both
-tokenizer and chat template. No model library is needed: the `tokenizers` wheel reads the file.
+The workers of a pool publish the files, and `language_of` reads and caches both. A `Tokenizer` converts text to tokens
+and back. A `TextGrowth` converts tokens that arrive one by one. No model library is needed: the `tokenizers` wheel
+reads the file.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ class Tokenizer:
     def raw_bytes(self, token: int) -> bytes | None:
         """Return the bytes of a token that may hold part of a character.
 
-        None stands for a token of whole characters, whose text depends on its position.
+        None for a token of whole characters, because its text depends on its position.
         """
         try:
             return self._raw[token]
@@ -247,7 +247,7 @@ def _byte_fallback(token: str) -> bytes | None:
 
 
 def _byte_level(token: str) -> bytes:
-    # An added token is spelled as it reads; a space in it says so.
+    # The spelling of an added token is its text. It may have characters that are no letters of bytes, such as a space.
     try:
         return bytes(_BYTE_BY_LETTER[letter] for letter in token)
     except KeyError:

@@ -145,7 +145,7 @@ class Markers(NamedTuple):
     """Texts around a block of calls."""
 
     opening: str
-    closing: str  # Empty if the block goes on to the end of the message
+    closing: str  # Empty if the block ends with the message
 
 
 class ToolForm(Enum):

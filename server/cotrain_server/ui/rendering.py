@@ -33,7 +33,7 @@ _FILES = {
 _HASHES = {name: hashlib.sha256(content).hexdigest()[:12] for name, content in _FILES.items()}
 
 
-def static_url(name: str) -> str:
+def _static_url(name: str) -> str:
     """Return the URL of a static file. Raises KeyError for an unknown file."""
     return f"{MOUNTED_AT}/{name}?v={_HASHES[name]}"
 
@@ -70,7 +70,7 @@ _environment = Environment(
     lstrip_blocks=True,
 )
 _environment.policies["json.dumps_function"] = lambda value, **_: finite_json(value)
-_environment.globals.update(static=static_url, version=__version__)
+_environment.globals.update(static=_static_url, version=__version__)
 _environment.filters.update(number_format.FILTERS)
 
 
@@ -88,13 +88,13 @@ def guarded(route: Callable[Given, Awaitable[Response]]) -> Callable[Given, Awai
         try:
             return await route(*args, **given)
         except CONNECTION_LOST:
-            return error_page(StoreUnavailable())
+            return _error_page(StoreUnavailable())
         except Refused as error:
-            return error_page(error)
+            return _error_page(error)
 
     return answered
 
 
-def error_page(error: Exception) -> HTMLResponse:
+def _error_page(error: Exception) -> HTMLResponse:
     """Return an error page."""
     return html("error.html", {"message": str(error), "status": status_of(error)}, status_of(error))

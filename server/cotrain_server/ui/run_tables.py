@@ -41,7 +41,7 @@ def run_row(
     state, kind = state_of(run, position, pauses, is_lost=is_lost)
     waits = waits_for(run, position, pauses, now)
     if state == NO_WORKER:
-        waits = without_worker(position, unavailable[run.pool, position.worker], now)
+        waits = _without_worker(position, unavailable[run.pool, position.worker], now)
     return {
         "run": run.id,
         "tenant": run.tenant,
@@ -75,7 +75,7 @@ def state_of(run: RunRecord, position: RunPosition, pauses: Pauses, *, is_lost: 
     return _WORDS[run.state]
 
 
-def without_worker(position: RunPosition, since: float | None, now: float) -> str:
+def _without_worker(position: RunPosition, since: float | None, now: float) -> str:
     """Return the sentence for a run whose worker is unavailable, `since` the time of its exit."""
     left = plural(position.accepted - position.done, "request")
     return f"Its worker is unavailable{f', since {age(now - since)}' if since else ''}. {left} waiting."

@@ -96,7 +96,7 @@ def _add_pool(found: _Families, status: PoolStatus) -> None:
     pool, now = status.record.base_model, time.time()
     for name, metric in POOL_COUNTERS.items():
         found.add(metric.name, status.counters.get(name, 0.0), pool=pool)
-    for state, count in runs_by_state(status.counters).items():
+    for state, count in _runs_by_state(status.counters).items():
         found.add("cotrain_runs", count, pool=pool, state=state)
     found.add("cotrain_queue_oldest_seconds", status.oldest_ready_s, pool=pool)
     found.add("cotrain_seq_gap_seconds_max", status.oldest_gap_s, pool=pool)
@@ -153,7 +153,7 @@ def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
         found.add("cotrain_adapter_bytes", size, tier=tier, **of)
 
 
-def runs_by_state(counters: Mapping[str, float]) -> dict[str, float]:
+def _runs_by_state(counters: Mapping[str, float]) -> dict[str, float]:
     """Return the number of runs by state. Runs created before runs were counted are excluded."""
     closed, failed = counters.get("runs_closed", 0.0), counters.get("runs_failed", 0.0)
     live = max(0.0, counters.get("runs_made", 0.0) - closed - failed)

@@ -32,7 +32,7 @@ def retry_in(attempts: int, age_s: float) -> float | None:
 
 log = structlog.get_logger()
 
-LOOK_S = 1.0
+POLL_S = 1.0
 #: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
 AT_ONCE = 256
 UNREAD_LOG_S = 60.0
@@ -49,10 +49,10 @@ class Backoff:
 class Delivery:
     """Delivery of due events while this process has the lease."""
 
-    def __init__(self, webhooks: Webhooks, sender: Sender, look_s: float = LOOK_S) -> None:
+    def __init__(self, webhooks: Webhooks, sender: Sender, poll_s: float = POLL_S) -> None:
         self._webhooks = webhooks
         self._sender = sender
-        self._look_s = look_s
+        self._poll_s = poll_s
         self._sending: dict[TenantId, asyncio.Task[None]] = {}
         self._backoffs: dict[TenantId, Backoff] = {}
         self._log_unread_at = 0.0
@@ -63,7 +63,7 @@ class Delivery:
             while True:
                 try:
                     if await self._webhooks.lead():
-                        await self._look()
+                        await self._deliver_due()
                 except (*CONNECTION_LOST, Fenced):
                     pass  # another process delivers now, or the next poll detects it
                 # One failed poll must not stop all tenants' events until a restart.
@@ -72,11 +72,11 @@ class Delivery:
                     if time.monotonic() >= self._log_unread_at:
                         log.exception("webhooks_unread")
                         self._log_unread_at = time.monotonic() + UNREAD_LOG_S
-                await asyncio.sleep(self._look_s)
+                await asyncio.sleep(self._poll_s)
         finally:
             await stop_tasks(list(self._sending.values()))
 
-    async def _look(self) -> None:
+    async def _deliver_due(self) -> None:
         now = time.monotonic()
         most = AT_ONCE + len(self._sending) + len(self._backoffs)
         for event in await self._webhooks.due(most):
@@ -116,14 +116,14 @@ class Delivery:
             log.exception("webhook_failed", tenant=event.tenant, event_id=event.id)
             reason = "The server failed while it sent this; its log says how."
         else:
-            await self._note(event, Outcome.DELIVERED, answer)
+            await self._record(event, Outcome.DELIVERED, answer)
             return True
         wait_s = retry_in(event.attempts + 1, event.age_s)
         outcome = Outcome.GIVEN_UP if wait_s is None else Outcome.RETRIED
-        await self._note(event, outcome, reason, wait_s or 0.0)
+        await self._record(event, outcome, reason, wait_s or 0.0)
         return False
 
-    async def _note(self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0) -> None:
+    async def _record(self, event: DueEvent, outcome: Outcome, answer: str, retry_in_s: float = 0.0) -> None:
         await self._webhooks.tried(event, outcome, answer, retry_in_s)
         metrics.WEBHOOK_DELIVERIES.labels(outcome).inc()
         if outcome is Outcome.GIVEN_UP:

@@ -72,7 +72,7 @@ class Sender:
         except TimeoutError:
             raise Undelivered(f"no answer within {TIMEOUT_S:.0f} s") from None
         except (AddressRefused, *_FAILURES) as failed:
-            raise Undelivered(failure_of(failed)) from failed
+            raise Undelivered(_failure_of(failed)) from failed
         if not 200 <= status < 300:
             raise Undelivered(f"answered with status {status}")
         return str(status)
@@ -98,7 +98,7 @@ class Sender:
             return answer.status
 
 
-def failure_of(failed: Exception) -> str:
+def _failure_of(failed: Exception) -> str:
     """Return the kind of a failure for the tenant. It contains no byte from the receiver."""
     if isinstance(failed, AddressRefused | NameUnknown):
         return str(failed)[:200]

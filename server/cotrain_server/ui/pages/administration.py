@@ -46,23 +46,22 @@ LIMITS: Mapping[str, str] = {
 _LONGEST_SEARCH = 64
 
 
-async def read_tenants(request: PageRequest) -> dict[str, Any]:
-    """Return the page's data."""
+async def _read_tenants(request: PageRequest) -> dict[str, Any]:
     search = request.query.get("search", "")[:_LONGEST_SEARCH]
-    found = await list_tenants(request.services, search, offset_of(request.query), SHOWN)
+    found = await list_tenants(request.services, search, _offset_of(request.query), SHOWN)
     return {"search": search, **found.model_dump()}
 
 
-def offset_of(query: Mapping[str, str]) -> int:
+def _offset_of(query: Mapping[str, str]) -> int:
     """Return the number of rows to skip; 0 for an invalid number."""
     text = query.get("offset", "")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
-TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", read_tenants, for_operator=True)
+TENANTS_PAGE = Page("/ui/tenants", "Tenants", "tenants.html", _read_tenants, for_operator=True)
 
 
-async def read_tenant(request: PageRequest) -> dict[str, Any]:
+async def _read_tenant(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND."""
     tenant = await find_tenant(request.services, request.parts["tenant_id"])
     found = await show_tenant(request.services, tenant)
@@ -70,11 +69,11 @@ async def read_tenant(request: PageRequest) -> dict[str, Any]:
 
 
 TENANT_PAGE = Page(
-    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", read_tenant, for_operator=True, in_navigation=False
+    "/ui/tenants/{tenant_id}", "Tenant", "tenant.html", _read_tenant, for_operator=True, in_navigation=False
 )
 
 
-async def read_usage(request: PageRequest) -> dict[str, Any]:
+async def _read_usage(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND for the operator."""
     if request.visitor.tenant is None:
         raise Refused(Reason.TENANT_NOT_FOUND)
@@ -86,14 +85,14 @@ async def read_usage(request: PageRequest) -> dict[str, Any]:
     }
 
 
-USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", read_usage, for_tenant=True)
+USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", _read_usage, for_tenant=True)
 
 
 EVENTS_SHOWN = 100
 _ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
 
 
-async def read_audit(request: PageRequest) -> dict[str, Any]:
+async def _read_audit(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
     before, asked_for = request.query.get("before"), request.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
@@ -107,10 +106,10 @@ async def read_audit(request: PageRequest) -> dict[str, Any]:
     }
 
 
-AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", read_audit, for_operator=True)
+AUDIT_PAGE = Page("/ui/audit", "Audit", "audit.html", _read_audit, for_operator=True)
 
 
-async def read_workers(request: PageRequest) -> dict[str, Any]:
+async def _read_workers(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Runs are listed only for workers whose runs can move."""
     workers = await list_workers(request.services)
     targets = {(each.pool, each.id): targets_of(each, workers) for each in workers}
@@ -134,15 +133,14 @@ async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict
     return busiest(tokens, await owners(services.connection, pool, list(tokens)))
 
 
-WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", read_workers, poll_s=3, for_operator=True)
+WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", _read_workers, poll_s=3, for_operator=True)
 
 
 HIDDEN = "hidden"
 _SECRET_WORDS = ("key", "password", "secret", "token")
 
 
-async def read_settings(request: PageRequest) -> dict[str, Any]:
-    """Return the page's data."""
+async def _read_settings(request: PageRequest) -> dict[str, Any]:
     settings = request.services.settings
     defaults = {name: field.default for name, field in type(settings).model_fields.items()}
     return {
@@ -179,4 +177,4 @@ def shown(name: str, value: Any) -> str:
     return text
 
 
-SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", read_settings, for_operator=True)
+SETTINGS_PAGE = Page("/ui/settings", "Settings", "settings.html", _read_settings, for_operator=True)

@@ -44,7 +44,7 @@ _EVENTS: Mapping[str, AuditEvent] = {
 router = APIRouter(include_in_schema=False)
 
 
-async def read(request: PageRequest) -> dict[str, Any]:
+async def _read(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of a tenant's checkpoints."""
     services = request.services
     own = request.visitor.tenant.id if request.visitor.tenant else None
@@ -80,14 +80,14 @@ async def read(request: PageRequest) -> dict[str, Any]:
 async def change(request: Request, services: ServicesDep) -> Response:
     """Delete, publish, unpublish or expire a checkpoint."""
     visitor, fields = await form_of(request, services)
-    tenant = _whose(visitor, fields)
+    tenant = _owner(visitor, fields)
     found = await services.records.checkpoint(tenant, fields.get("path", ""))
     names = (tenant, found.run, found.kind, found.name)
     do = fields.get("do", "")
     if do not in _EVENTS:
         raise Invalid(f"do must be one of {', '.join(_EVENTS)}.")
     ttl_s = _ttl_s(fields.get("days", "")) if do == "ttl" else None
-    async with _noted(services, visitor, _EVENTS[do], found):
+    async with _audited(services, visitor, _EVENTS[do], found):
         if do == "delete":
             await services.checkpoints.delete(*names)
         elif do == "ttl":
@@ -103,10 +103,10 @@ async def change(request: Request, services: ServicesDep) -> Response:
 async def download(request: Request, services: ServicesDep) -> Response:
     """Redirect to an archive of the checkpoint's files, by a link that is valid for some minutes."""
     visitor, fields = await form_of(request, services)
-    source = await find_source(services, _whose(visitor, fields), fields.get("path", ""))
+    source = await find_source(services, _owner(visitor, fields), fields.get("path", ""))
     found, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
     link = Link(found.tenant, found.path, found.weights, ARCHIVE, expires_at)
-    async with _noted(services, visitor, AuditEvent.CHECKPOINT_READ, found):
+    async with _audited(services, visitor, AuditEvent.CHECKPOINT_READ, found):
         signed = services.signer.sign_link(link)
     return RedirectResponse(f"/api/v1/files/{signed}/{ARCHIVE}", 303)
 
@@ -115,12 +115,12 @@ def _row(record: CheckpointRecord) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _SHOWN}
 
 
-def _whose(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
+def _owner(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
     """Return the owner of a form's checkpoints. For a tenant, always itself."""
     return visitor.tenant.id if visitor.tenant else TenantId(fields.get("tenant", ""))
 
 
-def _noted(
+def _audited(
     services: Services, visitor: Visitor, event: AuditEvent, found: CheckpointRecord
 ) -> AbstractAsyncContextManager[Act]:
     details = {"tinker_path": found.path}
@@ -146,4 +146,4 @@ def _offset(text: str) -> int:
     return int(text)
 
 
-PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", read)
+PAGE = Page("/ui/checkpoints", "Checkpoints", "checkpoints.html", _read)

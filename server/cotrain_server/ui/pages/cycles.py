@@ -43,7 +43,7 @@ class Viewer:
         return self.names.get(tenant) or tenant
 
 
-async def read(request: PageRequest) -> dict[str, Any]:
+async def _read(request: PageRequest) -> dict[str, Any]:
     """Return the data of the last cycles of one pool."""
     pools = await request.services.records.pools()
     count = _chosen_count(request.query.get("last", ""))
@@ -62,7 +62,7 @@ async def read(request: PageRequest) -> dict[str, Any]:
     return {**found, "timeline": timeline_of(records, await _viewer(request, records))}
 
 
-async def read_one(request: PageRequest) -> dict[str, Any]:
+async def _read_one(request: PageRequest) -> dict[str, Any]:
     """Return the data of one cycle."""
     pool, number = PoolId(request.parts["pool"]), request.parts["cycle"]
     known = {each.id: each for each in await request.services.records.pools()}
@@ -97,8 +97,8 @@ async def _viewer(request: PageRequest, records: Sequence[dict[str, Any]]) -> Vi
     return Viewer(None, {str(tenant): name for tenant, name in names.items()})
 
 
-PAGE = Page("/ui/cycles", "Cycles", "cycles.html", read, poll_s=4)
-ONE = Page("/ui/cycles/{pool}/{cycle}", "Cycle", "cycle.html", read_one, in_navigation=False)
+PAGE = Page("/ui/cycles", "Cycles", "cycles.html", _read, poll_s=4)
+ONE = Page("/ui/cycles/{pool}/{cycle}", "Cycle", "cycle.html", _read_one, in_navigation=False)
 
 
 def timeline_of(records: Sequence[Mapping[str, Any]], viewer: Viewer) -> dict[str, Any]:

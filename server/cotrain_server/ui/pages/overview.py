@@ -24,8 +24,7 @@ _KEPT = (
 )  # fmt: skip
 
 
-async def read_overview(request: PageRequest) -> dict[str, Any]:
-    """Return the page's data."""
+async def _read_overview(request: PageRequest) -> dict[str, Any]:
     if request.visitor.tenant is not None:
         return await _own(request, request.visitor.tenant)
     services, now = request.services, request.now
@@ -41,11 +40,11 @@ async def read_overview(request: PageRequest) -> dict[str, Any]:
     hours = dict(zip(names, minutes, strict=True))
     shown = dict(itertools.islice(failures.items(), TENANTS_SHOWN))
     people = await tenant_names(connection, {tenant for tenant, _ in busiest} | shown.keys())
-    page = overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
-    return {**page, "went_wrong": went_wrong(shown, people), "went_wrong_tenants": len(failures)}
+    page = _overview_of(status, hours, busiest, people, services.settings.disk_reserve_bytes, now)
+    return {**page, "went_wrong": _went_wrong(shown, people), "went_wrong_tenants": len(failures)}
 
 
-def went_wrong(failures: Mapping[TenantId, TenantFailures], people: Mapping[TenantId, str]) -> list[dict[str, Any]]:
+def _went_wrong(failures: Mapping[TenantId, TenantFailures], people: Mapping[TenantId, str]) -> list[dict[str, Any]]:
     """Return the rows of tenants with failed or refused requests."""
     return [
         {
@@ -58,7 +57,7 @@ def went_wrong(failures: Mapping[TenantId, TenantFailures], people: Mapping[Tena
     ]
 
 
-def overview_of(
+def _overview_of(
     status: Mapping[str, Any],
     hours: Mapping[PoolId, Sequence[Minute]],
     busiest: Sequence[tuple[TenantId, float]],
@@ -75,7 +74,7 @@ def overview_of(
         "ready": status["ready"],
         "problems": [asdict(found) for found in problems_of(status, disk_reserve_bytes)],
         "pools": [  # a pool added during the read is shown the next time
-            pool_of(pool, hours[PoolId(pool["id"])], now) for pool in status["pools"] if pool["id"] in hours
+            _pool_of(pool, hours[PoolId(pool["id"])], now) for pool in status["pools"] if pool["id"] in hours
         ],
         "tenants": [
             {
@@ -91,7 +90,7 @@ def overview_of(
     }
 
 
-def pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> dict[str, Any]:
+def _pool_of(pool: Mapping[str, Any], minutes: Sequence[Minute], now: float) -> dict[str, Any]:
     """Return the part of one pool, with the numbers of `/status`."""
     measured = sum(worker["tokens_per_s"] for worker in pool["workers"])
     tokens = pool["queue"]["tokens"]
@@ -122,7 +121,7 @@ async def _own(request: PageRequest, tenant: Tenant) -> dict[str, Any]:
             for pool, minutes in zip(status["pools"], hours, strict=True)
         ],
         "paused": pause,
-        "went_wrong": went_wrong(own, {tenant.id: "you"}),
+        "went_wrong": _went_wrong(own, {tenant.id: "you"}),
         "went_wrong_tenants": len(own),
         "used": [
             _part("Checkpoints", size, quotas.checkpoint_bytes, f"{count:,} of {quotas.checkpoints:,}"),
@@ -137,7 +136,7 @@ def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
     return {"name": name, "used": used, "most": most, "more": more}
 
 
-OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", read_overview, poll_s=3)
+OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", _read_overview, poll_s=3)
 
 
 #: Maximum wait of a pool's oldest op in normal operation.

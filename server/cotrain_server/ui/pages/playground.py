@@ -38,7 +38,7 @@ _LEVELS = (-0.1, -1.0, -3.0)
 router = APIRouter(include_in_schema=False)
 
 
-async def read(request: PageRequest) -> dict[str, Any]:
+async def _read(request: PageRequest) -> dict[str, Any]:
     """Return the available models."""
     services, own = request.services, request.visitor.tenant
     tenants = {} if own else await offered_tenants(services.connection)
@@ -72,7 +72,7 @@ async def ask(request: Request, services: ServicesDep) -> Response:
         refusal = f"Tick one to {MAX_MODELS} models."
         return html("answers.html", {"answers": [_refused("No model", refusal)]})
     if own is None:
-        await _note_reads(services, tenant, models)
+        await _audit_reads(services, tenant, models)
     answers = await asyncio.gather(*(_answer(request, services, tenant, model, fields) for model in models))
     if any(answer is None for answer in answers):
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -81,12 +81,12 @@ async def ask(request: Request, services: ServicesDep) -> Response:
     return html("answers.html", {"answers": answers})
 
 
-async def _note_reads(services: Services, tenant: TenantId, models: Sequence[str]) -> None:
+async def _audit_reads(services: Services, tenant: TenantId, models: Sequence[str]) -> None:
     """Write the operator's reads of a tenant's weights to the audit log."""
     for model in models:
         if SCHEME in model:
-            read = {"tinker_path": model[:2048]}
-            async with services.audit.act_of_operator(tenant, AuditEvent.CHECKPOINT_READ, read):
+            details = {"tinker_path": model[:2048]}
+            async with services.audit.act_of_operator(tenant, AuditEvent.CHECKPOINT_READ, details):
                 pass
 
 
@@ -158,13 +158,13 @@ async def _body(
 def _common(model: str, fields: Mapping[str, str]) -> dict[str, Any]:
     return {
         "model": model,
-        "max_tokens": whole_number(fields, "max_tokens", 1, MAX_TOKENS),
+        "max_tokens": _whole_number(fields, "max_tokens", 1, MAX_TOKENS),
         "temperature": _temperature(fields.get("temperature", "")),
-        "seed": whole_number(fields, "seed", 0, 2**31 - 1),
+        "seed": _whole_number(fields, "seed", 0, 2**31 - 1),
     }
 
 
-def whole_number(fields: Mapping[str, str], name: str, least: int, most: int) -> int:
+def _whole_number(fields: Mapping[str, str], name: str, least: int, most: int) -> int:
     """Return a field's value. Raises Invalid with its name and limits."""
     text = fields.get(name, "").strip()
     if not text.isdecimal() or len(text) > 12 or not least <= int(text) <= most:
@@ -189,4 +189,4 @@ def _temperature(text: str) -> float:
     return value
 
 
-PAGE = Page("/ui/playground", "Playground", "playground.html", read)
+PAGE = Page("/ui/playground", "Playground", "playground.html", _read)

@@ -43,7 +43,7 @@ OPS_SHOWN = 50
 router = APIRouter(include_in_schema=False)
 
 
-async def read_run(request: PageRequest) -> dict[str, Any]:
+async def _read_run(request: PageRequest) -> dict[str, Any]:
     """Return the data of one run."""
     services = request.services
     run = await _run_of(services, request.visitor, request.parts["run_id"])
@@ -85,17 +85,17 @@ async def read_run(request: PageRequest) -> dict[str, Any]:
         "log": log,
         "has_older": any(row["cycle"] is None and row["seq"] <= position.done for row in log),
         "cycles_read": READ_AT_ONCE,
-        "checkpoints": [checkpoint_row(found) for found in checkpoints],
+        "checkpoints": [_checkpoint_row(found) for found in checkpoints],
     }
 
 
-def checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
+def _checkpoint_row(record: CheckpointRecord) -> dict[str, Any]:
     """Return a checkpoint of a run for display."""
     names = ("name", "kind", "path", "size", "created_at", "expires_at", "public", "step")
     return {name: getattr(record, name) for name in names} | {"metrics": dict(record.metrics)}
 
 
-async def read_compared(request: PageRequest) -> dict[str, Any]:
+async def _read_compared(request: PageRequest) -> dict[str, Any]:
     """Return the curves and the settings of several runs: those named, and those of a sweep."""
     named = [*request.query.getlist("run"), *await _runs_of_sweep(request)]
     wanted = list(dict.fromkeys(named))
@@ -165,15 +165,15 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
     return found[0]
 
 
-RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", read_run, poll_s=5, in_navigation=False)
-COMPARED = Page("/ui/compare", "Compare runs", "compare.html", read_compared, in_navigation=False)
+RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", _read_run, poll_s=5, in_navigation=False)
+COMPARED = Page("/ui/compare", "Compare runs", "compare.html", _read_compared, in_navigation=False)
 
 
 RUNS_SHOWN = 50
 _FILTERS = ("state", "base_model", "q", "tenant")
 
 
-async def read_runs(request: PageRequest) -> dict[str, Any]:
+async def _read_runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
     services = request.services
     asked = {name: request.query.get(name, "")[:200] for name in _FILTERS}
@@ -205,4 +205,4 @@ def _address(asked: Mapping[str, str], cursor: str) -> str:
     return "/ui/runs?" + urlencode({**given, "after": cursor})
 
 
-RUNS_PAGE = Page("/ui/runs", "Runs", "runs.html", read_runs, poll_s=5)
+RUNS_PAGE = Page("/ui/runs", "Runs", "runs.html", _read_runs, poll_s=5)
