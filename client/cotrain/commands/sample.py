@@ -18,7 +18,6 @@ from cotrain.errors import InternalServerError, MalformedMessage
 from cotrain.settings import client_settings
 
 COMPLETIONS, CHATS = "/oai/api/v1/completions", "/oai/api/v1/chat/completions"
-
 Message = dict[str, str]
 """`role` and `content`."""
 
@@ -35,49 +34,6 @@ class TextRequest:
     top_p: float | None = None
     seed: int | None = None
     stop: list[str] | None = None
-
-
-def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
-    """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
-    path, body = _question(about, asked)
-    answer: dict[str, Any] = checked(http.post(path, json=body)).json()
-    return answer
-
-
-def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
-    """Yield the text in parts as they become final. Closing the generator early cancels the sample.
-
-    Raises APIStatusError, also after the first part.
-    """
-    path, body = _question(about, asked)
-    with http.stream("POST", path, json={**body, "stream": True}) as response:
-        for line in checked(response).iter_lines():
-            kind, _, content = line.partition(":")
-            if kind == "data" and content.strip() != "[DONE]":
-                yield _text_in(content)
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    """Return the text of one choice, of a completion or of a chat."""
-    holder = choice.get("message") or choice.get("delta")
-    return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
-
-
-def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
-    how = {name: value for name, value in asdict(asked).items() if value is not None}
-    if isinstance(about, str):
-        return COMPLETIONS, {**how, "prompt": about}
-    return CHATS, {**how, "messages": list(about)}
-
-
-def _text_in(content: str) -> str:
-    try:
-        event = json.loads(content)
-    except ValueError as error:
-        raise MalformedMessage("the server streamed what is not JSON") from error
-    if "error" in event:
-        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
-    return "".join(text_of(choice) for choice in event.get("choices", ()))
 
 
 def sample_text(
@@ -185,3 +141,46 @@ def _show(text: str) -> None:
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
+
+
+def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
+    """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
+    path, body = _question(about, asked)
+    answer: dict[str, Any] = checked(http.post(path, json=body)).json()
+    return answer
+
+
+def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
+    """Yield the text in parts as they become final. Closing the generator early cancels the sample.
+
+    Raises APIStatusError, also after the first part.
+    """
+    path, body = _question(about, asked)
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        for line in checked(response).iter_lines():
+            kind, _, content = line.partition(":")
+            if kind == "data" and content.strip() != "[DONE]":
+                yield _text_in(content)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Return the text of one choice, of a completion or of a chat."""
+    holder = choice.get("message") or choice.get("delta")
+    return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
+
+
+def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
+    how = {name: value for name, value in asdict(asked).items() if value is not None}
+    if isinstance(about, str):
+        return COMPLETIONS, {**how, "prompt": about}
+    return CHATS, {**how, "messages": list(about)}
+
+
+def _text_in(content: str) -> str:
+    try:
+        event = json.loads(content)
+    except ValueError as error:
+        raise MalformedMessage("the server streamed what is not JSON") from error
+    if "error" in event:
+        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
+    return "".join(text_of(choice) for choice in event.get("choices", ()))
