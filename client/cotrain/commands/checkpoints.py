@@ -22,6 +22,7 @@ from cotrain.wire.rest import Checkpoint
 
 _PATH = "tinker://1f2e3d4c:train:0/weights/final"
 _SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
 app = typer.Typer(
     help="List, show, publish, keep and delete checkpoints; see also download and upload.", no_args_is_help=True
 )

@@ -34,12 +34,15 @@ TokenizerName = Annotated[
 ]
 TrainOnText = Annotated[str, typer.Option(help="last_answer, all_answers or each_answer.")]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest datum.")]
+
 SWEEP_EXAMPLES = examples(
     "cotrain sweep train.jsonl --lr 1e-5,1e-4,1e-3 --rank 8,32",
     "cotrain sweep train.jsonl --lr 1e-5,3e-5,1e-4,3e-4 --halve-after 20 --evaluate test.jsonl",
 )
 SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+
 Number = TypeVar("Number", int, float)
+
 data_app = typer.Typer(help="Check chat data before training.", no_args_is_help=True)
 
 

@@ -10,6 +10,7 @@ from cotrain.commands.terminal import AsJson, examples, facts, minute, opened, p
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
+
 app = typer.Typer(help="List, show and end your runs.", no_args_is_help=True)
 webhooks_app = typer.Typer(
     help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.", no_args_is_help=True

@@ -18,6 +18,7 @@ from cotrain.errors import InternalServerError, MalformedMessage
 from cotrain.settings import client_settings
 
 COMPLETIONS, CHATS = "/oai/api/v1/completions", "/oai/api/v1/chat/completions"
+
 Message = dict[str, str]
 """`role` and `content`."""
 

@@ -27,6 +27,7 @@ POLL_S = 1.0
 #: Exit statuses: a check failed, or a worker gave no result in time.
 FAILED, UNANSWERED = 1, 2
 CHECKS = ("logprobs", "gradients", "weights", "samples")
+
 workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
 PoolId = Annotated[str, typer.Argument(metavar="POOL", help="As `workers list` shows it.")]
 WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")]

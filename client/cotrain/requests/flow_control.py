@@ -26,6 +26,7 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.sessions import ClientConfigResponse
 
 T = TypeVar("T")
+
 IN_FLIGHT_BYTES = 256_000_000
 IN_FLIGHT_REQUESTS = 10_000
 """Limits of the memory for unaccepted requests. A single call is always allowed, whatever its size."""
@@ -34,6 +35,7 @@ DISPATCH_REQUESTS = 32
 """Default limits of concurrent sending; the server may set the bytes. Each request holds a connection."""
 SLOWEST_REFUSAL = 3
 """Cap on the failure count for the delay after a full server: one request of each run, every 2 s."""
+
 _MIB = 1024**2
 _HEAD_BYTES = 4096
 _FRAME_BYTES = 6

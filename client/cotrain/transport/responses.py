@@ -32,7 +32,9 @@ from cotrain.transport.progress import PROGRESS
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
+
 log = logging.getLogger("cotrain")
+
 _LONGEST_DETAIL = 1_000
 _LONGEST_EXCERPT = 80
 _LONGEST_ID = 64
@@ -40,6 +42,7 @@ _NO_CONTENT, _BAD_REQUEST, _UNAUTHORIZED, _TOO_LARGE = 204, 400, 401, 413
 _UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """OpenSSL errors, of older and newer versions, for a response in plain text."""
+
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 600.0
 """Minimum interval between two log lines with the same reason."""
