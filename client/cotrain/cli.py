@@ -34,8 +34,9 @@ def main() -> None:
 
 
 def needed(commands: Iterable[EntryPoint], arguments: Sequence[str]) -> Iterable[EntryPoint]:
-    """Return none of the entry points for a command of the client, because to import a server takes as long as to import
-    the client.
+    """Return the entry points, or none for a command of the client.
+
+    The import of a server takes as long as that of the client.
     """
     own = typer.Typer()
     _add_own(own)

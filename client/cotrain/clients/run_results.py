@@ -93,8 +93,8 @@ class RunRecords:
     def rewind(self, step: int) -> Future[RewindResponse]:
         """Return this run to its state after optimizer step `step`, at this position in the order.
 
-        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
-        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        On a CPU, weights, both Adam moments and later steps are then equal to the bit to those of a run that
+        ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
         future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
         """
         return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)

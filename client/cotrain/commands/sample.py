@@ -38,7 +38,7 @@ class TextRequest:
 
 
 def sample_text(
-    prompt: Annotated[str | None, typer.Argument(help="What to continue; `-`: stdin. Without one: a chat.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; `-`: stdin. Without one: a chat.")] = None,
     model_path: Annotated[
         str | None, typer.Option(help="Sampler weights: tinker://<run>/sampler_weights/<name>")
     ] = None,
@@ -46,11 +46,13 @@ def sample_text(
         str | None, typer.Option(help="A base model as it is; needed where the server has several.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Answer PROMPT as the user's turn of a chat.")] = False,
-    system: Annotated[str | None, typer.Option(help="The system's words before a chat.")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, max=128, help="How many.")] = 1,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0: the likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Of the likeliest tokens, so much in all.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before a chat.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, max=128, help="Number of samples.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 selects the likeliest token.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Total probability of the likeliest tokens to sample from.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this; may be repeated.")] = None,
     as_json: AsJson = False,

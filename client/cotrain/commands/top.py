@@ -43,8 +43,8 @@ CYCLES_SHOWN = 10
 
 
 def top(
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, for scripts.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, for scripts.")] = False,
     all_tenants: Annotated[
         bool, typer.Option("--all", help="As the operator on the server's host: its data folder has the key.")
     ] = False,

@@ -3,9 +3,13 @@
 A cotrain server receives a pass in one request, so that it adds the whole gradient or nothing. Other servers of
 the protocol publish a request size limit, and each request succeeds or fails separately: `chunks_of` and `combine`.
 
-Three limits hold for requests. *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a
-call beyond it blocks. *Dispatch* bounds the bytes and requests that are being sent at once. *SendQueue*
-sends a run's requests in the order of their `seq_id`. No request overtakes one that a full server rejected:
+Three classes limit and order requests:
+
+* *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a call beyond it blocks.
+* *Dispatch* bounds the bytes and requests that are being sent at once.
+* *SendQueue* sends a run's requests in the order of their `seq_id`.
+
+No request overtakes one that a full server rejected:
 the server would stay full of requests that wait for the missing one.
 
 Only sizes and order are handled here; `transport/` sends the requests and interprets the responses.

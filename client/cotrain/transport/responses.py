@@ -1,6 +1,6 @@
 """Responses of a server: its messages, its rejections, pages of intermediaries, and the retries after a failure.
 
-A lost response, a busy server (429), a restarting one (5xx) and a slow one (408) are retried; every
+Calls are retried after a lost response, and while the server is busy (429), restarting (5xx) or slow (408). Every
 other rejection is raised to the caller. A response from an intermediary counts as a lost response, but only if the
 server has responded before; otherwise the address is wrong. A server that has responded before gets minutes to
 come back. One that never has is probably at another address, and gets seconds.

@@ -44,9 +44,9 @@ MAX_ALPHA = 655_360.0
 class LoraConfig(Argument):
     """Adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
 
-    A is `[rank, inputs]` and starts random, B is `[outputs, rank]` and starts as zeros. Raises
-    ValidationError (a ValueError) for an alpha outside (0, 655360], and for any dropout but 0: a
-    forward must return the same numbers as the backward that follows it.
+    A is `[rank, inputs]` and starts random, B is `[outputs, rank]` and starts as zeros. Raises ValidationError (a
+    ValueError) for an alpha outside (0, 655360], and for any dropout but 0. A forward must return the same
+    numbers as the backward that follows it.
     """
 
     rank: int = 32
