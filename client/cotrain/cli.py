@@ -19,7 +19,7 @@ from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
 from cotrain.commands.workers import selfcheck
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 
 COMMANDS = "cotrain.commands"
 INSTALL = "pip install -c constraints.txt '.[all]'"

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain_server.adapter_upload.pending_files import expiring
 from cotrain_server.http import error_responses
 from cotrain_server.http.direct_routes import DirectRoutes

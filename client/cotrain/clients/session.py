@@ -17,10 +17,10 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput, status_error
-from cotrain.protocol import __version__
 from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import acknowledged, reader
+from cotrain.version import __version__
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
 from cotrain.wire.runs import (
     AdamParams,

@@ -15,7 +15,6 @@ from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, absent, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.protocol import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
@@ -29,6 +28,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import LOSS_ID
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.rest import TrainingRunHistory

@@ -26,12 +26,12 @@ from cotrain.errors import (
     RequestFailed,
     VersionMismatch,
 )
-from cotrain.protocol import PROTOCOL, __version__
 from cotrain.requests.flow_control import Dispatch, InFlightLimit
 from cotrain.settings import ClientSettings
 from cotrain.transport.http import JSON, Transport
 from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
+from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
 from cotrain.wire.datums import ForwardBackwardOutput
 from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture

@@ -26,7 +26,6 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
-from cotrain.protocol import __version__
 from cotrain.settings import proxy_of, through_proxy, trusted
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import (
@@ -39,6 +38,7 @@ from cotrain.transport.responses import (
     understood,
     unreached,
 )
+from cotrain.version import __version__
 from cotrain.wire.codec import PROTOBUF
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.protocol import ROUTED_EXPERTS
+from cotrain.wire.constants import ROUTED_EXPERTS
 from cotrain.wire.datums import (
     Datum,
     EncodedTextChunk,

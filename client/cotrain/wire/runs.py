@@ -18,7 +18,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
-from cotrain.protocol import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
-from cotrain.protocol import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, SweepFuture
 from cotrain_server.errors import Unreadable, status_of

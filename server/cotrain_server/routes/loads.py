@@ -5,8 +5,8 @@ from typing import Any
 
 from fastapi import Request
 
-from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, LoadWeightsRequest
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.runs import ForkRunRequest, SweepFutures, UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.request_body import json_body

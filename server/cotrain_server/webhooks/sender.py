@@ -15,7 +15,7 @@ from ipaddress import ip_network
 
 import httpcore
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, NameUnknown
 from cotrain_store.messages.webhooks import DueEvent
 from cotrain_store.tenants.webhooks import SECRET_PREFIX
