@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from cotrain import errors
 from cotrain.errors import *  # noqa: F403  # its `__all__`, and no name twice
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 
 if TYPE_CHECKING:
     from cotrain import data, exceptions, learning_rates, losses, mint, types

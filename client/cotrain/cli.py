@@ -19,7 +19,7 @@ from cotrain.commands.terminal import AsJson, examples, print_result
 from cotrain.commands.top import EXAMPLES as TOP_EXAMPLES
 from cotrain.commands.top import top
 from cotrain.commands.workers import selfcheck
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 
 COMMANDS = "cotrain.commands"
 INSTALL = "pip install -c constraints.txt '.[all]'"
@@ -34,8 +34,9 @@ def main() -> None:
 
 
 def needed(commands: Iterable[EntryPoint], arguments: Sequence[str]) -> Iterable[EntryPoint]:
-    """Return none of the entry points for a command of the client, because to import a server takes as long as to import
-    the client.
+    """Return the entry points, or none for a command of the client.
+
+    The import of a server takes as long as that of the client.
     """
     own = typer.Typer()
     _add_own(own)

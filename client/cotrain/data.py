@@ -26,11 +26,12 @@ __all__ = [
     "Conversation", "Rendered", "Report", "conversation_of", "marked", "read_chat", "render",
 ]  # fmt: skip
 
-_ASSISTANT = "assistant"
 Message = Mapping[str, Any]
 TrainOn = Literal["last_answer", "all_answers", "each_answer"]
 TooLong = Literal["refuse", "cut", "drop"]
 OnRefused = Literal["raise", "skip"]
+_ASSISTANT = "assistant"
+
 log = logging.getLogger("cotrain")
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Protocol, TypeAlias
 
 from cotrain.errors import UnsupportedInput
-from cotrain.protocol import CUSTOM
+from cotrain.wire.constants import CUSTOM
 from cotrain.wire.custom_loss import LOSS_ID, decode_loss, loss_and_metrics
 from cotrain_store.bodies.adapter_bodies import LoadRequest, SaveRequest, decode_import
 from cotrain_store.bodies.images import BodyImage

@@ -33,12 +33,12 @@ from cotrain.wire.model import in_a_sentence
 from cotrain.wire.tensors import TensorData
 
 LossFn = Callable[[list[Datum], list[Any]], tuple[Any, Mapping[str, SupportsFloat]]]
-"""Maps the datums and their log-probs (float32 tensors, each with the shape of the datum's
-`target_tokens`) to the loss, a tensor, and a dict of numbers for the metrics."""
+"""Maps the datums and their log-probs to the loss, a tensor, and a dict of numbers for the metrics. The log-probs are
+float32 tensors, each with the shape of the datum's `target_tokens`."""
 
 PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
-"""Maps the log-probs of one datum, and the `loss_fn_inputs` that its arguments name, to a scalar tensor and a dict of scalar
-tensors, with the names `custom/<name>:sum` or `custom/<name>:mean`."""
+"""Maps the log-probs of one datum to a scalar tensor and a dict of scalar tensors. Further arguments name the
+`loss_fn_inputs` that it reads. The dict's names are `custom/<name>:sum` or `custom/<name>:mean`."""
 
 TARGETS, WEIGHTS = "target_tokens", "weights"
 

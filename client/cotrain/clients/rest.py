@@ -16,7 +16,7 @@ from cotrain.errors import MalformedMessage, RequestFailed
 from cotrain.requests.connection import Connection, shared_connection
 from cotrain.requests.futures import Future
 from cotrain.settings import client_settings
-from cotrain.transport.http import Transport, url_of
+from cotrain.transport.http import url_of
 from cotrain.transport.responses import acknowledged, reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
@@ -66,11 +66,15 @@ from cotrain.wire.usage import (
 )
 
 T = TypeVar("T")
-_Model = TypeVar("_Model", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
 
 #: Interval between requests for a timeline that the server is still drawing.
 TRACE_POLL_S = 5.0
 AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizations"]
+
+
+class _Nothing(WireModel):
+    """Empty request body."""
 
 
 class RestClient:
@@ -106,7 +110,7 @@ class RestClient:
 
     def whoami(self) -> Future[WhoamiResponse]:
         """Return the owner of the API key."""
-        return self._start(_whoami(self._transport))
+        return self._start(self._whoami())
 
     # ---- Runs ------------------------------------------------------------------------------------
 
@@ -124,17 +128,20 @@ class RestClient:
 
         `tags` keeps runs that have all of these tags. `text` keeps runs with its words in note or tags.
         """
-        query: dict[str, str | list[str] | None] = {
-            "access_scope": access_scope,
-            "project_id": project_id,
-            "tag": list(tags) or None,
-            "text": text,
-        }
-        return self._get("training_runs", TrainingRunsResponse, limit=limit, offset=offset, **query)
+        return self._get(
+            "training_runs",
+            TrainingRunsResponse,
+            limit=limit,
+            offset=offset,
+            access_scope=access_scope,
+            project_id=project_id,
+            tag=list(tags) or None,
+            text=text,
+        )
 
     def list_training_run_ids(self, limit: int = 20, offset: int = 0) -> Future[list[str]]:
         """Return the ids of one page of runs."""
-        return self._start(_training_run_ids(self._transport, limit, offset))
+        return self._start(self._run_ids(limit, offset))
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """Return one run; scope `accessible` includes other tenants' runs with a published checkpoint."""
@@ -152,11 +159,7 @@ class RestClient:
     def end_training_run(self, training_run_id: str) -> Future[None]:
         """End a run from any client. Waiting requests fail, and it cannot continue."""
 
-        async def end() -> None:
-            request = UnloadModelRequest(model_id=training_run_id)
-            await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
-
-        return self._start(end())
+        return self._start(self._end(training_run_id))
 
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -247,7 +250,7 @@ class RestClient:
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
         )
-        return self._start(_copy(self._transport, wanted))
+        return self._start(self._copy(wanted))
 
     def external_weights_upload_start(
         self, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
@@ -278,8 +281,7 @@ class RestClient:
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Future[ListSessionsResponse]:
         """Return the ids of one page of sessions."""
-        query = {"limit": limit, "offset": offset, "access_scope": access_scope}
-        return self._get("sessions", ListSessionsResponse, **query)
+        return self._get("sessions", ListSessionsResponse, limit=limit, offset=offset, access_scope=access_scope)
 
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> Future[GetSessionResponse]:
         """Return the runs and samplers of a session."""
@@ -304,7 +306,7 @@ class RestClient:
 
         The future raises RequestFailed if the server has no cycles of the session any longer.
         """
-        return self._start(_trace_url(self._transport, session_id))
+        return self._start(self._trace_url(session_id))
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
         """Return the base model and weights of a sampler."""
@@ -316,15 +318,14 @@ class RestClient:
         self, starting_on: datetime | None = None, ending_before: datetime | None = None
     ) -> Future[UsageResponse]:
         """Return the usage of each run and sampler; without limits, of the server's whole record."""
-        window = {"starting_on": starting_on, "ending_before": ending_before}
-        return self._get("usage", UsageResponse, **window)
+        return self._get("usage", UsageResponse, starting_on=starting_on, ending_before=ending_before)
 
     def get_billing_usage(
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Future[BillingUsageResponse]:
         """Return usage by hour and session, in the billing format of hosted services but without prices."""
-        window = {"starting_on": starting_on, "ending_before": ending_before}
-        return self._get("billing/usage/events", BillingUsageResponse, **window)
+        path = "billing/usage/events"
+        return self._get(path, BillingUsageResponse, starting_on=starting_on, ending_before=ending_before)
 
     def get_current_checkpoint_storage_usage(self, project_id: str | None = None) -> Future[StorageResponse]:
         """Return the current checkpoint bytes of each project."""
@@ -398,65 +399,53 @@ class RestClient:
     test_webhook_async = test_webhook
     remove_webhook_async = remove_webhook
 
-    def _get(self, path: str, model: Any, **query: Any) -> Future[Any]:
-        return self._start(_get(self._transport, path, model, **query))
+    def _get(self, path: str, model: type[Model], **query: Any) -> Future[Model]:
+        return self._start(self._fetch(path, model, **query))
 
-    def _post(self, path: str, message: BaseModel, model: Any) -> Future[Any]:
+    def _post(self, path: str, message: BaseModel, model: type[Model]) -> Future[Model]:
         return self._start(self._transport.post(path, message, reader(model)))
 
     def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
         answer = self._loop.start(asked)
         return Future(answer, answer, what=f"a call of {self!r}")
 
+    async def _fetch(self, path: str, model: type[Model], **query: str | int | date | list[str] | None) -> Model:
+        """GET a resource. Query parameters that are None are left out. Raises APIError."""
+        asked = {name: _text(value) for name, value in query.items() if value is not None}
+        return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
 
-# ---- Requests: their paths, bodies and responses --------------------------------------------------
+    async def _whoami(self) -> WhoamiResponse:
+        """Return the owner of the API key, from a token that the server issues for it."""
+        token = await self._transport.post("auth/token", _Nothing(), reader(AuthTokenResponse))
+        claims = _claims(token.jwt)
+        return WhoamiResponse(
+            user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
+        )
 
+    async def _run_ids(self, limit: int, offset: int) -> list[str]:
+        page = await self._fetch("training_runs", TrainingRunsResponse, limit=limit, offset=offset)
+        return [run.training_run_id for run in page.training_runs]
 
-class _Nothing(WireModel):
-    """Empty request body."""
+    async def _end(self, run: str) -> None:
+        await self._transport.post("unload_model", UnloadModelRequest(model_id=run), reader(UntypedAPIFuture))
 
+    async def _copy(self, wanted: CopyWeightsRequest) -> str:
+        """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
+        once = {"X-Idempotency-Key": str(uuid.uuid4())}
+        made = await self._transport.post("copy_weights", wanted, reader(CopyWeightsResponse), once)
+        return made.tinker_path
 
-async def _get(
-    transport: Transport, path: str, model: type[_Model], **query: str | int | date | list[str] | None
-) -> _Model:
-    """GET a resource. Query parameters that are None are left out. Raises APIError."""
-    asked = {name: _text(value) for name, value in query.items() if value is not None}
-    return await transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
+    async def _trace_url(self, session_id: str) -> str:
+        """Poll until a session's timeline is drawn, and return its URL.
 
-
-async def _training_run_ids(transport: Transport, limit: int, offset: int) -> list[str]:
-    """Return the ids of one page of runs."""
-    page = await _get(transport, "training_runs", TrainingRunsResponse, limit=limit, offset=offset)
-    return [run.training_run_id for run in page.training_runs]
-
-
-async def _copy(transport: Transport, wanted: CopyWeightsRequest) -> str:
-    """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
-    once = {"X-Idempotency-Key": str(uuid.uuid4())}
-    made = await transport.post("copy_weights", wanted, reader(CopyWeightsResponse), once)
-    return made.tinker_path
-
-
-async def _trace_url(transport: Transport, session_id: str) -> str:
-    """Poll until a session's timeline is drawn, and return its URL.
-
-    Raises RequestFailed if the session has no timeline.
-    """
-    path = url_of("sessions", session_id, "trace_export")
-    while (answer := await _get(transport, path, TraceExportResponse)).status == "pending":
-        await transport.sleep(TRACE_POLL_S)
-    if answer.url is None:
-        raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
-    return answer.url
-
-
-async def _whoami(transport: Transport) -> WhoamiResponse:
-    """Return the owner of the API key, from a token that the server issues for it."""
-    token = await transport.post("auth/token", _Nothing(), reader(AuthTokenResponse))
-    claims = _claims(token.jwt)
-    return WhoamiResponse(
-        user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
-    )
+        Raises RequestFailed if the session has no timeline.
+        """
+        path = url_of("sessions", session_id, "trace_export")
+        while (answer := await self._fetch(path, TraceExportResponse)).status == "pending":
+            await self._transport.sleep(TRACE_POLL_S)
+        if answer.url is None:
+            raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
+        return answer.url
 
 
 def _text(value: str | int | date | list[str]) -> str | list[str]:

@@ -1,11 +1,11 @@
-"""Results of several requests of a run: training steps and evaluations. Also its own metrics, and rewinds."""
+"""Results of several requests of a run: training steps and evaluations. Also own metrics, and rewinds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -18,6 +18,8 @@ from cotrain.wire.datums import Datum, ForwardBackwardOutput, datums_of
 from cotrain.wire.rest import LogMetricsRequest, LogMetricsResponse, RewindRequest, RewindResponse
 from cotrain.wire.runs import OptimStepResponse
 from cotrain.wire.tensors import TensorData
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,12 @@ class TrainOutput:
 def joined_step(
     loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
 ) -> Future[TrainOutput]:
-    """Combine the futures of a pass and an optimizer step, accepted and done when both are. It fails with the first failure."""
-
-    async def accept() -> None:
-        await passed.accepted_async()
-        await stepped.accepted_async()
+    """Return the future of a pass and an optimizer step together."""
 
     async def finish() -> TrainOutput:
         return TrainOutput(await passed, await stepped)
 
-    return Future(loop.start(accept()), loop.start(finish()), what="a train call")
+    return _joined(loop, (passed, stepped), finish(), what="a train call")
 
 
 @dataclass(frozen=True)
@@ -95,8 +93,8 @@ class RunRecords:
     def rewind(self, step: int) -> Future[RewindResponse]:
         """Return this run to its state after optimizer step `step`, at this position in the order.
 
-        Weights, both Adam moments and later steps are then equal to the bit, on a CPU, to those of a run that
-        never went beyond `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
+        On a CPU, weights, both Adam moments and later steps are then equal to the bit to those of a run that
+        ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
         future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
         """
         return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
@@ -152,12 +150,6 @@ def _evaluated(
     """Combine the forwards of an evaluation into one future. It fails with the first failure."""
     weight_sum, tokens = _weights_of(data)
 
-    async def accept() -> None:
-        for bound in bounds:
-            await bound.accepted_async()
-        for each in passes:
-            await each.accepted_async()
-
     async def finish() -> Evaluation:
         outputs = [await each for each in passes]
         for bound in bounds:
@@ -165,7 +157,19 @@ def _evaluated(
         whole = combine(outputs)
         return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
 
-    return Future(loop.start(accept()), loop.start(finish()), what="an evaluation")
+    return _joined(loop, (*bounds, *passes), finish(), what="an evaluation")
+
+
+def _joined(
+    loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
+) -> Future[T]:
+    """Return a future that is accepted when all parts are. It fails with the first failure of a part."""
+
+    async def accept() -> None:
+        for each in parts:
+            await each.accepted_async()
+
+    return Future(loop.start(accept()), loop.start(result), what=what)
 
 
 def _weights_of(data: Sequence[Datum]) -> tuple[float, int]:

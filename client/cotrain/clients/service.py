@@ -17,7 +17,7 @@ from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, checkpoi
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
-from cotrain.clients.session import Labels, Outcome, Runs, Session, Start
+from cotrain.clients.session import ClientFactory, Labels, Outcome, Session, Start
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import absent, hosted
@@ -56,8 +56,8 @@ class ServiceClient:
         self._transport = self._connection.transport
         self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata, project_id=project_id, display_name=display_name)
-        self._runs = Runs(self._connection, self._session)
-        self._checkpoints = Checkpoints(self._transport, self._runs.reserve)
+        self._factory = ClientFactory(self._connection, self._session)
+        self._checkpoints = Checkpoints(self._transport, self._factory.reserve_run)
         self._losses = 0
 
     @hosted("lora_alpha", "lora_rank", "target_modules")
@@ -94,7 +94,7 @@ class ServiceClient:
             train_unembed=train_unembed,
         )
         labels = Labels(note, list(tags) or None)
-        return await self._runs.create(base_model, lora, user_metadata, labels, optimizer)
+        return await self._factory.create_run(base_model, lora, user_metadata, labels, optimizer)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(_create_lora_training_client)
 
@@ -115,7 +115,7 @@ class ServiceClient:
         `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
         """
         labels = Labels(note, list(tags))
-        return await self._runs.sweep(base_model, settings, name, labels)
+        return await self._factory.create_sweep(base_model, settings, name, labels)
 
     create_sweep, create_sweep_async = both_ways(_create_sweep)
 
@@ -135,7 +135,7 @@ class ServiceClient:
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
         start = Start(path, base_model, user_metadata, weights_access_token, optimizer)
-        return await self._runs.load(start, optimizer=False)
+        return await self._factory.load_run(start, optimizer=False)
 
     create_training_client_from_state, create_training_client_from_state_async = both_ways(
         _create_training_client_from_state
@@ -150,7 +150,7 @@ class ServiceClient:
     ) -> TrainingClient:
         """Create a run that continues where a checkpoint was saved, including the optimizer state."""
         start = Start(path, base_model, user_metadata, weights_access_token)
-        return await self._runs.load(start, optimizer=True)
+        return await self._factory.load_run(start, optimizer=True)
 
     (create_training_client_from_state_with_optimizer, create_training_client_from_state_with_optimizer_async) = (
         both_ways(_create_training_client_from_state_with_optimizer)
@@ -164,7 +164,7 @@ class ServiceClient:
 
         Raises NotFoundError if the weights do not exist or belong to another tenant.
         """
-        return await self._runs.samplers.create(model_path=model_path, base_model=base_model)
+        return await self._factory.create_sampler(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 

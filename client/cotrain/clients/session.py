@@ -17,10 +17,10 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput, status_error
-from cotrain.protocol import __version__
 from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import acknowledged, reader
+from cotrain.version import __version__
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
 from cotrain.wire.runs import (
     AdamParams,
@@ -136,47 +136,6 @@ def _is_final(error: APIError) -> bool:
     )
 
 
-class Samplers:
-    """Factory of the samplers of a session; numbers them in the order of the calls."""
-
-    def __init__(self, connection: Connection, session: Session) -> None:
-        self._connection = connection
-        self._session = session
-        self._seq_ids = itertools.count()
-
-    def reserve(self) -> int:
-        """Return the next `sampling_session_seq_id`."""
-        return next(self._seq_ids)
-
-    async def create(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
-        """Create a sampler of saved weights, or of a base model. Raises APIError."""
-        request = CreateSamplingSessionRequest(
-            session_id=await self._session.id(),
-            sampling_session_seq_id=self.reserve(),
-            base_model=base_model,
-            model_path=model_path,
-        )
-        made = await self._connection.transport.post(
-            "create_sampling_session", request, reader(CreateSamplingSessionResponse)
-        )
-        sampler_id = made.sampling_session_id
-        if model_path is not None or base_model is None:
-            base_model = await self._base_model_of(sampler_id)
-        return await self.client(sampler_id, base_model)
-
-    async def client(self, sampler_id: str, base_model: str) -> SamplingClient:
-        """Return the client of an existing sampler."""
-        config = await self._connection.config()
-        return SamplingClient(
-            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
-        )
-
-    async def _base_model_of(self, sampler_id: str) -> str:
-        path = f"samplers/{quote(sampler_id)}"
-        found = await self._connection.transport.get(path, reader(GetSamplerResponse))
-        return found.base_model
-
-
 @dataclass(frozen=True)
 class Start:
     """Checkpoint that a run starts from."""
@@ -200,23 +159,22 @@ class Labels:
     tags: list[str] | None = None
 
 
-class Runs:
-    """Factory of the runs of a session; numbers them in the order of the calls."""
+class ClientFactory:
+    """Factory of the runs and samplers of a session; numbers each kind in the order of the calls."""
 
     def __init__(self, connection: Connection, session: Session) -> None:
-        self.samplers = Samplers(connection, session)
-        """Factory of the samplers of the same session."""
         self._connection = connection
         self._transport = connection.transport
         self._session = session
-        self._seq_ids = itertools.count()
+        self._run_numbers = itertools.count()
+        self._sampler_numbers = itertools.count()
 
-    async def reserve(self) -> tuple[str, int]:
+    async def reserve_run(self) -> tuple[str, int]:
         """Return the `session_id` and the next `model_seq_id`."""
         await self._connection.config()  # first, because it checks that this is a compatible server
-        return await self._session.id(), next(self._seq_ids)
+        return await self._session.id(), next(self._run_numbers)
 
-    async def create(
+    async def create_run(
         self,
         base_model: str,
         lora: LoraConfig,
@@ -229,7 +187,7 @@ class Runs:
             raise UnsupportedInput(
                 f"optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(), not {optimizer!r:.80}"
             )
-        session_id, seq_id = await self.reserve()
+        session_id, seq_id = await self.reserve_run()
         request = CreateModelRequest(
             session_id=session_id,
             model_seq_id=seq_id,
@@ -242,9 +200,9 @@ class Runs:
         )
         return self._client(await self._made("create_model", request), base_model)
 
-    async def load(self, start: Start, *, optimizer: bool) -> TrainingClient:
+    async def load_run(self, start: Start, *, optimizer: bool) -> TrainingClient:
         """Create a run with the state of a checkpoint. Raises RequestFailed or APIError."""
-        session_id, seq_id = await self.reserve()
+        session_id, seq_id = await self.reserve_run()
         request = CreateFromWeightsRequest(
             session_id=session_id,
             model_seq_id=seq_id,
@@ -262,7 +220,7 @@ class Runs:
             raise MalformedMessage("get_info did not name a base model")
         return self._client(model_id, base_model)
 
-    async def sweep(
+    async def create_sweep(
         self, base_model: str, settings: Sequence[Mapping[str, Any]], name: str | None, labels: Labels
     ) -> Sweep[TrainingClient]:
         """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
@@ -271,7 +229,7 @@ class Runs:
         tagged = Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())])
         made = await asyncio.gather(
             *(
-                self.create(base_model, lora, {"sweep": name, "trial": number, **given}, tagged)
+                self.create_run(base_model, lora, {"sweep": name, "trial": number, **given}, tagged)
                 for number, (given, (lora, _)) in enumerate(zip(shown, read, strict=True))
             ),
             return_exceptions=True,
@@ -296,7 +254,7 @@ class Runs:
         request = ForkRunRequest(
             session_id=await self._session.id(),
             sampling_session_id=sampler_id,
-            model_seq_ids=[next(self._seq_ids) for _ in adams],
+            model_seq_ids=[next(self._run_numbers) for _ in adams],
             user_metadata=[
                 {"sweep": name, "trial": number, "forked_from": parent, **each} for number, each in enumerate(settings)
             ],
@@ -311,9 +269,39 @@ class Runs:
         trials = [Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)]
         return Sweep(self._connection, name, trials)
 
+    def reserve_sampler(self) -> int:
+        """Return the next `sampling_session_seq_id`."""
+        return next(self._sampler_numbers)
+
+    async def create_sampler(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
+        """Create a sampler of saved weights, or of a base model. Raises APIError."""
+        request = CreateSamplingSessionRequest(
+            session_id=await self._session.id(),
+            sampling_session_seq_id=self.reserve_sampler(),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        made = await self._transport.post("create_sampling_session", request, reader(CreateSamplingSessionResponse))
+        sampler_id = made.sampling_session_id
+        if model_path is not None or base_model is None:
+            base_model = await self._base_model_of(sampler_id)
+        return await self.sampler(sampler_id, base_model)
+
+    async def sampler(self, sampler_id: str, base_model: str) -> SamplingClient:
+        """Return the client of an existing sampler."""
+        config = await self._connection.config()
+        return SamplingClient(
+            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
+        )
+
     async def _made(self, endpoint: str, request: BaseModel) -> str:
         future = await self._transport.post(endpoint, request, reader(UntypedAPIFuture))
         return (await wait_for_json(self._transport, future.request_id, NewRun)).model_id
 
     def _client(self, model_id: str, base_model: str) -> TrainingClient:
         return TrainingClient(self._connection, self, model_id, base_model)
+
+    async def _base_model_of(self, sampler_id: str) -> str:
+        path = f"samplers/{quote(sampler_id)}"
+        found = await self._transport.get(path, reader(GetSamplerResponse))
+        return found.base_model

@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from cotrain.clients.run_results import TrainOutput
 from cotrain.errors import CotrainError, UnsupportedInput
-from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.requests.connection import Connection
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import AdamParams, LoraConfig, OptimStepResponse
 

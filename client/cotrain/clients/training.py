@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from typing_extensions import override
 
@@ -15,7 +15,6 @@ from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, absent, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.protocol import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
@@ -29,6 +28,7 @@ from cotrain.wire.checkpoints import (
     SaveWeightsRequest,
     SaveWeightsResponse,
 )
+from cotrain.wire.constants import CUSTOM, MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import LOSS_ID
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.rest import TrainingRunHistory
@@ -48,17 +48,23 @@ from cotrain.wire.runs import (
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
 
-if TYPE_CHECKING:
-    from cotrain.clients.session import Runs  # which makes clients of this class
 
+class Factory(Protocol):
+    """Factory of clients in the session of a run."""
 
-def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
-    """Return the optimizer of each copy. Raises UnsupportedInput."""
-    count = n if n is not None else len(lr or ())
-    if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
-        given = "" if lr is None else f", and lr has {len(lr)} rates"
-        raise UnsupportedInput(f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}")
-    return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count
+    def reserve_sampler(self) -> int:
+        """Return the next `sampling_session_seq_id`."""
+
+    async def create_sampler(self, *, model_path: str | None = None) -> SamplingClient:
+        """Create a sampler of saved weights."""
+
+    async def sampler(self, sampler_id: str, base_model: str) -> SamplingClient:
+        """Return the client of an existing sampler."""
+
+    async def fork(
+        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
+    ) -> Sweep[TrainingClient]:
+        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
 
 
 class TrainingClient(Ready, RunRecords):
@@ -70,11 +76,11 @@ class TrainingClient(Ready, RunRecords):
     same future once the server has accepted the request; awaiting that future returns the result.
     """
 
-    def __init__(self, connection: Connection, runs: Runs, model_id: str, base_model: str) -> None:
+    def __init__(self, connection: Connection, factory: Factory, model_id: str, base_model: str) -> None:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._runs = runs
+        self._factory = factory
         self._model_id = model_id
         self._base_model = base_model
         self._requests = RunRequests(connection, model_id)
@@ -229,7 +235,7 @@ class TrainingClient(Ready, RunRecords):
     @hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Create a sampler of saved weights of any run."""
-        return await self._runs.samplers.create(model_path=model_path)
+        return await self._factory.create_sampler(model_path=model_path)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
@@ -346,7 +352,7 @@ class TrainingClient(Ready, RunRecords):
         self, n: int | None, lr: Sequence[float] | None
     ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
         adams = _fork_rates(n, lr)  # before the save, which takes a position
-        number = self._runs.samplers.reserve()
+        number = self._factory.reserve_sampler()
         return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
 
     async def _forked(
@@ -355,12 +361,12 @@ class TrainingClient(Ready, RunRecords):
         sampler_id = (await saved).sampling_session_id
         if sampler_id is None:
             raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
-        return await self._runs.fork(sampler_id, self._model_id, self._base_model, adams, name)
+        return await self._factory.fork(sampler_id, self._model_id, self._base_model, adams, name)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
             return self._save_for_sampler(path=name)
-        return self._save_for_sampler(sampling_session_seq_id=self._runs.samplers.reserve())
+        return self._save_for_sampler(sampling_session_seq_id=self._factory.reserve_sampler())
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
         return self._requests.ask(
@@ -380,10 +386,19 @@ class TrainingClient(Ready, RunRecords):
     async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:
         answer = await saved
         if answer.sampling_session_id is not None:
-            return await self._runs.samplers.client(answer.sampling_session_id, self._base_model)
-        return await self._runs.samplers.create(model_path=answer.path)
+            return await self._factory.sampler(answer.sampling_session_id, self._base_model)
+        return await self._factory.create_sampler(model_path=answer.path)
 
     if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
 
         def __getattr__(self, name: str) -> NoReturn:
             raise absent(self, name)
+
+
+def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:
+    """Return the optimizer of each copy. Raises UnsupportedInput."""
+    count = n if n is not None else len(lr or ())
+    if not 1 <= count <= MAX_SWEEP_RUNS or (lr is not None and len(lr) != count):
+        given = "" if lr is None else f", and lr has {len(lr)} rates"
+        raise UnsupportedInput(f"n must be 1 to {MAX_SWEEP_RUNS} and lr have as many rates: n is {n}{given}")
+    return [AdamParams(learning_rate=rate) for rate in lr] if lr else [AdamParams()] * count

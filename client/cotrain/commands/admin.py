@@ -27,15 +27,15 @@ from cotrain.wire.rest import MAX_PAGE
 # ---- Tenants ----------------------------------------------------------------------------------------
 
 tenants_app = typer.Typer(help="List tenants, set limits and weights, pause and resume.", no_args_is_help=True)
-TenantId = Annotated[str, typer.Argument(metavar="TENANT", help="Its id, as `tenants list` shows it.")]
+TenantId = Annotated[str, typer.Argument(metavar="TENANT", help="Id of the tenant, as `tenants list` shows it.")]
 
 
 @tenants_app.command("list", epilog=examples("cotrain admin tenants list --search ada"))
 def list_tenants(
     context: typer.Context,
-    search: Annotated[str, typer.Option(help="In the name or the id.")] = "",
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 50,
-    offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
+    search: Annotated[str, typer.Option(help="Part of the name or the id.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="Maximum number of tenants.")] = 50,
+    offset: Annotated[int, typer.Option(min=0, help="Number of tenants to skip.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """List tenants by name, with their pending work."""
@@ -67,7 +67,7 @@ def show_tenant(context: typer.Context, tenant: TenantId, as_json: AsJson = Fals
 @tenants_app.command("create", epilog=examples("cotrain admin tenants create ada"))
 def create_tenant(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Of the tenant and its first key.")],
+    name: Annotated[str, typer.Argument(help="Name of the tenant and its first key.")],
     as_json: AsJson = False,
 ) -> None:
     """Create a tenant and print its first key; it is shown only once."""
@@ -86,7 +86,8 @@ def set_tenant(
     context: typer.Context,
     tenant: TenantId,
     limit: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=NUMBER", help="A limit over the default; NAME=default ends it.")
+        list[str] | None,
+        typer.Option(metavar="NAME=NUMBER", help="A limit instead of the default; NAME=default removes it."),
     ] = None,
     weight: Annotated[
         float | None, typer.Option(help="0.1 to 10: its share of a contended cycle; 1 is the default.")
@@ -107,7 +108,7 @@ def set_tenant(
 def pause_tenant(
     context: typer.Context,
     tenant: TenantId,
-    reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason that its clients receive.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Pause a tenant: its requests are accepted up to its limits, and wait."""
@@ -172,9 +173,9 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
 def create_key(
     context: typer.Context,
     tenant: TenantId,
-    name: Annotated[str, typer.Argument(help="Whose key this is.")],
-    role: Annotated[Literal["member", "viewer"], typer.Option(help="A viewer reads, and changes nothing.")] = "member",
-    days: Annotated[float | None, typer.Option(help="Stop accepting it after so long.")] = None,
+    name: Annotated[str, typer.Argument(help="Name of the key's user.")],
+    role: Annotated[Literal["member", "viewer"], typer.Option(help="A viewer can only read.")] = "member",
+    days: Annotated[float | None, typer.Option(help="Days until it expires.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Create a key and print it; it is shown only once."""
@@ -187,7 +188,7 @@ def create_key(
 def revoke_key(
     context: typer.Context,
     tenant: TenantId,
-    key_id: Annotated[str, typer.Argument(metavar="KEY", help="Its id, as `keys list` shows it.")],
+    key_id: Annotated[str, typer.Argument(metavar="KEY", help="Id of the key, as `keys list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key; every process rejects it within five seconds."""
@@ -197,7 +198,7 @@ def revoke_key(
 
 
 runs_app = typer.Typer(help="Pause, resume, move or end a run of a tenant.", no_args_is_help=True)
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]
 
 
 @runs_app.command("pause", epilog=examples("cotrain admin runs pause t-3f9c2a71 1f2e3d4c:train:0"))
@@ -205,7 +206,7 @@ def pause_run(
     context: typer.Context,
     tenant: TenantId,
     run: RunId,
-    reason: Annotated[str, typer.Option(help="Its clients read it.")] = "",
+    reason: Annotated[str, typer.Option(help="Reason that its clients receive.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Pause a run: its requests are accepted, and wait."""
@@ -225,7 +226,7 @@ def move_run(
     context: typer.Context,
     tenant: TenantId,
     run: RunId,
-    worker: Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")],
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker, as `workers list` shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Move a run to another worker of its pool; nothing is replayed, and no request fails."""
@@ -272,9 +273,9 @@ def server(
 @app.command(epilog=examples("cotrain admin audit", "cotrain admin audit --tenant t-3f9c2a71 --json"))
 def audit(
     context: typer.Context,
-    tenant: Annotated[str | None, typer.Option(help="What this tenant did, and what was done to it.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many at most.")] = 50,
-    before: Annotated[str | None, typer.Option(help="Earlier ones: `next` of the page before.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Only actions of this tenant, or on it.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of actions.")] = 50,
+    before: Annotated[str | None, typer.Option(help="Older actions: `next` of the previous page.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List administrative actions and their keys, newest first."""

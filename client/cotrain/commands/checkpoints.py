@@ -22,6 +22,7 @@ from cotrain.wire.rest import Checkpoint
 
 _PATH = "tinker://1f2e3d4c:train:0/weights/final"
 _SECONDS_BY_UNIT = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
 app = typer.Typer(
     help="List, show, publish, keep and delete checkpoints; see also download and upload.", no_args_is_help=True
 )
@@ -29,7 +30,7 @@ app = typer.Typer(
 
 @app.command("list", epilog=examples("cotrain checkpoints list --run 1f2e3d4c:train:0"))
 def list_checkpoints(
-    run: Annotated[str | None, typer.Option(help="Only those of this run.")] = None, as_json: AsJson = False
+    run: Annotated[str | None, typer.Option(help="Only checkpoints of this run.")] = None, as_json: AsJson = False
 ) -> None:
     """List checkpoints, newest first."""
     with opened() as service:
@@ -168,7 +169,7 @@ def download(
 
 def export(
     path: PathOf,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make; missing or empty.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create; it must be missing or empty.")],
     merged: Annotated[bool, typer.Option("--merged", help="A whole model: base model plus adapter.")] = False,
     peft: Annotated[bool, typer.Option("--peft", help="An adapter for PEFT.")] = False,
     vllm: Annotated[
@@ -183,7 +184,7 @@ def export(
     ] = None,
     leave_out_unembed: Annotated[bool, typer.Option("--leave-out-unembed", help="Drop the LoRA of lm_head.")] = False,
     dtype: Annotated[
-        str | None, typer.Option(help="Of merged weights: bfloat16, float16, float32. Default: the base's.")
+        str | None, typer.Option(help="Type of merged weights: bfloat16, float16, float32. Default: the base's.")
     ] = None,
     limit: Annotated[
         float | None,
@@ -230,8 +231,8 @@ def export(
 def upload(
     source: Annotated[Path, typer.Argument(help="A PEFT folder, or a tar of one.", exists=True)],
     base_model: Annotated[str, typer.Option(help="The base model it was trained on.")],
-    name: Annotated[str, typer.Option(help="What to call the checkpoint.")],
-    ttl_seconds: Annotated[int | None, typer.Option(min=1, help="Delete it after so long; by default never.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the checkpoint.")],
+    ttl_seconds: Annotated[int | None, typer.Option(min=1, help="Seconds until it expires; by default never.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload a LoRA adapter trained elsewhere: safetensors, in the format of PEFT."""

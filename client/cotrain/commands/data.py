@@ -33,13 +33,16 @@ TokenizerName = Annotated[
     str | None, typer.Option(help="A folder or a name on the hub. Default: that of the server's model.")
 ]
 TrainOnText = Annotated[str, typer.Option(help="last_answer, all_answers or each_answer.")]
-MaxTokens = Annotated[int | None, typer.Option(min=1, help="Longest datum.")]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens of a datum.")]
+
 SWEEP_EXAMPLES = examples(
     "cotrain sweep train.jsonl --lr 1e-5,1e-4,1e-3 --rank 8,32",
     "cotrain sweep train.jsonl --lr 1e-5,3e-5,1e-4,3e-4 --halve-after 20 --evaluate test.jsonl",
 )
 SCHEDULES = {"constant": constant, "linear": linear, "cosine": cosine}
+
 Number = TypeVar("Number", int, float)
+
 data_app = typer.Typer(help="Check chat data before training.", no_args_is_help=True)
 
 
@@ -108,7 +111,8 @@ def sweep(
     steps: Annotated[int | None, typer.Option(min=1, help="Default: one pass through the file.")] = None,
     schedule: Annotated[str, typer.Option(help="constant, linear or cosine.")] = "constant",
     halve_after: Annotated[
-        int | None, typer.Option(min=1, help="Keep the better half after so many steps, and each doubling.")
+        int | None,
+        typer.Option(min=1, help="Keep the better half after this number of steps, and again after each doubling."),
     ] = None,
     evaluate: Annotated[Path | None, typer.Option(help="Held-out JSONL: its loss ranks the runs.", exists=True)] = None,
     save: Annotated[str, typer.Option(help="Name of the best run's checkpoint.")] = "sweep-best",

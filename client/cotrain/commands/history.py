@@ -117,7 +117,7 @@ def imported(module: str) -> Any:
         raise NotInstalled(f"{error.name or package} is not installed here: pip install {package}") from error
 
 
-RunId = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
+RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]
 BARS = "▁▂▃▄▅▆▇█"
 SPARKS = 60
 """Maximum width of a curve in characters."""
@@ -125,9 +125,9 @@ SPARKS = 60
 
 def history(
     run: RunId,
-    last: Annotated[int | None, typer.Option(min=1, help="The newest so many points.")] = None,
-    after_step: Annotated[int, typer.Option(min=-1, help="What came after this step.")] = -1,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, to the last digit.")] = False,
+    last: Annotated[int | None, typer.Option(min=1, help="Number of newest points.")] = None,
+    after_step: Annotated[int, typer.Option(min=-1, help="Points after this step.")] = -1,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV with all digits.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show loss, gradient norm and learning rate of a run's steps."""
@@ -141,10 +141,10 @@ def history(
 
 
 def export(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Their ids.")],
-    to: Annotated[Target, typer.Option(help="Which program shall show them.")],
-    output: Annotated[Path, typer.Option(help="A folder; each run gets one in it.")] = Path("runs"),
-    project: Annotated[str, typer.Option(help="Of wandb or trackio.")] = "cotrain",
+    runs: Annotated[list[str], typer.Argument(metavar="RUN…", help="Ids of the runs.")],
+    to: Annotated[Target, typer.Option(help="Program that draws the curves.")],
+    output: Annotated[Path, typer.Option(help="Folder with a folder for each run.")] = Path("runs"),
+    project: Annotated[str, typer.Option(help="Project of wandb or trackio.")] = "cotrain",
 ) -> None:
     """Export the histories of runs to TensorBoard, Weights & Biases or trackio.
 

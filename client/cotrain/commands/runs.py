@@ -9,7 +9,8 @@ from cotrain.commands.history import export, history
 from cotrain.commands.terminal import AsJson, examples, facts, minute, opened, print_result, table
 from cotrain.wire.rest import MAX_PAGE, TrainingRun
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Its id.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]
+
 app = typer.Typer(help="List, show and end your runs.", no_args_is_help=True)
 webhooks_app = typer.Typer(
     help="Be notified when a run ends, fails or drifts, or a checkpoint is saved.", no_args_is_help=True
@@ -18,10 +19,12 @@ webhooks_app = typer.Typer(
 
 @app.command("list", epilog=examples("cotrain runs list --limit 100", "cotrain runs list --json | jq length"))
 def list_runs(
-    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="How many at most.")] = 20,
-    offset: Annotated[int, typer.Option(min=0, help="How many to skip.")] = 0,
-    tag: Annotated[list[str] | None, typer.Option(help="With this tag; repeated: all.")] = None,
-    text: Annotated[str | None, typer.Option(help="Words of the note or tags.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=MAX_PAGE, help="Maximum number of runs.")] = 20,
+    offset: Annotated[int, typer.Option(min=0, help="Number of runs to skip.")] = 0,
+    tag: Annotated[
+        list[str] | None, typer.Option(help="Only runs with this tag; if repeated, with all of them.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(help="Only runs with these words in note or tags.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """List runs, newest first."""
@@ -36,7 +39,8 @@ def list_runs(
 
 @app.command(epilog=examples("cotrain runs show 1f2e3d4c:train:0"))
 def show(
-    run: Annotated[str, typer.Argument(help="Its id, or the path of a checkpoint of it.")], as_json: AsJson = False
+    run: Annotated[str, typer.Argument(help="Id of the run, or path of one of its checkpoints.")],
+    as_json: AsJson = False,
 ) -> None:
     """Show one run and its checkpoints."""
     with opened() as service:
@@ -56,7 +60,7 @@ def show(
 )
 def note(
     run: Run,
-    text: Annotated[str, typer.Argument(help="Up to 2,000 characters; '' takes it away.")],
+    text: Annotated[str, typer.Argument(help="Up to 2,000 characters; '' removes it.")],
     as_json: AsJson = False,
 ) -> None:
     """Write a note to a run."""
@@ -71,8 +75,8 @@ def note(
 )
 def tag(
     run: Run,
-    tags: Annotated[list[str] | None, typer.Argument(help="To add: up to 64 characters.")] = None,
-    remove: Annotated[list[str] | None, typer.Option(help="To take away; repeated.")] = None,
+    tags: Annotated[list[str] | None, typer.Argument(help="Tags to add, of up to 64 characters.")] = None,
+    remove: Annotated[list[str] | None, typer.Option(help="Tag to remove; may be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Add and remove tags of a run; without any, show its tags."""

@@ -37,51 +37,8 @@ class TextRequest:
     stop: list[str] | None = None
 
 
-def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
-    """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
-    path, body = _question(about, asked)
-    answer: dict[str, Any] = checked(http.post(path, json=body)).json()
-    return answer
-
-
-def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
-    """Yield the text in parts as they become final. Closing the generator early cancels the sample.
-
-    Raises APIStatusError, also after the first part.
-    """
-    path, body = _question(about, asked)
-    with http.stream("POST", path, json={**body, "stream": True}) as response:
-        for line in checked(response).iter_lines():
-            kind, _, content = line.partition(":")
-            if kind == "data" and content.strip() != "[DONE]":
-                yield _text_in(content)
-
-
-def text_of(choice: dict[str, Any]) -> str:
-    """Return the text of one choice, of a completion or of a chat."""
-    holder = choice.get("message") or choice.get("delta")
-    return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
-
-
-def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
-    how = {name: value for name, value in asdict(asked).items() if value is not None}
-    if isinstance(about, str):
-        return COMPLETIONS, {**how, "prompt": about}
-    return CHATS, {**how, "messages": list(about)}
-
-
-def _text_in(content: str) -> str:
-    try:
-        event = json.loads(content)
-    except ValueError as error:
-        raise MalformedMessage("the server streamed what is not JSON") from error
-    if "error" in event:
-        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
-    return "".join(text_of(choice) for choice in event.get("choices", ()))
-
-
 def sample_text(
-    prompt: Annotated[str | None, typer.Argument(help="What to continue; `-`: stdin. Without one: a chat.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; `-`: stdin. Without one: a chat.")] = None,
     model_path: Annotated[
         str | None, typer.Option(help="Sampler weights: tinker://<run>/sampler_weights/<name>")
     ] = None,
@@ -89,11 +46,13 @@ def sample_text(
         str | None, typer.Option(help="A base model as it is; needed where the server has several.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Answer PROMPT as the user's turn of a chat.")] = False,
-    system: Annotated[str | None, typer.Option(help="The system's words before a chat.")] = None,
-    num_samples: Annotated[int, typer.Option(min=1, max=128, help="How many.")] = 1,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens at most.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0: the likeliest.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Of the likeliest tokens, so much in all.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message before a chat.")] = None,
+    num_samples: Annotated[int, typer.Option(min=1, max=128, help="Number of samples.")] = 1,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum number of tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 selects the likeliest token.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Total probability of the likeliest tokens to sample from.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop at this; may be repeated.")] = None,
     as_json: AsJson = False,
@@ -185,3 +144,46 @@ def _show(text: str) -> None:
 
 def _user(content: str) -> Message:
     return {"role": "user", "content": content}
+
+
+def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
+    """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
+    path, body = _question(about, asked)
+    answer: dict[str, Any] = checked(http.post(path, json=body)).json()
+    return answer
+
+
+def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
+    """Yield the text in parts as they become final. Closing the generator early cancels the sample.
+
+    Raises APIStatusError, also after the first part.
+    """
+    path, body = _question(about, asked)
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        for line in checked(response).iter_lines():
+            kind, _, content = line.partition(":")
+            if kind == "data" and content.strip() != "[DONE]":
+                yield _text_in(content)
+
+
+def text_of(choice: dict[str, Any]) -> str:
+    """Return the text of one choice, of a completion or of a chat."""
+    holder = choice.get("message") or choice.get("delta")
+    return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
+
+
+def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
+    how = {name: value for name, value in asdict(asked).items() if value is not None}
+    if isinstance(about, str):
+        return COMPLETIONS, {**how, "prompt": about}
+    return CHATS, {**how, "messages": list(about)}
+
+
+def _text_in(content: str) -> str:
+    try:
+        event = json.loads(content)
+    except ValueError as error:
+        raise MalformedMessage("the server streamed what is not JSON") from error
+    if "error" in event:
+        raise InternalServerError(event["error"].get("message", "it failed"), 500, event)
+    return "".join(text_of(choice) for choice in event.get("choices", ()))

@@ -32,7 +32,7 @@ from cotrain.transport.responses import RetryPolicy, is_page, refusal, understoo
 AdminKey = Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")]
 BaseUrl = Annotated[str, typer.Option(envvar="COTRAIN_BASE_URL")]
-DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where a server on this host keeps it.")]
+DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Data folder of a server on this host.")]
 PathOf = Annotated[str, typer.Argument(metavar="PATH", help="tinker://<run>/<kind>/<name>")]
 
 #: A person waits, so report soon that there is no server. A server that responds may take its time.

@@ -37,7 +37,58 @@ from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
 from cotrain.transport.responses import reader, understood
 from cotrain.wire.admin import CycleRecord, PoolStatus, ServerStatus, TenantStatus
 
+EXAMPLES = examples("cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools")
+TIMEOUT_S = 10.0
 CYCLES_SHOWN = 10
+
+
+def top(
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit, for scripts.")] = False,
+    all_tenants: Annotated[
+        bool, typer.Option("--all", help="As the operator on the server's host: its data folder has the key.")
+    ] = False,
+    base_url: BaseUrl = DEFAULT_BASE_URL,
+    admin_key: Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key: all tenants.")] = "",
+    api_key: Annotated[str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")] = "",
+    data_dir: DataDir = DEFAULT_DATA_DIR,
+    as_json: AsJson = False,
+) -> None:
+    """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: print one snapshot."""
+    with failing_in_a_sentence():
+        url = checked_url(base_url)
+        key = admin_key or ("" if all_tenants else api_key) or kept_admin_key(url, data_dir)
+        _show(ClientSettings(url, key), every, as_json=as_json, once=once)
+
+
+def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) -> None:
+    with plain_http(settings) as http:
+        if as_json:
+            print_json(_ask(http))
+        elif once or not sys.stdout.isatty():
+            print_rich(view(_ask(http)))
+        else:
+            _watch(http, every)
+
+
+def _watch(http: httpx.Client, every_s: float) -> None:
+    console = Console(markup=False, emoji=False, highlight=False)
+    first = Harmless(view(_ask(http)))
+    with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.refresh()
+            time.sleep(every_s)
+            try:
+                live.update(Harmless(view(_ask(http))))
+            except (httpx.TransportError, InternalServerError) as error:
+                # It may be restarting.
+                live.update(harmless(f"{http.base_url} does not answer: {error}"))
+
+
+def _ask(http: httpx.Client) -> ServerStatus:
+    """Fetch the status. Raises APIError, or MalformedMessage if the response is none."""
+    answer = checked(http.get("/status", timeout=TIMEOUT_S))
+    return understood(answer, reader(ServerStatus))
 
 
 def view(status: ServerStatus) -> RenderableType:
@@ -152,58 +203,3 @@ def _duration(seconds: float) -> str:
     days, hours_left = divmod(hours, 24)
     clock = f"{hours_left:02}:{minutes_left:02}:{seconds_left:02}"
     return f"{days} d {clock}" if days else clock
-
-
-EXAMPLES = examples("cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools")
-
-
-TIMEOUT_S = 10.0
-
-
-def top(
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once, for scripts.")] = False,
-    all_tenants: Annotated[
-        bool, typer.Option("--all", help="As the operator on the server's host: its data folder has the key.")
-    ] = False,
-    base_url: BaseUrl = DEFAULT_BASE_URL,
-    admin_key: Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key: all tenants.")] = "",
-    api_key: Annotated[str, typer.Option(envvar="COTRAIN_API_KEY", help="Without the operator's: your own part.")] = "",
-    data_dir: DataDir = DEFAULT_DATA_DIR,
-    as_json: AsJson = False,
-) -> None:
-    """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: print one snapshot."""
-    with failing_in_a_sentence():
-        url = checked_url(base_url)
-        key = admin_key or ("" if all_tenants else api_key) or kept_admin_key(url, data_dir)
-        _show(ClientSettings(url, key), every, as_json=as_json, once=once)
-
-
-def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) -> None:
-    with plain_http(settings) as http:
-        if as_json:
-            print_json(_ask(http))
-        elif once or not sys.stdout.isatty():
-            print_rich(view(_ask(http)))
-        else:
-            _watch(http, every)
-
-
-def _watch(http: httpx.Client, every_s: float) -> None:
-    console = Console(markup=False, emoji=False, highlight=False)
-    first = Harmless(view(_ask(http)))
-    with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
-        while True:
-            live.refresh()
-            time.sleep(every_s)
-            try:
-                live.update(Harmless(view(_ask(http))))
-            except (httpx.TransportError, InternalServerError) as error:
-                # It may be restarting.
-                live.update(harmless(f"{http.base_url} does not answer: {error}"))
-
-
-def _ask(http: httpx.Client) -> ServerStatus:
-    """Fetch the status. Raises APIError, or MalformedMessage if the response is none."""
-    answer = checked(http.get("/status", timeout=TIMEOUT_S))
-    return understood(answer, reader(ServerStatus))

@@ -27,9 +27,10 @@ POLL_S = 1.0
 #: Exit statuses: a check failed, or a worker gave no result in time.
 FAILED, UNANSWERED = 1, 2
 CHECKS = ("logprobs", "gradients", "weights", "samples")
-workers_app = typer.Typer(help="List workers, drain one, and take it back.", no_args_is_help=True)
-PoolId = Annotated[str, typer.Argument(metavar="POOL", help="As `workers list` shows it.")]
-WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="As `workers list` shows it.")]
+
+workers_app = typer.Typer(help="List, drain and undrain workers.", no_args_is_help=True)
+PoolId = Annotated[str, typer.Argument(metavar="POOL", help="Id of the pool, as `workers list` shows it.")]
+WorkerId = Annotated[str, typer.Argument(metavar="WORKER", help="Id of the worker, as `workers list` shows it.")]
 
 
 @workers_app.command("list", epilog=examples("cotrain admin workers list"))
@@ -73,8 +74,8 @@ def fleet(context: typer.Context, as_json: AsJson = False) -> None:
 
 def selfcheck(
     context: typer.Context,
-    worker: Annotated[list[str] | None, typer.Option(help="Only this worker; repeated: these. Otherwise all.")] = None,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Wait so many seconds for the results.")] = 120.0,
+    worker: Annotated[list[str] | None, typer.Option(help="Only this worker; may be repeated. Default: all.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait for the results.")] = 120.0,
     base_url: BaseUrl = DEFAULT_BASE_URL,
     admin_key: AdminKey = "",
     data_dir: DataDir = DEFAULT_DATA_DIR,

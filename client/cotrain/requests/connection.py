@@ -26,12 +26,12 @@ from cotrain.errors import (
     RequestFailed,
     VersionMismatch,
 )
-from cotrain.protocol import PROTOCOL, __version__
 from cotrain.requests.flow_control import Dispatch, InFlightLimit
 from cotrain.settings import ClientSettings
 from cotrain.transport.http import JSON, Transport
 from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
+from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
 from cotrain.wire.datums import ForwardBackwardOutput
 from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
@@ -40,11 +40,13 @@ from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
+
 POSTS_AT_ONCE = 32
 """Maximum number of rejected samples that retry at once; all others wait."""
 _POLLS_AT_ONCE = 500
 """Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
 _CANCEL_WITHIN_S = 5.0
+
 _PENDING = 408
 """Status that the server sends at the end of a long poll while the result is pending."""
 # Message of the server for a request that loads a missing checkpoint. The server sends no code for it,
@@ -52,6 +54,7 @@ _PENDING = 408
 NOT_FOUND = "Checkpoint not found."
 # A poll is a long poll. If one is answered at once, this pause keeps the loop from spinning.
 GAP_S = 0.05
+
 _ENDED = "the client was closed before this ended"
 
 

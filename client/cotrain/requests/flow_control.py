@@ -3,9 +3,13 @@
 A cotrain server receives a pass in one request, so that it adds the whole gradient or nothing. Other servers of
 the protocol publish a request size limit, and each request succeeds or fails separately: `chunks_of` and `combine`.
 
-Three limits hold for requests. *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a
-call beyond it blocks. *Dispatch* bounds the bytes and requests that are being sent at once. *SendQueue*
-sends a run's requests in the order of their `seq_id`. No request overtakes one that a full server rejected:
+Three classes limit and order requests:
+
+* *InFlightLimit* bounds the memory of requests that the server has not accepted yet; a call beyond it blocks.
+* *Dispatch* bounds the bytes and requests that are being sent at once.
+* *SendQueue* sends a run's requests in the order of their `seq_id`.
+
+No request overtakes one that a full server rejected:
 the server would stay full of requests that wait for the missing one.
 
 Only sizes and order are handled here; `transport/` sends the requests and interprets the responses.
@@ -26,6 +30,7 @@ from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.sessions import ClientConfigResponse
 
 T = TypeVar("T")
+
 IN_FLIGHT_BYTES = 256_000_000
 IN_FLIGHT_REQUESTS = 10_000
 """Limits of the memory for unaccepted requests. A single call is always allowed, whatever its size."""
@@ -34,6 +39,7 @@ DISPATCH_REQUESTS = 32
 """Default limits of concurrent sending; the server may set the bytes. Each request holds a connection."""
 SLOWEST_REFUSAL = 3
 """Cap on the failure count for the delay after a full server: one request of each run, every 2 s."""
+
 _MIB = 1024**2
 _HEAD_BYTES = 4096
 _FRAME_BYTES = 6

@@ -26,7 +26,6 @@ from google.protobuf.message import Message
 from pydantic import BaseModel
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
-from cotrain.protocol import __version__
 from cotrain.settings import proxy_of, through_proxy, trusted
 from cotrain.transport.download import Download, size_of
 from cotrain.transport.responses import (
@@ -39,13 +38,15 @@ from cotrain.transport.responses import (
     understood,
     unreached,
 )
+from cotrain.version import __version__
 from cotrain.wire.codec import PROTOBUF
+
+T = TypeVar("T")
 
 AT_ONCE = 4
 """Requests in flight, and so connections, of one pool before the next pool is used."""
 POOLS = 250
 """Maximum number of pools. More than AT_ONCE times this many requests share the pools evenly."""
-T = TypeVar("T")
 JSON = "application/json"
 BINARY = "application/octet-stream"
 TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
@@ -53,6 +54,7 @@ TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None)
 STREAM_TIMEOUT = httpx.Timeout(60.0, connect=10.0, pool=None, read=600.0)
 # `ConnectionPools` limits the number of connections. The server keeps idle ones open for longer than this.
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=30.0)
+
 ZSTD = "zstd"
 COMPRESSED_BYTES = 1_000
 """Smaller messages are not compressed: they fit into one packet in any case."""

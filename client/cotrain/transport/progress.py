@@ -1,7 +1,7 @@
 """Progress line of waiting calls: the request, the duration, and the server's message.
 
-It appears after a wait of ten seconds, on stderr if that is a terminal, or as one output of a notebook's cell, which
-is updated in place. It disappears when the wait ends. Otherwise it is logged to the logger `cotrain` as INFO, once a minute.
+It appears after a wait of ten seconds, and disappears when the wait ends. It is a line on stderr if that is a terminal,
+or one output of a notebook's cell, which is updated in place. Otherwise it is logged to the logger `cotrain` as INFO, once a minute.
 COTRAIN_PROGRESS=0 turns it off.
 """
 

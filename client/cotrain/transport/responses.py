@@ -1,6 +1,6 @@
 """Responses of a server: its messages, its rejections, pages of intermediaries, and the retries after a failure.
 
-A lost response, a busy server (429), a restarting one (5xx) and a slow one (408) are retried; every
+Calls are retried after a lost response, and while the server is busy (429), restarting (5xx) or slow (408). Every
 other rejection is raised to the caller. A response from an intermediary counts as a lost response, but only if the
 server has responded before; otherwise the address is wrong. A server that has responded before gets minutes to
 come back. One that never has is probably at another address, and gets seconds.
@@ -32,7 +32,9 @@ from cotrain.transport.progress import PROGRESS
 
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
+
 log = logging.getLogger("cotrain")
+
 _LONGEST_DETAIL = 1_000
 _LONGEST_EXCERPT = 80
 _LONGEST_ID = 64
@@ -40,6 +42,7 @@ _NO_CONTENT, _BAD_REQUEST, _UNAUTHORIZED, _TOO_LARGE = 204, 400, 401, 413
 _UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """OpenSSL errors, of older and newer versions, for a response in plain text."""
+
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 600.0
 """Minimum interval between two log lines with the same reason."""

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from pydantic import ValidationError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.protocol import ROUTED_EXPERTS
+from cotrain.wire.constants import ROUTED_EXPERTS
 from cotrain.wire.datums import (
     Datum,
     EncodedTextChunk,
@@ -29,6 +29,7 @@ from cotrain.wire.tensors import DType, RoutedExperts, TensorData, from_bytes, t
 
 PROTOBUF = "application/x-protobuf"
 """Media type of all these messages."""
+
 _DTYPE_ON_WIRE: dict[DType, wire.DType] = {"float32": wire.DTYPE_FLOAT32, "int64": wire.DTYPE_INT64}
 _DTYPE_BY_NUMBER: dict[int, DType] = {number: dtype for dtype, number in _DTYPE_ON_WIRE.items()}
 _DTYPE_OF_EXPERTS: dict[str, wire.DType] = {"int8": wire.DTYPE_INT8, "int16": wire.DTYPE_INT16}
@@ -39,6 +40,7 @@ _ELEMENT_OF_ARRAY: dict[int, tuple[str, DType]] = {
     wire.DTYPE_INT64: ("q", "int64"),
     wire.DTYPE_INT32: ("i", "int64"),
 }
+
 _STOP_REASON: dict[int, Literal["length", "stop"]] = {wire.STOP_REASON_STOP: "stop", wire.STOP_REASON_LENGTH: "length"}
 _EMPTY_CELL = (0, -99999.0)
 """Value of the empty cells of a top-k matrix."""

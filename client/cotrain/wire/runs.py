@@ -18,7 +18,7 @@ from pydantic import (
 from typing_extensions import override
 
 from cotrain.errors import Category
-from cotrain.protocol import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
 from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel
@@ -44,9 +44,9 @@ MAX_ALPHA = 655_360.0
 class LoraConfig(Argument):
     """Adapter to train: it adds `alpha / rank * B @ A` to every weight that it is attached to.
 
-    A is `[rank, inputs]` and starts random, B is `[outputs, rank]` and starts as zeros. Raises
-    ValidationError (a ValueError) for an alpha outside (0, 655360], and for any dropout but 0: a
-    forward must return the same numbers as the backward that follows it.
+    A is `[rank, inputs]` and starts random, B is `[outputs, rank]` and starts as zeros. Raises ValidationError (a
+    ValueError) for an alpha outside (0, 655360], and for any dropout but 0. A forward must return the same
+    numbers as the backward that follows it.
     """
 
     rank: int = 32

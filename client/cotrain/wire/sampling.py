@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from typing_extensions import override
 
-from cotrain.protocol import NO_POLICY_STEP
+from cotrain.wire.constants import NO_POLICY_STEP
 from cotrain.wire.datums import ModelInput, Token
 from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
 from cotrain.wire.tensors import RoutedExperts, TensorData, read_numbers

@@ -43,7 +43,7 @@ class ClientConfigResponse(WireModel):
     cotrain_version: str | None = None
     """Version of the server; only a cotrain server sends it."""
     cotrain_protocol: int | None = None
-    """Protocol version; a cotrain client with another version must stop; see `cotrain.protocol.PROTOCOL`."""
+    """Protocol version; a cotrain client with another version must stop; see `cotrain.version`."""
 
 
 class ClientDynamicConfigResponse(WireModel):

@@ -21,9 +21,11 @@ from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.wire.model import Listed, OneLine, in_a_sentence
 
 __all__ = ["RoutedExperts", "TensorData"]
+
 DType = Literal["int64", "float32"]
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
 Size = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
 _READ: dict[str, TypeAdapter[list[Any]]] = {
     "int64": TypeAdapter(list[Annotated[int, Field(ge=-(2**63), lt=2**63)]]),
     "float32": TypeAdapter(list[float]),

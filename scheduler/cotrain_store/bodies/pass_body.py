@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from cotrain.protocol import ROUTED_EXPERTS
+from cotrain.wire.constants import ROUTED_EXPERTS
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.bodies.images import BodyImage, ImageReader, UnusableImage
 from cotrain_store.errors import MalformedBody

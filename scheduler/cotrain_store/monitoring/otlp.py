@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from typing_extensions import override
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import TRACE_SPANS_DROPPED
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
 
-from cotrain.protocol import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain_server.errors import Invalid
 from cotrain_store.errors import MalformedBody
 

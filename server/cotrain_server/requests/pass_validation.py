@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cotrain.errors import UnsupportedInput
-from cotrain.protocol import CUSTOM, NO_POLICY_STEP, ROUTED_EXPERTS
+from cotrain.wire.constants import CUSTOM, NO_POLICY_STEP, ROUTED_EXPERTS
 from cotrain_server.errors import Invalid
 from cotrain_store.bodies.pass_body import DatumArrays, PassBody
 from cotrain_store.messages.runs import PoolRecord

@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import Request
 
 from cotrain.errors import UnsupportedInput
-from cotrain.protocol import PROTOCOL, __version__
+from cotrain.version import PROTOCOL, __version__
 from cotrain.wire import sessions as wire
 from cotrain.wire.custom_loss import CreateCustomLossRequest, check_loss, encode_loss
 from cotrain.wire.rest import (

@@ -13,7 +13,7 @@ from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain_server.errors import status_of
 from cotrain_server.http.responses import finite_json
 from cotrain_server.ui import number_format

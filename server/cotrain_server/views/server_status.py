@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain.wire.admin import FleetPool, FleetWorker, Restoring, WorkerShown
 from cotrain_server.probe import read_troubles
 from cotrain_server.services import Services

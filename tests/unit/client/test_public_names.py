@@ -23,7 +23,7 @@ MODULES = {
     "cotrain.mint",
     "cotrain.settings",
     "cotrain.types",
-    "cotrain.protocol",
+    "cotrain.version",
 }
 NAMES = """
 __version__ AdamOptimizerConfig AdamParams AdminClient APIConnectionError APIError APIFuture

@@ -24,7 +24,6 @@ from cotrain.errors import (
     UnsupportedInput,
     VersionMismatch,
 )
-from cotrain.protocol import PROTOCOL, __version__
 from cotrain.requests.connection import (
     NOT_FOUND,
     POSTS_AT_ONCE,
@@ -40,6 +39,7 @@ from cotrain.transport import responses as patience
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import RetryPolicy
 from cotrain.types import SampleRequest
+from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import OptimStepResponse
 from cotrain_store.errors import Reason

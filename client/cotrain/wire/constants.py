@@ -1,9 +1,5 @@
-"""Version, names and limits of the protocol, for processes that import no message."""
+"""Names and limits of messages, for processes that import no message."""
 
-__version__ = "0.1.0"
-
-PROTOCOL = 1
-"""Protocol version, incremented by every incompatible change between client and server."""
 CUSTOM = "custom"
 """Name of the loss that `loss_fn_config.loss_id` defines."""
 ROUTED_EXPERTS = "routed_experts"
