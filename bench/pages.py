@@ -15,8 +15,6 @@ import json
 import time
 from typing import Any
 
-from cotrain_store.tenants.history import POINT
-
 from bench.support.options import Options
 from bench.support.report import Report, show
 from bench.support.timing import Took

@@ -13,7 +13,7 @@ from cotrain.wire.custom_loss import *  # noqa: F403
 from cotrain.wire.datums import *  # noqa: F403
 from cotrain.wire.model import *  # noqa: F403
 from cotrain.wire.rest import *  # noqa: F403
-from cotrain.wire.runs import *
+from cotrain.wire.runs import *  # noqa: F403
 from cotrain.wire.sampling import *  # noqa: F403
 from cotrain.wire.sessions import *  # noqa: F403
 from cotrain.wire.tensors import *  # noqa: F403

@@ -6,17 +6,10 @@ from contextlib import asynccontextmanager
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 from cotrain_server.adapter_upload.adapter_files import expiring
 from cotrain_server.http import responses
 from cotrain_server.http.middleware import DirectRoutes, OtherMethods, PathPrefix, RequestMiddleware, path_prefix
-from cotrain.version import __version__
-from cotrain_server.adapter_upload.pending_files import expiring
-from cotrain_server.http import error_responses
-from cotrain_server.http.direct_routes import DirectRoutes
-from cotrain_server.http.middleware import RequestMiddleware
-from cotrain_server.http.other_methods import OtherMethods
-from cotrain_server.http.path_prefix import PathPrefix, path_prefix
 from cotrain_server.http.tenant_routes import TenantRoute
 from cotrain_server.routes import (
     account,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cotrain_store.tenants.history import read_history, read_metrics, read_points
 
 from cotrain.wire.rest import HistoryPoint
 from cotrain_store import redis_keys

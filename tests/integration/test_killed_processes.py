@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cotrain_store.tenants.history import read_history
 
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.redis_client.connection import open_connection

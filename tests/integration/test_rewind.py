@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cotrain_store.tenants.history import read_history
 
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, TenantId

@@ -209,10 +209,10 @@ def export(
         done = service.export_checkpoint(
             path,
             output,
-            cast("Form", forms[0]),
+            cast(Form, forms[0]),
             base=base,
             leave_out_unembed=leave_out_unembed,
-            dtype=cast("Dtype | None", dtype),
+            dtype=cast(Dtype | None, dtype),
             limit=limit,
             check=check,
             prove=prove,

@@ -79,10 +79,10 @@ def show_data(
         rendered = render(
             conversations,
             used,
-            train_on=cast("TrainOn", train_on),
+            train_on=cast(TrainOn, train_on),
             prompt_weight=prompt_weight,
             max_tokens=max_tokens,
-            too_long=cast("TooLong", too_long),
+            too_long=cast(TooLong, too_long),
             on_refused="skip",
         )
         report = rendered.report
@@ -229,7 +229,7 @@ def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
 
 
 def _datums(path: Path, tokenizer: Any, train_on: str, max_tokens: int | None) -> list[Datum]:
-    rendered = render(read_chat(path), tokenizer, train_on=cast("TrainOn", train_on), max_tokens=max_tokens)
+    rendered = render(read_chat(path), tokenizer, train_on=cast(TrainOn, train_on), max_tokens=max_tokens)
     if not rendered.datums:
         raise UnsupportedInput(f"{path} has no conversation to train on")
     return rendered.datums

@@ -25,7 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from structlog.typing import EventDict, Processor, WrappedLogger
 from typing_extensions import override
 
-from cotrain.protocol import __version__
+from cotrain.version import __version__
 
 #: Any text in an event that looks like an API key.
 _KEY = re.compile(r"\b(?:tml|sk)-[A-Za-z0-9_.-]+")

@@ -12,9 +12,7 @@ import typer
 from rich.console import Console
 
 from cotrain_server.commands import options
-from cotrain_server.commands.keys import all_keys, out_of_sight
 from cotrain_server.settings import ADMIN_KEY_FILE, split_words
-from cotrain_server.settings import split_words
 from cotrain_server.supervisor.data_folder import FolderInUse, UnsafeFolder, UnusableFolder
 from cotrain_server.supervisor.environment import refused_variables
 from cotrain_server.supervisor.process import CannotServe
@@ -24,9 +22,6 @@ from cotrain_store.disk.embedded_redis import NoRedisFound
 from cotrain_store.errors import InvalidKey, UnsafeRedis
 from cotrain_store.process_start import CannotListen
 from cotrain_store.settings import PREFIX
-from cotrain_store.listening import CannotListen
-from cotrain_store.redis_client.embedded_server import NoRedisFound
-from cotrain_store.settings.store import PREFIX
 from cotrain_store.tenants.api_keys import read_chosen_keys
 
 console = Console(highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from google.protobuf.message import DecodeError
 
-from cotrain.protocol import MAX_SWEEP_RUNS
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, SweepFuture, UntypedAPIFuture
 from cotrain_server.errors import Unreadable, status_of

@@ -49,9 +49,7 @@ from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_server.views.records import checkpoint_of, has_checkpoint, may_find, time_at, us_of
 from cotrain_store.errors import CheckpointNotFound, MalformedPath, Reason, Refused, RunNotFound
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, run_id
-from cotrain_store.messages.runs import CheckpointKind, CheckpointRecord, RunRecord, RunState, Tenant
-from cotrain_store.messages.runs import RunRecord, RunState, Tenant
-from cotrain_store.messages.saves import CheckpointKind
+from cotrain_store.messages.runs import CheckpointKind, RunRecord, RunState, Tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 
 lists_router = tenant_router("lists")

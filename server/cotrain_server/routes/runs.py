@@ -5,7 +5,6 @@ import re
 import time
 from typing import Annotated, Literal
 
-from cotrain_store.tenants.history import read_history, read_metrics
 from fastapi import Query, Request, Response
 
 from cotrain.wire import rest as wire
@@ -34,6 +33,7 @@ from cotrain_store.messages.ids import RunId, run_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord
 from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.audit_log import AuditEvent
+from cotrain_store.tenants.history import read_history, read_metrics
 from cotrain_store.tenants.lists import LabelQuery
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

@@ -20,8 +20,6 @@ from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
-from cotrain_server.requests.checkpoint_validation import check_notes
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_scan import MAX_DATUMS
 from cotrain_server.requests.samples import is_sampleable

@@ -8,7 +8,6 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
-from cotrain_store.tenants.history import metric_names
 from fastapi import Request
 
 from cotrain.wire.codec import PROTOBUF

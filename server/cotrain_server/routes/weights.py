@@ -5,7 +5,6 @@ from typing import Any
 
 from fastapi import Request
 
-from cotrain.protocol import MAX_SWEEP_RUNS
 from cotrain.wire.checkpoints import (
     CreateFromWeightsRequest,
     LoadWeightsRequest,
@@ -15,6 +14,7 @@ from cotrain.wire.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.runs import ForkRunRequest, SweepFutures, UntypedAPIFuture
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest
 from cotrain_server.errors import Invalid

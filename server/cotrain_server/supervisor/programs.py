@@ -16,8 +16,6 @@ from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_server.supervisor.environment import gpu_notice, gpu_variables, visible_gpus
 from cotrain_server.supervisor.logs import reason_of_redis
 from cotrain_server.supervisor.process import Program
-from cotrain_store.redis_client.embedded_server import check_log, find_redis_binary, redis_command
-from cotrain_server.supervisor.redis_log import reason_of_redis
 from cotrain_store.disk.embedded_redis import check_log, find_redis_binary, redis_command
 from cotrain_store.settings import PREFIX, WorkerSettings
 

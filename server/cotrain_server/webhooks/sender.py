@@ -23,12 +23,8 @@ import httpcore
 from httpcore import AnyIOBackend, AsyncNetworkBackend
 from typing_extensions import override
 
-from cotrain.protocol import __version__
-from cotrain_store.tenants.webhooks import SECRET_PREFIX, DueEvent
 from cotrain.version import __version__
-from cotrain_server.webhooks.addresses import AddressRefused, CheckedNetwork, NameUnknown
-from cotrain_store.messages.webhooks import DueEvent
-from cotrain_store.tenants.webhooks import SECRET_PREFIX
+from cotrain_store.tenants.webhooks import SECRET_PREFIX, DueEvent
 
 #: Time limit of a whole attempt in seconds, including name lookup and reading the answer.
 TIMEOUT_S = 10.0

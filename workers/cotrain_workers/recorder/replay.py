@@ -77,7 +77,7 @@ def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) ->
         lora_backend=numerics.lora,
         fusion=bool(numerics.fused),
         local_files_only=False,
-        quantization=cast("Quantization", numerics.quantization),
+        quantization=cast(Quantization, numerics.quantization),
     )
 
 

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlencode
 
-from cotrain_store.tenants.history import read_history, read_metrics
 from fastapi import APIRouter, Request, Response
 
 from cotrain_server.errors import Invalid
