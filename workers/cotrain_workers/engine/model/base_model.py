@@ -14,8 +14,8 @@ from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts, linear_attention, row_chunks
-from cotrain_workers.engine.model.activation_checkpointing import Recompute
+from cotrain_workers.engine.model import experts, linear_attention
+from cotrain_workers.engine.model.activation_checkpointing import Recompute, chunk_rows
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
@@ -197,7 +197,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
     vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
-    row_chunks.attach(backbone.layers, router)
+    chunk_rows(backbone.layers, router)
     return BaseModel(
         backbone=backbone,
         head_weight=network.lm_head.weight,

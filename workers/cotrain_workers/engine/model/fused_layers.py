@@ -19,10 +19,10 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kernels
+from cotrain_workers.engine.model.activation_checkpointing import by_rows
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
-from cotrain_workers.engine.model.row_chunks import by_rows
 from cotrain_workers.engine.routing import Router
 
 GATE_BLOCK, GATE_WARPS = 1024, 4  # values per program
