@@ -28,6 +28,8 @@ from cotrain_workers.engine.decoding.kv_cache import (
     STEP_TOKENS,
     DecoderSizes,
     KvCache,
+    Pages,
+    PrefixIndex,
     affordable_tokens,
     decoder_share,
     default_page_tokens,
@@ -35,7 +37,6 @@ from cotrain_workers.engine.decoding.kv_cache import (
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
-from cotrain_workers.engine.decoding.prompt_logprobs import SKIPPED, PromptScores
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
     GrammarOf,
@@ -46,9 +47,8 @@ from cotrain_workers.engine.decoding.requests import (
     SampleRequest,
     TextOf,
 )
-from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
+from cotrain_workers.engine.decoding.sequence import SKIPPED, Group, PromptScores, SequenceState
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision

@@ -19,8 +19,9 @@ from cotrain_workers.engine.decoding.cuda_kernels import (
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
 from cotrain_workers.engine.decoding.row_lora import RowLora
+from cotrain_workers.engine.decoding.sequence_pages import Plan
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, Plan, arrange, looked_up, padded
+from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, arrange, looked_up, padded
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED

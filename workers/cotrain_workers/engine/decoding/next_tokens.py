@@ -15,12 +15,11 @@ import torch
 
 from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_out
 from cotrain_workers.engine.decoding.model_runner import Forward
-from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import slot_order
 from cotrain_workers.engine.device import to_device, unordered_writes
-from cotrain_workers.engine.model.unembedding import picked_logprobs
+from cotrain_workers.engine.model.unembedding import likeliest, picked_logprobs
 
 UNIT = 2.0**40  # probability 1; probabilities below 1 / UNIT are never drawn
 ROWS = 64  # per call: the cumulative sums of a row take 8 bytes per token of the vocabulary

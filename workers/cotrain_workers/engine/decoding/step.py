@@ -1,7 +1,6 @@
 """Work of one decoder step, arranged in a packed row, and the route of its rows."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -11,49 +10,11 @@ from torch.nn import functional
 
 from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.row_lora import RowLora
-from cotrain_workers.engine.decoding.sequence import SequenceState
+from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
 
 FEWEST_ROWS = 16
-
-
-class Work(NamedTuple):
-    """Positions of a sequence that one step computes: of its prompt, on one page, or of one generated token."""
-
-    sequence: SequenceState
-    start: int
-    stop: int
-
-    @property
-    def is_prompt(self) -> bool:
-        """True for tokens of the prompt."""
-        return self.start < len(self.sequence.group.prompt)
-
-    @property
-    def page(self) -> int:
-        """Index in the sequence's page table."""
-        return self.start // self.sequence.group.page_tokens
-
-    @property
-    def ends_prompt(self) -> bool:
-        """True if it completes the prompt."""
-        return self.stop == len(self.sequence.group.prompt)
-
-    @property
-    def ends_sequence(self) -> bool:
-        """True if the next token is chosen after it; earlier work recomputes a preempted sequence."""
-        return self.stop == self.sequence.length
-
-
-@dataclass
-class Plan:
-    """One step; pages are copied first, then zeroed, then the work is computed."""
-
-    work: list[Work] = field(default_factory=list)
-    copies: dict[int, int] = field(default_factory=dict)  # page to write -> page to read
-    blank: list[int] = field(default_factory=list)  # pages with data of their last user, to zero
-    preempted: list[SequenceState] = field(default_factory=list)
 
 
 class Attention(Protocol):

@@ -32,6 +32,32 @@ def picked_logprobs(
     return picked.sub_(peak).add_(top.log_()), probabilities
 
 
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and log-probabilities of the `k` most probable tokens, int32 and float32 `[n, k]`.
+
+    Equally probable tokens are ordered by id, and the lowest ids of the last place are included.
+    """
+    ids = _lowest_first(logits, k)
+    logprobs, _ = picked_logprobs(logits, ids)
+    return ids.int(), logprobs.float()
+
+
+def _lowest_first(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the ids of the `k` largest logits per row, int64 `[n, k]`; equal ones by id.
+
+    torch defines no order among equals. On CUDA it may change with the number of rows, and so with
+    other requests of the batch.
+    """
+    least = logits.topk(k, dim=-1).values[:, -1:]
+    size = logits.shape[-1]
+    # All ids above the last value come before those with that value, and no two keys are equal.
+    keys = torch.arange(size, dtype=torch.int32, device=logits.device).expand_as(logits)
+    keys = torch.where(logits > least, keys - size, keys).masked_fill_(logits < least, size)
+    ids = keys.topk(k, dim=-1, largest=False).indices.sort(dim=-1).values
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
 def logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return d loss / d logits, given d loss / d logprob `[c, K]`; overwrites probabilities `[c, V]`.
 

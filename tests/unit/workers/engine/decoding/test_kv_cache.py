@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin, Pages, PrefixIndex
+from cotrain_workers.engine.decoding.kv_cache import Node, Origin, Pages, PrefixIndex
 
 W = Origin("w", "t")
 CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
