@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import kernel_is_right
+from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement

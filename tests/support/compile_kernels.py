@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     EXPERT_PARTS,
@@ -151,7 +151,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
+    from cotrain_workers.engine.decoding import page_programs
     from cotrain_workers.engine.lora.fused import expert_programs, programs
     from cotrain_workers.engine.model import layer_programs
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import Blocks, Grouped, GroupedLora, KernelAttention, KernelTables
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.page_kernel import Blocks, KernelAttention, KernelTables
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
-from cotrain_workers.engine.decoding.step import Item, MixedStep, looked_up
+from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, Item, MixedStep, looked_up
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.routing import StepRoute
 

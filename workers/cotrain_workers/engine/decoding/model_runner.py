@@ -8,20 +8,22 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, DecodeGraphs
-from cotrain_workers.engine.decoding.cuda_kernels import (
-    KernelAttention,
-    grouped_lora,
-    groups_take,
-    kernel_is_right,
-    kernel_tables,
-    kernel_takes,
-)
 from cotrain_workers.engine.decoding.kv_cache import KvCache
+from cotrain_workers.engine.decoding.page_kernel import KernelAttention, kernel_is_right, kernel_tables, kernel_takes
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, StepStates, positions
-from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.sequence_pages import Plan
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.decoding.step import Item, Lora, MixedStep, arrange, looked_up, padded
+from cotrain_workers.engine.decoding.step import (
+    Item,
+    Lora,
+    MixedStep,
+    RowLora,
+    arrange,
+    grouped_lora,
+    groups_take,
+    looked_up,
+    padded,
+)
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED

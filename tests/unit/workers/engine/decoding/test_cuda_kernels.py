@@ -17,15 +17,14 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding import model_runner as model_runner
+from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, slot_per_row
-from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora, kernel_takes
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding.page_kernel import kernel_takes
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
-from cotrain_workers.engine.decoding.row_lora import RowLora
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
-from cotrain_workers.engine.decoding.step import slot_order
+from cotrain_workers.engine.decoding.step import RowLora, grouped_lora, slot_order
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import Target

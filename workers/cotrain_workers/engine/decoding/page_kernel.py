@@ -1,6 +1,8 @@
-"""CUDA implementation of a decoder step: an attention kernel over pages, and LoRA with grouped products.
+"""Attention of a decoder step by kernels over the pages of the KV cache: tables, the torch op, and its check.
 
-The CPU tests do not run it. `tests/gpu` compares both with the plain implementations, which run anywhere.
+The op `cotrain::attend_pages` launches the kernels of `page_programs.py`. Tile sizes follow from the model and the
+pages alone, never from measured times, so that two workers have the same bits. `tests/gpu` compares the attention with
+that of `paged_attention.py`, which runs anywhere.
 """
 
 import logging
@@ -8,46 +10,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch.nn import functional
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, positions
-from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.attention import NARROW
+from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.kept_norm import block
 from cotrain_workers.engine.model.kernel_check import agrees
 from cotrain_workers.engine.routing import AttentionRule
 
-MAX_GROUPS = 1023  # per grouped product
-
+#: Keys of one part of a generated token's attention, and the largest number of parts.
+SPLIT, MOST = 1024, 32
+#: Programs that a launch for generated tokens aims at: several for each multiprocessor of a GPU.
+PROGRAMS = 4096
+#: Bytes of a block of keys. Two stages of keys and values then leave room for three programs on a multiprocessor.
+BLOCK_BYTES = 16 * 1024
+#: Rows of a block: queries times the query heads that share keys. Tensor cores take 16 at least.
+ROW_ROWS, PROMPT_ROWS, PROMPT_ROWS_FP32 = 16, 64, 16
+LEAST_KEYS = 16
+WARPS, STAGES = 4, 3
+ALL_KEYS = 2**30  # a window without a limit
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Relative to the largest value of a row; probabilities are rounded to the type of the values.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 
 log = logging.getLogger(__name__)
-
-
-def kernel_takes(weight: torch.Tensor, head_dim: int, page_tokens: int) -> bool:
-    """Return True if the kernel over pages can run for this kind of model.
-
-    On CUDA, a negative result is logged with its reason.
-    """
-    if not weight.is_cuda:
-        return False
-    reason = page_kernel.lacking(weight.dtype, head_dim, page_tokens, weight.device)
-    if reason:
-        log.warning("Decoding is slow here: %s", reason)
-    return not reason
-
-
-def groups_take(weight: torch.Tensor, slots: Sequence[Slot | None]) -> bool:
-    """Return True if the adapters of a step can run as one grouped product per pool."""
-    most = max((slot.pool.flat.shape[0] for slot in slots if slot is not None), default=0)
-    has_them = hasattr(functional, "grouped_mm")
-    return weight.is_cuda and weight.dtype in NARROW and has_them and most <= MAX_GROUPS
 
 
 @dataclass(frozen=True)
@@ -78,12 +67,12 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     columns = max(-(-span.stop // size) for span in spans)
     pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
     kv_slots = [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
-    step = page_kernel.queries_per_block(group, cache.dtype.itemsize)
+    step = queries_per_block(group, cache.dtype.itemsize)
     rows: list[tuple[int, int, int, int]] = []
     prompts: list[tuple[int, int, int, int]] = []
     for number, span in enumerate(spans):
         to = rows if len(positions(span)) == 1 else prompts
-        to += [(*block, number) for block in blocks_of(span, step)]
+        to += [(*block, number) for block in _blocks_of(span, step)]
 
     def int32(values: Any) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int32), device)
@@ -101,7 +90,7 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     return KernelTables(to_device(torch.tensor(kv_slots), device), int32(pages), launches)
 
 
-def blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
+def _blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
     """Yield first row, number of queries and keys of the first query for blocks of `step` queries."""
     for at in range(span.start, span.stop, step):
         yield span.row + at - span.start, min(step, span.stop - at), at + 1
@@ -124,66 +113,129 @@ class KernelAttention:
         if n < len(q):
             out[n:] = 0
         for each in tables.launches:
-            page_kernel.attend(
+            attend(
                 q, *self._cache.paged(layer), out, None, each.spans, each.lengths, tables.pages,
                 each.queries, each.longest, rule.window, rule.scaling, rule.softcap or 0.0,
             )  # fmt: skip
         return out
 
 
-class Grouped(NamedTuple):
-    """Neighbouring rows of one pool, sorted by slot."""
-
-    start: int
-    stop: int
-    pool: Pool
-    ends: torch.Tensor  # int32 [slots]: end of each slot's rows, counted from `start`
-
-
-class GroupedLora:
-    """LoRA of a step with one grouped product per matrix and pool; idle slots are empty groups."""
-
-    def __init__(self, groups: Sequence[Grouped]) -> None:
-        self._groups = groups
-        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
-        self._kept_lows: dict[str, list[torch.Tensor]] = {}
-
-    def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
-
-        Modules that read the same tensor `x` share one product with their stacked A matrices.
-        """
-        for group, low in zip(self._groups, self._take_lows(module, x), strict=True):
-            product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
-            y[group.start : group.stop].add_(product[:, : y.shape[1]])
-
-    def _take_lows(self, module: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes it for all siblings."""
-        if self._kept_x is not x or module not in self._kept_lows:
-            self._kept_x, self._kept_lows = x, {}
-            for group in self._groups:
-                siblings = group.pool.layout.siblings[module]
-                a = group.pool.stacked_a(siblings).transpose(1, 2)
-                low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
-                for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
-                    self._kept_lows.setdefault(name, []).append(own)
-        found = self._kept_lows.pop(module, [])
-        if not self._kept_lows:
-            self._kept_x = None
-        return found
+_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
+# Queries and `out` are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d].
+# Sinks are [heads]. Spans, int32 [b, 3], have the first row of a block, its number of queries and its row of `pages`.
+# Lengths, int32 [b], have the keys that its first query sees, itself included. They are `longest` at most.
+# Pages are int32 [sequences, columns]. A cap of 0 is no cap.
+_SCHEMA = (
+    "attend_pages(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
+    "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
+)
 
 
-def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:
-    """Return the LoRA groups of rows sorted by pool and slot; rows without an adapter come first."""
-    groups, start = [], sum(slot is None for slot in slots)
-    while start < len(slots):
-        first = slots[start]
-        assert first is not None
-        own = [slot.index for slot in slots if slot is not None and slot.pool is first.pool]
-        ends = np.cumsum(np.bincount(own, minlength=len(first.pool.flat)), dtype=np.int32)
-        groups.append(Grouped(start, start + len(own), first.pool, to_device(ends, device)))
-        start += len(own)
-    return GroupedLora(groups)
+class Sizes(NamedTuple):
+    """Tile sizes of a launch."""
+
+    rows: int
+    keys: int
+    columns: int
+    split: int
+    most: int
+
+
+def sizes(group: int, head_dim: int, page_tokens: int, item: int, *, is_prompt: bool) -> Sizes:
+    """Return the tile sizes for `group` query heads per key-value head and values of `item` bytes."""
+    columns = block(head_dim)
+    keys = max(LEAST_KEYS, min(128, BLOCK_BYTES // (columns * item)))
+    while page_tokens % keys:
+        keys //= 2
+    least = (PROMPT_ROWS_FP32 if item > 2 else PROMPT_ROWS) if is_prompt else ROW_ROWS
+    rows = max(least, block(group))
+    return Sizes(rows, keys, columns, SPLIT, 1 if is_prompt else MOST)
+
+
+def queries_per_block(group: int, item: int) -> int:
+    """Return the number of queries of a prompt in one block."""
+    return max(1, sizes(group, 16, LEAST_KEYS, item, is_prompt=True).rows // group)
+
+
+def attend_pages(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    spans: torch.Tensor,
+    lengths: torch.Tensor,
+    pages: torch.Tensor,
+    queries: int,
+    longest: int,
+    window: int | None,
+    scale: float,
+    cap: float,
+) -> None:
+    """Write the attention of blocks of `queries` queries at most to `out`; other rows stay.
+
+    Blocks of one query are generated tokens, whose keys are cut into parts. No part depends on the others' number.
+    """
+    from cotrain_workers.engine.decoding import page_programs
+
+    heads, width = q.shape[1:]
+    page, kv_heads = keys.shape[1:3]
+    q = q if q.stride(2) == 1 else q.contiguous()
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    group = heads // kv_heads
+    size = sizes(group, width, page, q.element_size(), is_prompt=queries > 1)
+    blocks, capacity = len(spans), min(size.most, -(-longest // size.split))
+    across = min(capacity, max(1, PROGRAMS // (blocks * kv_heads)))
+    # Also for a single part: another type of an unused argument would be another variant of the kernel.
+    parts = (blocks, heads, capacity) if size.most > 1 else (0,)
+    partial, sums = (out.new_empty(*parts, each, dtype=torch.float32) for each in (width, 2))
+    fixed: dict[str, Any] = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split}
+    fixed |= {"MOST": size.most, "SINKS": sinks is not None, "WIDTH": width}
+    seen = window or ALL_KEYS
+    given = out, partial, sums, out if sinks is None else sinks, spans, lengths
+    page_programs.attend[(blocks, kv_heads, across)](
+        q, keys, values, *given, pages, q.stride(0), q.stride(1), pages.stride(0), capacity, seen,
+        scale, cap, HEADS=kv_heads, GROUP=group, PAGE=page, M=size.rows, CAPPED=cap > 0,
+        WIDE=page_programs.INTERPRETED, **fixed, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    if capacity > 1:
+        page_programs.combine[(blocks, heads)](*given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS)
+
+
+def _write_nothing(*_: Any) -> None:
+    pass
+
+
+_LIBRARY.define(_SCHEMA)
+_LIBRARY.impl("attend_pages", attend_pages, "CompositeExplicitAutograd")
+torch.library.register_fake("cotrain::attend_pages", _write_nothing, lib=_LIBRARY)
+#: `attend_pages` as an op, which tools that follow ops can see.
+attend = torch.ops.cotrain.attend_pages
+
+
+def kernel_takes(weight: torch.Tensor, head_dim: int, page_tokens: int) -> bool:
+    """Return True if the kernel over pages can run for this kind of model.
+
+    On CUDA, a negative result is logged with its reason.
+    """
+    if not weight.is_cuda:
+        return False
+    reason = lacking(weight.dtype, head_dim, page_tokens, weight.device)
+    if reason:
+        log.warning("Decoding is slow here: %s", reason)
+    return not reason
+
+
+def lacking(dtype: torch.dtype, head_dim: int, page_tokens: int, device: torch.device) -> str:
+    """Return why the kernel cannot run, or an empty string."""
+    if dtype not in TYPES:
+        return f"no kernel for {dtype}"
+    if head_dim % 16 or head_dim > 256:
+        return f"no kernel for heads of {head_dim} values"
+    if page_tokens % LEAST_KEYS:
+        return f"no kernel for pages of {page_tokens} tokens"
+    return missing_kernels(device) or ""
 
 
 def kernel_is_right(
@@ -217,7 +269,7 @@ def difference(
         size = (rows, count, shape.head_dim)
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    full = page_kernel.SPLIT // page_tokens + 1  # pages with more keys than one part
+    full = SPLIT // page_tokens + 1  # pages with more keys than one part
     earlier = list(range(full))[::-1]
     rows = [Span(0, full * page_tokens, full * page_tokens + 1, [*earlier, full])]
     rows.append(Span(1, 0, 1, [full + 1]))
