@@ -90,6 +90,15 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     return KernelTables(to_device(torch.tensor(kv_slots), device), int32(pages), launches)
 
 
+def graph_tables(kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, cache: KvCache) -> KernelTables:
+    """Return the tables of one generated token per row, for any lengths within the columns of `pages`."""
+    rows, columns = pages.shape
+    numbers = torch.arange(rows, dtype=torch.int32, device=pages.device)
+    spans = torch.stack([numbers, torch.ones_like(numbers), numbers], dim=1)
+    blocks = Blocks(spans, lengths, queries=1, longest=columns * cache.page_tokens)
+    return KernelTables(kv_slots, pages, [blocks])
+
+
 def _blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
     """Yield first row, number of queries and keys of the first query for blocks of `step` queries."""
     for at in range(span.start, span.stop, step):
