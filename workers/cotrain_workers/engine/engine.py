@@ -34,7 +34,7 @@ from cotrain_workers.engine.model.activation_checkpointing import Choice as Reco
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
 from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.kernel_softmax import find_softmax
+from cotrain_workers.engine.model.layer_kernels import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.model.vision import DECODER
 from cotrain_workers.engine.model_facts import ModelFacts, model_facts

@@ -17,8 +17,8 @@ from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.model.base_model import KvShape
-from cotrain_workers.engine.model.kept_norm import block
 from cotrain_workers.engine.model.kernel_check import agrees
+from cotrain_workers.engine.model.layer_kernels import block
 from cotrain_workers.engine.routing import AttentionRule
 
 #: Keys of one part of a generated token's attention, and the largest number of parts.
