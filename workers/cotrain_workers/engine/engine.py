@@ -16,7 +16,6 @@ import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.residency import adapter_budget
-from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
@@ -27,6 +26,7 @@ from cotrain_workers.engine.device import (
     memory_use,
     resident_bytes,
 )
+from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
 from cotrain_workers.engine.lora.backend import Choice, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check
@@ -36,15 +36,13 @@ from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, 
 from cotrain_workers.engine.model.fused_layers import fuse_layers
 from cotrain_workers.engine.model.layer_kernels import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.model.vision import DECODER
-from cotrain_workers.engine.model_facts import ModelFacts, model_facts
-from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
+from cotrain_workers.engine.turns import Yielding, run_to_end
 
 LoadBase = Callable[..., BaseModel]  # signature of `load_base_model`
 
@@ -150,9 +148,9 @@ class Engine:
         adapters = AdapterBank(base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes)
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
-            where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding, quantization, DECODER if base.vision else "",
-            budget.save_tokens,
+            base, where, dtype, micro_batch_tokens=budget.tokens, save_tokens=budget.save_tokens,
+            head_chunk_rows=head_chunk_rows, lora=lora.name, adapter_bytes=adapter_bytes, fused=fused,
+            quantization=quantization,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)

@@ -42,9 +42,9 @@ from cotrain_workers.engine.model.model_source import (
     refuse_absent,
     refuse_not_finite,
     refuse_unused,
+    report,
     untied,
 )
-from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import has_experts
 from cotrain_workers.group.lock_step import GroupLockStep
 

@@ -19,7 +19,6 @@ import torch
 
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, TOLERANCE
 from cotrain_workers.engine.ops import (
@@ -34,6 +33,7 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()

@@ -23,9 +23,9 @@ from cotrain_workers.engine.adapters.residency import (
     over_budget,
     prefetch_moves,
 )
-from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, seed_of, shape_of
+from cotrain_workers.engine.turns import Yielding, run_to_end
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
 ARENAS_AT_REST = ("weights", "m", "v")

@@ -21,7 +21,6 @@ from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients, 
 from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, draw_weights, initial_weights
 from cotrain_workers.engine.adapters.copy_streams import HostArenas
 from cotrain_workers.engine.adapters.peft_experts import NotShared, shared, uploaded
-from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -39,6 +38,7 @@ from cotrain_workers.engine.ops import (
     unknown_run,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, shape_of
+from cotrain_workers.engine.turns import Yielding
 
 
 class SavedWeights(HostWeights):

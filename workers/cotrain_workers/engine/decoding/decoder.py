@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 
 from cotrain_workers.engine.adapters.copy_streams import CopyStream
-from cotrain_workers.engine.cores import StepCores, keeps_bits
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
     WeightSlots,
@@ -50,6 +49,7 @@ from cotrain_workers.engine.decoding.requests import (
 from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import SKIPPED, Group, PromptScores, SequenceState
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
+from cotrain_workers.engine.device import StepCores, keeps_bits
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing

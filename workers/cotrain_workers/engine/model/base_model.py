@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, unordered_writes
-from cotrain_workers.engine.lock_step import Alone, LockStep
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
@@ -34,13 +33,14 @@ from cotrain_workers.engine.model.model_source import (
     read_config,
     read_weights,
     refuse_not_finite,
+    report,
     unfit_config,
 )
 from cotrain_workers.engine.model.rotary import ROPES, context_length, fix_frequencies, rope_types
 from cotrain_workers.engine.model.vision import Vision, read_processor
-from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.routing import Router
 from cotrain_workers.engine.spec import Target, has_experts
+from cotrain_workers.engine.turns import Alone, LockStep
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (

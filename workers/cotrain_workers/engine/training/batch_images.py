@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.model.forward import TokenRow
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
@@ -17,6 +16,7 @@ from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import ImageRows
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost
 from cotrain_workers.engine.training.pass_state import PassState, give_up, needs_memory
+from cotrain_workers.engine.turns import Yielding
 
 
 class BatchImages:

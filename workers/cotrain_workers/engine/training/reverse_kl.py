@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.families import UNEMBED
@@ -27,6 +26,7 @@ from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import Layout, Pair, plan_layout
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
+from cotrain_workers.engine.turns import Forward
 
 
 @dataclass(frozen=True)
