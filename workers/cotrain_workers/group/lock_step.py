@@ -14,8 +14,7 @@ from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.forward import hidden_states, token_row
+from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
 from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec

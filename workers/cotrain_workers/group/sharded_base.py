@@ -23,14 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.model.base_model import (
     BaseModel,
-    UnsupportedModel,
     find_targets,
     make_base_model,
     make_skeleton,
     refuse_too_large,
-    refuse_type,
-    refuse_unsupported,
 )
+from cotrain_workers.engine.model.configuration import UnsupportedModel, refuse_type, refuse_unsupported
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.model.model_source import (
     EMBEDDING,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device, unordered_writes
-from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.model.linear_attention import StateShape
 
 CPU_TOKENS = 65_536

@@ -16,7 +16,7 @@ from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, positions
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
-from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.model.kernel_check import agrees
 from cotrain_workers.engine.model.layer_kernels import block
 from cotrain_workers.engine.routing import AttentionRule

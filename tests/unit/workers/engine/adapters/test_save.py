@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine import running_cycle
-from cotrain_workers.engine.model.base_model import eos_token_ids
+from cotrain_workers.engine.model.configuration import eos_token_ids
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, Save, SaveOutput
 from cotrain_workers.engine.turns import drive
 from tests.support.training import MIX, NewEngine

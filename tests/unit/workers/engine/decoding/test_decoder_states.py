@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding.kv_cache import affordable_tokens, default_page_tokens
-from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.model.linear_attention import StateShape
 from tests.support.decoding import (
     assert_same,

@@ -17,7 +17,8 @@ from transformers import AutoConfig
 from transformers.utils import logging
 
 from cotrain_workers.engine.model import base_model, model_source
-from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model, make_skeleton
+from cotrain_workers.engine.model.base_model import load_base_model, make_skeleton
+from cotrain_workers.engine.model.configuration import UnsupportedModel
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from cotrain_workers.group.sharded_base import read_rows, weight_files
 from tests.support.fake_hub import FakeHub
