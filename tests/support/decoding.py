@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest, TopK
 from cotrain_workers.engine.engine import Engine

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.residency import adapter_budget
+from cotrain_workers.engine.adapters.bank import AdapterBank, adapter_budget
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cotrain_workers.engine.adapters.adapter import Adapter
-from cotrain_workers.engine.adapters.bank import DRAWN_AT_ONCE, AdapterBank
+from cotrain_workers.engine.adapters.adapter import DRAWN_AT_ONCE, Adapter
+from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
 from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import (

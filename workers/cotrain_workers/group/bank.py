@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, StateCopy
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
 from cotrain_workers.engine.adapters.lifecycle import begins_run
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Import, Op

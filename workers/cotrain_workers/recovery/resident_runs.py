@@ -20,7 +20,7 @@ from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.adapters.bank import AdapterState, StateCopy
+from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
 from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.group.bank import Arrived

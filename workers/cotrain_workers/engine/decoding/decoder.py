@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import CopyStream
+from cotrain_workers.engine.adapters.copies import CopyStream
 from cotrain_workers.engine.decoding.adapter_slots import (
     PinnedWeights,
     WeightSlots,

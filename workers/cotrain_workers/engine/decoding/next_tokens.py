@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_out
+from cotrain_workers.engine.adapters.copies import CopyStream, HostArenas, carry_out
 from cotrain_workers.engine.decoding.model_runner import Forward
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot

@@ -18,8 +18,7 @@ from cotrain_server.errors import Invalid
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
-from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
-from cotrain_workers.engine.adapters.peft_experts import TINKER
+from cotrain_workers.engine.adapters.peft_import import TINKER, ImportRefused, read_import
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Import, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec

@@ -20,8 +20,8 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.import_body import PeftAdapter as Upload
 from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
-from cotrain_workers.engine.adapters.bank import initial_weights
-from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
+from cotrain_workers.engine.adapters.adapter import initial_weights
+from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import families
 from cotrain_workers.engine.model.families import LLAMA

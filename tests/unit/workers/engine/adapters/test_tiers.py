@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, OptimStep, Pass, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
