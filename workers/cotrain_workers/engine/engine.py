@@ -203,8 +203,8 @@ class Engine:
     ) -> EngineDecoder:
         """Return a decoder over this engine's base model, with key-value memory of its own.
 
-        `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for
-        stop strings, and `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
+        `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for stop strings, and
+        `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
         memory, `step_tokens` of prompts per step, `weights_bytes` of adapters kept on the device.
         """
         sizes = DecoderSizes(kv_tokens, page_tokens, step_tokens, weights_bytes, self._forward_backward.head_chunk_rows)

@@ -26,7 +26,10 @@ Arrival: TypeAlias = torch.cuda.Event | torch.cpu.Event
 
 
 class CopyStream:
-    """Copies in a CUDA stream of their own, in their order. On a CPU the streams of torch do nothing, and copies run at once."""
+    """Copies in a CUDA stream of their own, in their order.
+
+    On a CPU the streams of torch do nothing, and copies run at once.
+    """
 
     def __init__(self, device: torch.device, streams: Any = None) -> None:
         """`streams` stands for `torch.cuda` in a test without a GPU."""

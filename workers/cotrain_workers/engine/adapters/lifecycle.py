@@ -107,11 +107,11 @@ def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> Yielding[CreateOut
     if isinstance(op, Import):
         return _import(bank, op, max_rank)
     spec = op.spec if isinstance(op, Create) else replace(op.weights.spec, optimizer=op.optimizer_type)
-    reason = refuse_spec(spec, max_rank)
+    reason = _refuse_spec(spec, max_rank)
     if reason:
         return Failure(reason, "user")
     if isinstance(op, Load):
-        if refusal := refuse_state(op):
+        if refusal := _refuse_state(op):
             return refusal
         _begin_with(bank, op.run, spec, op.weights, op.optimizer)
         return LoadOutput(op.path)
@@ -140,7 +140,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
     if op.run not in bank:
         return unknown_run()
     adapter = bank[op.run]
-    if refusal := refuse_state(op):
+    if refusal := _refuse_state(op):
         return refusal
     if shape_of(op.weights.spec) != shape_of(adapter.spec):
         theirs, ours = describe(op.weights.spec), describe(adapter.spec)
@@ -173,7 +173,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
     return LoadOutput(op.path)
 
 
-def refuse_state(op: Load) -> Failure | None:
+def _refuse_state(op: Load) -> Failure | None:
     """Return the failure of a load whose weights or moments no step could continue from, or None."""
     if not is_all_finite(op.weights.flat):
         return Failure(f"Checkpoint {op.path} holds weights that are not finite. Load an earlier one.", "user")
@@ -187,7 +187,7 @@ def refuse_state(op: Load) -> Failure | None:
     )
 
 
-def refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
+def _refuse_spec(spec: AdapterSpec, max_rank: int) -> str | None:
     """Return why no run can have such an adapter, as a sentence for the tenant, or None."""
     if not 1 <= spec.rank <= max_rank:
         return f"Rank {spec.rank} is outside 1..{max_rank}."

@@ -50,9 +50,9 @@ def read_import(
 ) -> HostWeights:
     """Read the matrices of an adapter that PEFT wrote into an arena of ours.
 
-    The result is the same function, in this server's layout and scale. Every module gets the run's one rank, and `alpha` 32; B absorbs the ratio of the
-    scales. Missing rows and modules start as in a fresh adapter: A random, B zero. So they add
-    nothing now and can be trained later.
+    The result is the same function, in this server's layout and scale. Every module gets the run's one rank, and
+    `alpha` 32; B absorbs the ratio of the scales. Missing rows and modules start as in a fresh adapter: A random, B
+    zero. So they add nothing now and can be trained later.
 
     `base_weights`, by module, are those that an adapter may hold a copy of.
 
@@ -96,7 +96,7 @@ def _fill_experts(
 ) -> bool:
     """Write matrices of experts over those of a fresh adapter; return False for another module. Raises ImportRefused."""
     try:
-        found = uploaded(module.name, a, b, layout, in_halves=module.in_halves)
+        found = _uploaded(module.name, a, b, layout, in_halves=module.in_halves)
         for (name, expert), own in (found or {}).items():
             pair = pair_by_name[name]
             if expert is not None:
@@ -165,7 +165,7 @@ def _fill(pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_
 
 
 def parameter_names(module: str, parameter: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B of a parameter of experts; that of the first parameter is wrapped by the second."""
+    """Return PEFT's names of A and B of a parameter of experts; the first parameter is wrapped by the second."""
     inner = ".base_layer" if parameter == GATE_UP else ""
     return tuple(f"base_model.model.{module}{inner}.lora_{letter}.weight" for letter in "AB")  # type: ignore[return-value]
 
@@ -246,7 +246,7 @@ def shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
     return matrices[:1]
 
 
-def uploaded(
+def _uploaded(
     name: str, a: torch.Tensor, b: torch.Tensor, layout: Layout, *, in_halves: bool
 ) -> dict[tuple[str, int | None], Pair] | None:
     """Return uploaded matrices of experts by target and, of one expert alone, its number; None of another module.

@@ -38,7 +38,7 @@ from cotrain_workers.engine.decoding.step import (
     padded,
 )
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel, run_backbone
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.unembedding import capped, raw_logits
 from cotrain_workers.engine.model.vision import image_rows
@@ -108,7 +108,7 @@ class ModelRunner:
             hidden = self.graphs.run(items, chosen)
         if hidden is None:
             tokens = [item.work.sequence.token(at) for item in items for at in positions(item.span)]
-            rotary = rotary_of(items, has_images=has_images)
+            rotary = _rotary_of(items, has_images=has_images)
             filler = padded(len(tokens)) - len(tokens)
             ids = to_device(torch.tensor([tokens + [0] * filler]), self._device)
             rotary = np.pad(rotary, ((0, 0), (0, filler)))
@@ -116,7 +116,7 @@ class ModelRunner:
             at = at[:, None] if has_images else at
             if chosen is not None:
                 ids = looked_up(ids, chosen)
-            images = image_rows(images_of(items), self._device) if has_images else None
+            images = image_rows(_images_of(items), self._device) if has_images else None
             route = self._route(items, ids.shape[1])
             hidden = self._run_model(ids, at, route, images)
             if route.experts:
@@ -153,7 +153,7 @@ class ModelRunner:
         return capped(logits, self._base.final_softcap)
 
 
-def rotary_of(items: Sequence[Item], *, has_images: bool) -> np.ndarray:
+def _rotary_of(items: Sequence[Item], *, has_images: bool) -> np.ndarray:
     """Return the rotary positions of a step `[1, T]`, or `[3, T]` with images."""
     if not has_images:
         return np.array([[at for item in items for at in positions(item.span)]], np.int64)
@@ -161,7 +161,7 @@ def rotary_of(items: Sequence[Item], *, has_images: bool) -> np.ndarray:
     return np.concatenate([each.rotary_positions(span.start, span.stop) for each, span in spans], 1)
 
 
-def images_of(items: Sequence[Item]) -> list[tuple[int, torch.Tensor]]:
+def _images_of(items: Sequence[Item]) -> list[tuple[int, torch.Tensor]]:
     """Return the parts of images in a step, each with its first row."""
     found = []
     for work, span, _ in items:
@@ -180,15 +180,7 @@ def run_model(
 ) -> torch.Tensor:
     """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to hidden states `[T, d]`."""
     with base.router.use_step(route, images):
-        output = base.backbone(
-            input_ids=ids,
-            position_ids=positions,
-            # Given a mask of four dimensions, transformers builds none; ours is not looked at.
-            attention_mask=ids.new_zeros(1, 1, 1, 1),
-            use_cache=False,
-        )
-    hidden: torch.Tensor = output.last_hidden_state[0]
-    return hidden
+        return run_backbone(base, ids, positions)[0]
 
 
 class PinnedBuffer:

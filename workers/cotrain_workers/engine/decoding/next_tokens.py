@@ -115,13 +115,13 @@ def find_ready(
     states = [sequence.hidden for sequence in first if sequence.hidden is not None]
     parts = [torch.stack(states)] if states else []
     if forward is not None and last:
-        parts.append(take(forward.hidden, [item.span.row for item in last]))
+        parts.append(_take(forward.hidden, [item.span.row for item in last]))
     order = sorted(range(len(sequences)), key=lambda at: slot_order(slot_of[sequences[at].group.request.weights]))
     hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return Ready([sequences[at] for at in order], take(hidden, order))
+    return Ready([sequences[at] for at in order], _take(hidden, order))
 
 
-def take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return some rows of `hidden` `[n, d]`; a prefix in order is returned without a copy."""
     if list(rows) == list(range(len(rows))):
         return hidden[: len(rows)]
@@ -137,11 +137,11 @@ def choose_next(
         sequences = ready.sequences[at : at + chunk_rows]
         slots = [slot_of[sequence.group.request.weights] for sequence in sequences]
         logits = logits_of(ready.hidden[at : at + chunk_rows], slots)
-        chosen = choose(constrained(logits, sequences), [choice_of(each) for each in sequences])
+        chosen = choose(_constrained(logits, sequences), [_choice_of(each) for each in sequences])
         found, _ = picked_logprobs(logits[: len(sequences)], chosen[:, None])
         tokens.append(chosen)
         logprobs.append(found[:, 0])
-        tops += list(top_tokens(sequences, logits))
+        tops += list(_top_tokens(sequences, logits))
     for at, sequence in enumerate(ready.sequences):
         sequence.hidden = None
         sequence.unread += 1
@@ -153,7 +153,7 @@ def choose_next(
     return NextTokens(ready.sequences, every, tops, carry_out(copies, arenas))
 
 
-def choice_of(sequence: SequenceState) -> Choice:
+def _choice_of(sequence: SequenceState) -> Choice:
     """Return the sampling parameters of the next token of a sequence."""
     request = sequence.group.request
     if not request.temperature:
@@ -162,7 +162,7 @@ def choice_of(sequence: SequenceState) -> Choice:
     return Choice(request.temperature, request.top_k, request.top_p, point)
 
 
-def constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
+def _constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
     """Return logits `[n padded, V]` without the tokens that the grammars of sequences exclude.
 
     Rows of other sequences keep their bits. The input is unchanged, for the log-probs of the model.
@@ -177,12 +177,12 @@ def constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> tor
     return logits
 
 
-def top_tokens(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[TopTokens]:
+def _top_tokens(sequences: Sequence[SequenceState], logits: torch.Tensor) -> Iterator[TopTokens]:
     """Yield the most probable tokens for sequences that requested them, batched by `k`."""
     wanted = [sequence.group.request.topk_sample_logprobs for sequence in sequences]
     for k in set(wanted) - {0}:
         rows = [at for at, own in enumerate(wanted) if own == k]
-        yield TopTokens([sequences[at] for at in rows], k, *likeliest(take(logits, rows), k))
+        yield TopTokens([sequences[at] for at in rows], k, *likeliest(_take(logits, rows), k))
 
 
 def uniform(seed: int, sequence: int, token: int) -> float:
@@ -195,13 +195,13 @@ def uniform(seed: int, sequence: int, token: int) -> float:
 def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     """Return a token for each of the first rows of `logits` `[>= len(choices), V]`: int64 `[n]`."""
     parts = [
-        choose_some(logits[start : start + ROWS], choices[start : start + ROWS])
+        _choose_some(logits[start : start + ROWS], choices[start : start + ROWS])
         for start in range(0, len(choices), ROWS)
     ]
     return torch.cat(parts)
 
 
-def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+def _choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     """Return the tokens of at most `ROWS` rows."""
     likeliest = logits[: len(choices)].argmax(dim=-1)
     drawn = [at for at, choice in enumerate(choices) if choice.temperature > 0]
@@ -215,32 +215,32 @@ def choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor
     some = logits.index_select(0, rows)
     scaled = (some - some.amax(dim=-1, keepdim=True)) / temperatures[:, None]  # at most 0: no overflow
     weights = (torch.softmax(scaled, dim=-1) * UNIT).long()  # [rows, V]
-    keep_most_probable(weights, wanted)
+    _keep_most_probable(weights, wanted)
     uniforms = to_device(torch.tensor([c.uniform for c in wanted], dtype=torch.float64), device)
-    found = draw(weights, uniforms)
+    found = _draw(weights, uniforms)
     with unordered_writes():
         return likeliest.index_copy_(0, rows, found)
 
 
-def keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
+def _keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
     """Zero `weights` `[rows, V]` excluded by top_k, then by top_p; equal weights are treated alike."""
     for k in {choice.top_k for choice in choices if 0 < choice.top_k < weights.shape[1]}:
-        rows = matching(weights, [choice.top_k == k for choice in choices])
+        rows = _matching(weights, [choice.top_k == k for choice in choices])
         some = weights.index_select(0, rows)
         least = some.topk(k, dim=-1).values[:, -1:]
         with unordered_writes():
             weights.index_copy_(0, rows, some.where(some >= least, 0))
     narrow = [choice.top_p < 1 for choice in choices]
     if any(narrow):
-        rows = matching(weights, narrow)
+        rows = _matching(weights, narrow)
         given = torch.tensor([choice.top_p for choice in choices if choice.top_p < 1])
         shares = to_device(given, weights.device).double()
-        kept = nucleus(weights.index_select(0, rows), shares)
+        kept = _nucleus(weights.index_select(0, rows), shares)
         with unordered_writes():
             weights.index_copy_(0, rows, kept)
 
 
-def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """Zero all but the fewest largest weights whose sum reaches each row's share of the total."""
     ordered = weights.sort(dim=-1, descending=True).values
     sums = ordered.cumsum(dim=-1)
@@ -250,7 +250,7 @@ def nucleus(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     return weights.where(weights >= least, 0)
 
 
-def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def _draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Return for each row the first index whose cumulative sum exceeds `uniform * total`.
 
     Rows with invalid weights (NaN in the logits) get an arbitrary valid index: the next step may look it
@@ -263,7 +263,7 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=weights.shape[1] - 1)
 
 
-def matching(weights: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
+def _matching(weights: torch.Tensor, wanted: Sequence[bool]) -> torch.Tensor:
     """Return the indices of wanted rows, int64."""
     rows = [at for at, is_wanted in enumerate(wanted) if is_wanted]
     return to_device(torch.tensor(rows), weights.device)

@@ -230,13 +230,13 @@ def kernel_takes(weight: torch.Tensor, head_dim: int, page_tokens: int) -> bool:
     """
     if not weight.is_cuda:
         return False
-    reason = lacking(weight.dtype, head_dim, page_tokens, weight.device)
+    reason = _lacking(weight.dtype, head_dim, page_tokens, weight.device)
     if reason:
         log.warning("Decoding is slow here: %s", reason)
     return not reason
 
 
-def lacking(dtype: torch.dtype, head_dim: int, page_tokens: int, device: torch.device) -> str:
+def _lacking(dtype: torch.dtype, head_dim: int, page_tokens: int, device: torch.device) -> str:
     """Return why the kernel cannot run, or an empty string."""
     if dtype not in TYPES:
         return f"no kernel for {dtype}"

@@ -165,16 +165,16 @@ class RowLora:
                 self._long.append(run)
             else:
                 short.append(run)
-        for group in neighbours(short):
+        for group in _neighbours(short):
             if len(group) == 1:
                 self._long.append(group[0])
             else:
-                self._short.append(gathered(group, device))
+                self._short.append(_gathered(group, device))
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
         for run in self._long:
-            add_run(run, module, x, y)
+            _add_run(run, module, x, y)
         for at, group in enumerate(self._short):
             if module not in group.modules:
                 continue
@@ -182,10 +182,10 @@ class RowLora:
             size = width * (x.shape[1] + y.shape[1]) * x.element_size()
             if size > GATHER_BYTES:
                 for run in group.runs:
-                    add_run(run, module, x, y)
+                    _add_run(run, module, x, y)
             else:
                 matrices = self._gather(at, module, size)
-                add_products(slice(group.start, group.stop), x, y, *matrices)
+                _add_products(slice(group.start, group.stop), x, y, *matrices)
 
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
@@ -200,7 +200,7 @@ class RowLora:
             both = run.slot.pool.of_experts(module, run.slot.index)
             for expert, start, stop in groups[run.start]:
                 a, b = (of_expert(each, expert).expand(stop - start, -1, -1) for each in both)
-                add_products(slice(start, stop), x, y, a, b)
+                _add_products(slice(start, stop), x, y, a, b)
 
     def _gather(self, at: int, module: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the matrices of a group's rows side by side, from the cache of an earlier step if possible."""
@@ -214,14 +214,14 @@ class RowLora:
         return found
 
 
-def add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+def _add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """Add the LoRA path on the rows of one adapter."""
     if module in run.slot.modules:
         matrices = run.slot.pool.repeated(module, run.slot.index, run.stop - run.start)
-        add_products(slice(run.start, run.stop), x, y, *matrices)
+        _add_products(slice(run.start, run.stop), x, y, *matrices)
 
 
-def add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add `x_i A_i^T B_i` to each row `y_i`; `a` `[n, rank, in]`, `b` `[n, rank, padded out]`.
 
     A single row is computed twice, because a batch of one has other bits.
@@ -244,7 +244,7 @@ def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:
         start = stop
 
 
-def neighbours(runs: Sequence[Run]) -> list[list[Run]]:
+def _neighbours(runs: Sequence[Run]) -> list[list[Run]]:
     """Group consecutive runs that share a pool."""
     groups: list[list[Run]] = []
     for run in runs:
@@ -256,7 +256,7 @@ def neighbours(runs: Sequence[Run]) -> list[list[Run]]:
     return groups
 
 
-def gathered(group: Sequence[Run], device: torch.device) -> Gathered:
+def _gathered(group: Sequence[Run], device: torch.device) -> Gathered:
     """Return one gather for several short runs."""
     indices = [run.slot.index for run in group for _ in range(run.stop - run.start)]
     modules = frozenset[str]().union(*(run.slot.modules for run in group))

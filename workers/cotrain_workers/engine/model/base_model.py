@@ -164,9 +164,9 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
     targets, router = find_targets(network), Router()
     num_parameters = number_of_parameters(network)
     path = decoder_path(network)
-    adapt(network, targets, router)
+    _adapt(network, targets, router)
     fix_frequencies(backbone)
-    scale_outputs(backbone, logit_factor(kind, text))
+    _scale_outputs(backbone, logit_factor(kind, text))
     vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
@@ -190,7 +190,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
         num_parameters=num_parameters,
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(text, len(attentions(backbone))),
+        kv=kv_shape(text, len(_attentions(backbone))),
         states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
         expert_choices=experts.choices_of(backbone, text),
@@ -198,7 +198,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
     )
 
 
-def scale_outputs(backbone: nn.Module, factor: float) -> None:
+def _scale_outputs(backbone: nn.Module, factor: float) -> None:
     """Multiply the hidden states `[1, T, d]` of a backbone by the model's factor on its logits.
 
     Each head, LoRA on it and each gradient then have the factor. Factors of published models are powers of two, by
@@ -222,7 +222,7 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     return {UNEMBED: base.head_weight, **whole}
 
 
-def attentions(decoder: Any) -> list[Any]:
+def _attentions(decoder: Any) -> list[Any]:
     """Return the attention modules of a decoder, in the order of layers. Some layers of hybrids have none."""
     found = (getattr(layer, "self_attn", None) for layer in decoder.layers)
     return [each for each in found if each is not None]
@@ -270,7 +270,7 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     return tuple(targets)
 
 
-def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
+def _adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Replace linear modules and attention of a loaded model by ours."""
     experts.attach(network, router)
     for target in targets:
@@ -284,7 +284,7 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = network.get_decoder()
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, attention in enumerate(attentions(decoder)):
+    for number, attention in enumerate(_attentions(decoder)):
         attn.attach(attention, router, number)
 
 
@@ -335,12 +335,19 @@ def token_row(
 def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:
     """Return the last hidden states `[1, T, d]`. The router must have the row's route."""
     device = base.head_weight.device
-    ids = to_device(row.ids, device)[None]
+    return run_backbone(base, to_device(row.ids, device)[None], to_device(row.positions, device)[..., None, :])
+
+
+def run_backbone(base: BaseModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to the last hidden states `[1, T, d]`.
+
+    The router must have their route.
+    """
     output = base.backbone(
         input_ids=ids,
-        position_ids=to_device(row.positions, device)[..., None, :],
+        position_ids=positions,
         # Given a mask of four dimensions, transformers builds none (looking for packed sequences, it
-        # would wait for the device); ours says nothing, the segment table all.
+        # would wait for the device). Its values are not used: the route has the sequences.
         attention_mask=ids.new_zeros(1, 1, 1, 1),
         use_cache=False,  # with a cache transformers would not see the packing
     )

@@ -30,7 +30,8 @@ LEAST: Mapping[str, int] = {
     "query_pre_attn_scalar": 0, "attn_logit_softcapping": 0, "final_logit_softcapping": 0,
     "logit_scale": 0, "logits_scaling": 0,
 }  # fmt: skip
-# Beyond a first length, their frequencies depend on the longest sequence of the batch, and so on other tenants.
+#: Rotary embeddings whose frequencies depend on the longest sequence of the batch, and so on other tenants, beyond a
+#: first length.
 STRETCHED_ROPES = ("dynamic", "longrope")
 #: The default is in the code of each model; transformers computes the others.
 ROPES = ("default", *ROPE_INIT_FUNCTIONS)

@@ -131,7 +131,7 @@ def _once(checked: Checked, key: tuple[Any, ...], check: Callable[[], bool]) -> 
 
 def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
     """Replace a norm by a kernel; return the kernel, which also returns its input, or None."""
-    eps, pure = known_norm(norm)
+    eps, pure = _known_norm(norm)
     if pure is None:
         return None
     one = pure is norm_with_one
@@ -214,7 +214,7 @@ def _fuse_heads(attention: Any, checked: Checked) -> bool:
 
 def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -> Any:
     """Return a kernel that normalises heads `[1, heads, T, size]`, if there is a norm, and rotates them, or None."""
-    eps, pure = (0.0, None) if norm is None else known_norm(norm)
+    eps, pure = (0.0, None) if norm is None else _known_norm(norm)
     if norm is not None and pure is None:
         return None
 
@@ -258,7 +258,7 @@ def _fuse_residuals(layer: Any, norms: Mapping[Any, Norm | None], router: Router
     return True
 
 
-def known_norm(norm: Any) -> tuple[float, Any]:
+def _known_norm(norm: Any) -> tuple[float, Any]:
     """Return the epsilon of a norm and the matching known function, or None in its place."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
     x = example(norm.weight, ROWS, len(norm.weight))

@@ -58,7 +58,7 @@ def _lowest_first(logits: torch.Tensor, k: int) -> torch.Tensor:
     return ids.gather(1, order)
 
 
-def logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def _logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return d loss / d logits, given d loss / d logprob `[c, K]`; overwrites probabilities `[c, V]`.
 
     `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
@@ -93,9 +93,10 @@ class Cap:
 
 
 class PlainSoftmax:
-    """Softmax of all rows of some logits `[rows, V]` before the cap, which it may overwrite. Gradients have the type `dtype`.
+    """Softmax of all rows of some logits `[rows, V]` before the cap, which it may overwrite.
 
-    Results of a row depend only on that row. PyTorch operations store all probabilities until they become the gradient.
+    Gradients have the type `dtype`. Results of a row depend only on that row. PyTorch operations store all
+    probabilities until they become the gradient.
     """
 
     def __init__(self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool) -> None:
@@ -113,7 +114,7 @@ class PlainSoftmax:
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
         """Compute the gradient of some rows, given d loss / d logprob `[c, K]`."""
-        grad = logit_slope(self._slopes[rows], slope, targets)
+        grad = _logit_slope(self._slopes[rows], slope, targets)
         self._cap_by_start[rows.start].back(grad)
 
     def gradient(self) -> torch.Tensor:

@@ -4,25 +4,9 @@ import pytest
 import torch
 
 from cotrain_workers.engine import running_cycle
-from cotrain_workers.engine.model.configuration import eos_token_ids
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, Save, SaveOutput
 from cotrain_workers.engine.turns import drive
 from tests.support.training import MIX, NewEngine
-
-
-class Named:
-    """Stand-in for settings with end-of-sequence tokens."""
-
-    def __init__(self, eos_token_id: int | list[int] | None) -> None:
-        self.eos_token_id = eos_token_id
-
-
-class Network:
-    """Stand-in for a model."""
-
-    def __init__(self, generation: int | list[int] | None, config: int | list[int] | None) -> None:
-        self.generation_config = Named(generation)
-        self.config = Named(config)
 
 
 def test_a_save_has_the_weights_after_the_step_of_its_cycle(new_engine: NewEngine) -> None:
@@ -111,10 +95,3 @@ def test_without_passes_there_is_no_yield_point(new_engine: NewEngine) -> None:
     drive(engine.cycle([Create("run", 0, MIX[0].spec)]), lambda: yields.append(1))
 
     assert yields == []
-
-
-def test_the_end_tokens_are_read_from_the_model(new_engine: NewEngine) -> None:
-    assert new_engine().facts.eos_token_ids == (2,)
-    assert eos_token_ids(Network([7, 3], 1)) == (3, 7)
-    assert eos_token_ids(Network(None, 1)) == (1,)
-    assert eos_token_ids(Network(None, None)) == ()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
+from cotrain_workers.engine.adapters.copies import OPEN_GRADIENT
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave
