@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.timing import Work, timed
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.logprob_head import Head
-from cotrain_workers.engine.turns import Yielding
 
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
 HEAD, WAVE, WHOLE = "cotrain: head", "cotrain: wave", "cotrain: cycle"

@@ -18,10 +18,10 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op
-from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from cotrain_workers.recovery.replay import Restored
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live

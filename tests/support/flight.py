@@ -15,6 +15,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId, en
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (
     Failure,
@@ -27,7 +28,6 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout
-from cotrain_workers.engine.turns import run_to_end
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences

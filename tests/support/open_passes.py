@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op, OptimStep, Output, Pass, PassOutput, ReverseKlOutput
-from cotrain_workers.engine.turns import run_to_end
 from tests.support.training import random_datum
 
 OpId = tuple[str, int]

@@ -13,9 +13,9 @@ from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.results import Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.drift import LAG_METRICS
-from cotrain_workers.engine.turns import run_to_end
 from cotrain_workers.results import CYCLE_METRIC
 from tests.support.bodies import sequences
 from tests.support.stack import POOL, Stack, make_worker, worker

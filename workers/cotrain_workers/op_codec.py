@@ -21,6 +21,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import (
     Create,
     Datum,
@@ -44,7 +45,6 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout
-from cotrain_workers.engine.turns import Yielding, run_to_end
 
 
 class Checkpoints(Protocol):

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank, adapter_budget
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
@@ -41,7 +42,6 @@ from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_probe import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
-from cotrain_workers.engine.turns import Yielding, run_to_end
 
 LoadBase = Callable[..., BaseModel]  # signature of `load_base_model`
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from cotrain_workers.engine.adapters.adapter import DRAWN_AT_ONCE, Adapter
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
+from cotrain_workers.engine.coordination import Yielding, timed
 from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import (
     CycleOutput,
@@ -27,7 +28,6 @@ from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.losses import refuse_pass, refuse_reverse_kl
 from cotrain_workers.engine.training.micro_batches import PassesCost
 from cotrain_workers.engine.training.pass_state import OpenPasses, PassState
-from cotrain_workers.engine.turns import Yielding, timed
 
 #: Datums of a pass that are checked without a break, in about 10 ms.
 MANY_DATUMS = 8_192

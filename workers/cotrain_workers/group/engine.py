@@ -5,11 +5,11 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TypeAlias
 
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
 from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.engine.turns import Yielding, run_to_end
 from cotrain_workers.group.bank import GroupBank
 from cotrain_workers.group.followers import Followers, run_cycle
 from cotrain_workers.group.links import GroupLost

@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 
 import structlog
 
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op
-from cotrain_workers.engine.turns import run_to_end
 from cotrain_workers.group.links import GroupLost, Links
 from cotrain_workers.group.lock_step import GroupLockStep
 

@@ -24,9 +24,9 @@ from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.training.drift import LAG_METRICS
-from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot

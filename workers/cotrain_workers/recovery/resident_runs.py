@@ -21,8 +21,8 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import WeightsMissing
-from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.group.bank import Arrived
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep

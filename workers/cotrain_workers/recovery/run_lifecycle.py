@@ -18,8 +18,8 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.saves import LoadRequest, WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput
-from cotrain_workers.engine.turns import Yielding, run_to_end
 from cotrain_workers.recovery.replay import ReplayDiverged, Restored, rewind_target
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 

@@ -23,10 +23,10 @@ from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.sampling.endings import CANCELLED
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NewTokens, Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, HostWeights
-from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.codec import sample_request, sample_result
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes

@@ -27,8 +27,8 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
+from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.turns import T, Yielding, drive
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns

@@ -19,6 +19,7 @@ import torch
 
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.engine.adapters.copies import AdapterState
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, TOLERANCE
 from cotrain_workers.engine.ops import (
@@ -33,7 +34,6 @@ from cotrain_workers.engine.ops import (
     StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.turns import Yielding
 from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()

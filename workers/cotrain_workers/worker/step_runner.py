@@ -16,9 +16,9 @@ from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.coordination import Yielding, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
-from cotrain_workers.engine.turns import Yielding, timed
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.bisection import MAX_CRASHES, POISON, Answers, Risks, run_alone, run_in_groups

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding import step
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.ops import Failure, HostWeights
-from cotrain_workers.engine.turns import Yielding, run_to_end
 from cotrain_workers.worker import self_check
 from cotrain_workers.worker.self_check import MixCheck, check_mix
 from tests.support.tiny_models import build_tiny_qwen3

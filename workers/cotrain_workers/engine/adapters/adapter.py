@@ -9,8 +9,8 @@ import torch
 from typing_extensions import override
 
 from cotrain_workers.engine.adapters.copies import OPEN_GRADIENT, Arrival, HostArenas
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Sums, seed_of
-from cotrain_workers.engine.turns import Yielding, run_to_end
 
 #: Number of random values between two yield points, which takes about 20 ms.
 DRAWN_AT_ONCE = 1_000_000

@@ -22,6 +22,7 @@ from cotrain_workers.engine.adapters.adapter import (
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.copies import AdapterState, HostArenas
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -37,7 +38,6 @@ from cotrain_workers.engine.ops import (
     unknown_run,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, shape_of
-from cotrain_workers.engine.turns import Yielding
 
 
 class SavedWeights(HostWeights):

@@ -1,8 +1,9 @@
 """Attention of a decoder step by kernels over the pages of the KV cache: tables, the torch op, and its check.
 
 The op `cotrain::attend_pages` launches the kernels of `page_programs.py`. Tile sizes follow from the model and the
-pages alone, never from measured times, so that two workers have the same bits. `tests/gpu` compares the attention with
-that of `paged_attention.py`, which runs anywhere.
+pages alone, never from measured times, so that two workers have the same bits.
+
+`tests/gpu` compares the kernels with `paged_attention.py`, which runs anywhere.
 """
 
 import logging

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cotrain_workers.engine.coordination import Alone, LockStep
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, to_device, unordered_writes
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
@@ -47,7 +48,6 @@ from cotrain_workers.engine.model.model_source import (
 from cotrain_workers.engine.model.vision import Vision, read_processor
 from cotrain_workers.engine.routing import Prompt, Router
 from cotrain_workers.engine.spec import Target, has_experts
-from cotrain_workers.engine.turns import Alone, LockStep
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (

@@ -1,4 +1,4 @@
-"""Configuration of a base model: what is refused, the shape of its keys and values, its rotary embeddings.
+"""Configuration of a base model: reasons for a refusal, shape of its keys and values, rotary embeddings.
 
 The frequencies of a rotary embedding may not depend on the other sequences of a batch.
 """

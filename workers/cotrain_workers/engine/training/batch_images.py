@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.model.base_model import TokenRow
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
@@ -16,7 +17,6 @@ from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import ImageRows
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost
 from cotrain_workers.engine.training.pass_state import PassState, give_up, needs_memory
-from cotrain_workers.engine.turns import Yielding
 
 
 class BatchImages:

@@ -5,6 +5,7 @@ from itertools import chain
 
 import torch
 
+from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS
@@ -22,7 +23,6 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
 from cotrain_workers.engine.training.pass_state import PassState, collect
 from cotrain_workers.engine.training.reverse_kl import KlHead, References, Referred
 from cotrain_workers.engine.training.shared_prompts import fold, repeat
-from cotrain_workers.engine.turns import Forward, Yielding
 
 
 class BatchRunner:

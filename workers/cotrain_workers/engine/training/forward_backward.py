@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
@@ -27,7 +28,6 @@ from cotrain_workers.engine.training.memory_model import (
 )
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost, fill, of_one_kind
 from cotrain_workers.engine.training.pass_state import PassState, collect, finish, give_up, needs_memory, upcoming_batch
-from cotrain_workers.engine.turns import Yielding
 
 
 class ForwardBackward:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.ops import Datum, Pass
@@ -28,7 +29,6 @@ from cotrain_workers.engine.training.losses import (
     value_and_slope,
 )
 from cotrain_workers.engine.training.micro_batches import OpSlice
-from cotrain_workers.engine.turns import Yielding, run_to_end
 
 # Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two
 # threads.

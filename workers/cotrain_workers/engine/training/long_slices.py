@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from cotrain_workers.engine.adapters.copies import Arrival, CopyStream, HostArenas, carry_in, carry_out
+from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states
 from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.training.logprob_head import HeadResult
-from cotrain_workers.engine.turns import Forward, Yielding
 
 #: Return the result of the head on a route, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
 HeadWork = Callable[[Route, torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS, Choice
 from cotrain_workers.engine.model.base_model import BaseModel
@@ -29,7 +30,6 @@ from cotrain_workers.engine.training.memory_model import (
 )
 from cotrain_workers.engine.training.micro_batches import PassesCost
 from cotrain_workers.engine.training.pass_state import PassState
-from cotrain_workers.engine.turns import run_to_end
 
 
 class NewForwardBackward(Protocol):

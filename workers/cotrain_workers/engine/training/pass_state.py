@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import (
     Datum,
     Failure,
@@ -27,7 +28,6 @@ from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
 from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
-from cotrain_workers.engine.turns import Yielding
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cotrain_workers.engine.coordination import Forward
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
@@ -25,7 +26,6 @@ from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import Layout, Pair, plan_layout
 from cotrain_workers.engine.training.logprob_head import HeadResult
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
-from cotrain_workers.engine.turns import Forward
 
 
 @dataclass(frozen=True)

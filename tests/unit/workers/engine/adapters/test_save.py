@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cotrain_workers.engine import running_cycle
+from cotrain_workers.engine.coordination import drive
 from cotrain_workers.engine.ops import Create, Failure, Load, Op, Save, SaveOutput
-from cotrain_workers.engine.turns import drive
 from tests.support.training import MIX, NewEngine
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.coordination import drive
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, Pass
-from cotrain_workers.engine.turns import drive
 from tests.support.decoding import (
     RUNS,
     VOCAB,

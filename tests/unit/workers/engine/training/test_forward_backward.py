@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.coordination import Alone
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import memory_model
 from cotrain_workers.engine.training.pass_state import needs_memory
-from cotrain_workers.engine.turns import Alone
 from tests.support.draws import variant
 from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
 

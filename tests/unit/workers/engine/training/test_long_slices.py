@@ -15,6 +15,7 @@ import torch
 from typing_extensions import override
 
 from cotrain_workers.engine import engine as engine_module
+from cotrain_workers.engine.coordination import drive
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import activation_checkpointing
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
@@ -25,7 +26,6 @@ from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
 from cotrain_workers.engine.training.memory_model import Budget
-from cotrain_workers.engine.turns import drive
 from tests.support import tiny_models
 from tests.support.draws import variant
 from tests.support.open_passes import assert_same_output

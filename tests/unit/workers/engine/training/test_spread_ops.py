@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Output, Pass
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.turns import run_to_end
 from tests.support.draws import variant
 from tests.support.open_passes import (
     LENGTHS,

@@ -1,4 +1,4 @@
-"""Turns at the base model: yield points of a computation, and the lock step of processes that hold a part each.
+"""Coordination at the base model: yield points of a computation, and lock step of processes that hold a part each.
 
 A computation is a generator. At its yield points the model is free for other work, on which the computation does not
 depend; its driver runs both.
