@@ -5,7 +5,7 @@ step of eager kernels is bound by their launches (about 40 to 60 ms for 36 layer
 after its output has matched that of the same step in eager mode.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from cotrain_workers.engine.decoding.step import (
     Lora,
     MixedStep,
     RowLora,
+    SlotOf,
     arrange,
     grouped_lora,
     groups_take,
@@ -92,9 +93,7 @@ class ModelRunner:
         if self._has_kernel and is_fixed and groups_take(weight, []):
             self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
-    def forward(
-        self, plan: Plan, slot_of: Mapping[str | None, Slot | None], chosen: torch.Tensor | None = None
-    ) -> Forward | None:
+    def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> Forward | None:
         """Compute a plan's rows and chunks; None if it has none.
 
         `chosen` are the tokens, on the device, that the sequences' unread ones are among.

@@ -6,7 +6,7 @@ algorithms (which lack a cumulative sum of floats), in any batch.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from cotrain_workers.engine.adapters.copies import CopyStream, HostArenas, carry
 from cotrain_workers.engine.decoding.model_runner import Forward
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
-from cotrain_workers.engine.decoding.step import slot_order
+from cotrain_workers.engine.decoding.step import SlotOf, slot_order
 from cotrain_workers.engine.device import to_device, unordered_writes
 from cotrain_workers.engine.model.unembedding import likeliest, picked_logprobs
 
@@ -95,9 +95,7 @@ class NextTokens:
                 yield Read(sequence, token, logprob, tops.get(id(sequence)))
 
 
-def find_ready(
-    forward: Forward | None, first: Sequence[SequenceState], slot_of: Mapping[str | None, Slot | None]
-) -> Ready | None:
+def find_ready(forward: Forward | None, first: Sequence[SequenceState], slot_of: SlotOf) -> Ready | None:
     """Return the sequences that are due a token, or None if there are none.
 
     They are those in `first`, whose hidden states are known, and those whose last row was just computed.
@@ -116,7 +114,7 @@ def find_ready(
     parts = [torch.stack(states)] if states else []
     if forward is not None and last:
         parts.append(_take(forward.hidden, [item.span.row for item in last]))
-    order = sorted(range(len(sequences)), key=lambda at: slot_order(slot_of[sequences[at].group.request.weights]))
+    order = sorted(range(len(sequences)), key=lambda at: slot_order(slot_of(sequences[at].group.request.weights)))
     hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
     return Ready([sequences[at] for at in order], _take(hidden, order))
 
@@ -128,14 +126,12 @@ def _take(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return hidden.index_select(0, to_device(torch.tensor(rows), hidden.device))
 
 
-def choose_next(
-    ready: Ready, logits_of: Logits, slot_of: Mapping[str | None, Slot | None], chunk_rows: int, copies: CopyStream
-) -> NextTokens:
+def choose_next(ready: Ready, logits_of: Logits, slot_of: SlotOf, chunk_rows: int, copies: CopyStream) -> NextTokens:
     """Choose the next token of each sequence, `chunk_rows` at a time, and start the copy to the host."""
     tokens, logprobs, tops = [], [], []
     for at in range(0, len(ready.sequences), chunk_rows):
         sequences = ready.sequences[at : at + chunk_rows]
-        slots = [slot_of[sequence.group.request.weights] for sequence in sequences]
+        slots = [slot_of(sequence.group.request.weights) for sequence in sequences]
         logits = logits_of(ready.hidden[at : at + chunk_rows], slots)
         chosen = choose(_constrained(logits, sequences), [_choice_of(each) for each in sequences])
         found, _ = picked_logprobs(logits[: len(sequences)], chosen[:, None])

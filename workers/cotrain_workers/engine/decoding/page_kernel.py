@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, positions
+from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, kv_slots, positions
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.lora.fused.operators import missing_kernels
 from cotrain_workers.engine.model.configuration import KvShape
@@ -67,7 +67,6 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     size = cache.page_tokens
     columns = max(-(-span.stop // size) for span in spans)
     pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
-    kv_slots = [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
     step = queries_per_block(group, cache.dtype.itemsize)
     rows: list[tuple[int, int, int, int]] = []
     prompts: list[tuple[int, int, int, int]] = []
@@ -88,7 +87,7 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
         for blocks, queries in ((rows, 1), (prompts, step))
         if blocks
     ]
-    return KernelTables(to_device(torch.tensor(kv_slots), device), int32(pages), launches)
+    return KernelTables(to_device(torch.tensor(kv_slots(spans, size)), device), int32(pages), launches)
 
 
 def graph_tables(kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Tensor, cache: KvCache) -> KernelTables:

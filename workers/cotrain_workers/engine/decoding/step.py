@@ -6,7 +6,7 @@
 * `GroupedLora` is one grouped product of CUDA per matrix and pool. `tests/gpu` compares it with `RowLora`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,9 @@ GATHER_BYTES = 32 * 1024**2  # maximum copied for a call that serves several ada
 MAX_GROUPS = 1023  # per grouped product
 KEEP_BYTES = 128 * 1024**2  # maximum of copies cached for the next step, if it has the same rows
 
+#: Slot of some weights, by their key; None, the base model alone, has none.
+SlotOf = Callable[[str | None], Slot | None]
+
 
 class Item(NamedTuple):
     """A page of a prompt or a generated token, with its position in the packed row."""
@@ -37,9 +40,9 @@ class Item(NamedTuple):
     slot: Slot | None
 
 
-def arrange(plan: Plan, slot_of: Mapping[str | None, Slot | None]) -> list[Item]:
+def arrange(plan: Plan, slot_of: SlotOf) -> list[Item]:
     """Return the work of a plan in one packed row, sorted by adapter; generated tokens are before prompts."""
-    pairs = [(work, slot_of[work.sequence.group.request.weights]) for work in plan.work]
+    pairs = [(work, slot_of(work.sequence.group.request.weights)) for work in plan.work]
     pairs.sort(key=lambda pair: (slot_order(pair[1]), pair[0].is_prompt))
     starts = accumulate((work.stop - work.start for work, _ in pairs), initial=0)
     return [
