@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from cotrain_workers.engine.adapters.copies import AdapterState, HostArenas
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import (
+    Beginning,
     Create,
     CreateOutput,
     Failure,
@@ -32,12 +33,14 @@ from cotrain_workers.engine.ops import (
     Import,
     Load,
     LoadOutput,
-    Op,
     Save,
     SaveOutput,
     unknown_run,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, shape_of
+
+#: Limit of a first moment: a mean of gradients, each admitted by a step (`adamw.largest_norm`).
+LARGEST_MOMENT = 1e19
 
 
 class SavedWeights(HostWeights):
@@ -87,17 +90,6 @@ class SavedWeights(HostWeights):
             return None
         adapter.hold_compute()
         return adapter.weights
-
-
-Beginning = Create | Import | Load
-
-#: Limit of a first moment: a mean of gradients, each admitted by a step (`adamw.largest_norm`).
-LARGEST_MOMENT = 1e19
-
-
-def begins_run(op: Op) -> TypeGuard[Beginning]:
-    """Return True if an op creates its run."""
-    return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
 
 
 def begin(bank: AdapterBank, op: Beginning, max_rank: int) -> Yielding[CreateOutput | LoadOutput | Failure]:
