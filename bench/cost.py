@@ -28,12 +28,10 @@ from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
 from bench.support.options import Options
 from bench.support.report import Report
 from cotrain_workers.engine.decoding import model_runner
-from cotrain_workers.engine.decoding.cuda_graphs import graph_tables
-from cotrain_workers.engine.decoding.cuda_kernels import Grouped, GroupedLora, KernelAttention
 from cotrain_workers.engine.decoding.kv_cache import KvCache
-from cotrain_workers.engine.decoding.row_lora import RowLora
+from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
-from cotrain_workers.engine.decoding.step import Lora, MixedStep
+from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, Lora, MixedStep, RowLora
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
 from cotrain_workers.engine.spec import AdapterSpec

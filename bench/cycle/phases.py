@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.timing import Work, timed
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.logprob_head import Head

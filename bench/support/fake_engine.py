@@ -21,7 +21,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.lora.fused.operators import SILU
-from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, kernel_softmax
+from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, layer_kernels
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
 from tests.support import fake_cuda
 
@@ -94,7 +94,7 @@ class FakeEngine:
                 "is_right": lambda *_: True,
                 "missing_kernels": lambda _: None,
             },
-            kernel_softmax: {"disagreement": lambda *_: 0.0},
+            layer_kernels: {"disagreement": lambda *_: 0.0},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},
             memory_probe: {"probe": lambda *_, **__: True},

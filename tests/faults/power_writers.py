@@ -23,7 +23,7 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.recovery.snapshot_file import write_snapshot

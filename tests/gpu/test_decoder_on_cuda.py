@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import model_runner as model_runner
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding import model_runner, page_kernel
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import finish, gap_to_trainer, graph_report, is_same_alone, output, request, trained_weights

@@ -27,7 +27,7 @@ from cotrain_workers.engine.lora.self_check import (
     segments_of,
 )
 from cotrain_workers.engine.model import kernel_check
-from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
+from cotrain_workers.engine.model.layer_kernels import KernelSoftmax, find_softmax
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Target
 from tests.support.engine_checks import (

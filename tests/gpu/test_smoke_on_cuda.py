@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import kernel_is_right
+from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import slow, unfused
 from cotrain_workers.engine.lora.self_check import disagreement
 from cotrain_workers.engine.model.attention import flash_in_use, needs_copies, varlen_is_right
-from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.ops import Failure, HostWeights, Save, SaveOutput
 from cotrain_workers.engine.routing import AttentionRule
 from tests.support.decoding import graph_report, output, request

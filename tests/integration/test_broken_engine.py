@@ -18,7 +18,7 @@ from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op

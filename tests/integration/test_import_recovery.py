@@ -15,7 +15,7 @@ from cotrain_store.messages.ids import SessionId, TenantId, encode, request_id, 
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_workers.checkpoints.peft_folder import read_folder
-from cotrain_workers.engine.adapters.lifecycle import read_import
+from cotrain_workers.engine.adapters.peft_import import read_import
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.op_codec import peft_adapter
 from tests.support.checkpoints import run_from

@@ -16,7 +16,7 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Failure, Pass
 from cotrain_workers.worker import prefetch as prefetch

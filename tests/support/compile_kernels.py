@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
 from cotrain_workers.engine.lora.fused.tile_sizes import (
     EXPERT_PARTS,
@@ -32,9 +32,8 @@ from cotrain_workers.engine.lora.fused.tile_sizes import (
     gradient_tiles,
     shrink_tiles,
 )
-from cotrain_workers.engine.model import fused_layers, kernel_softmax
-from cotrain_workers.engine.model.kept_norm import WARPS
-from cotrain_workers.engine.model.kernel_softmax import COLUMNS
+from cotrain_workers.engine.model import layer_kernels
+from cotrain_workers.engine.model.layer_kernels import COLUMNS, WARPS
 
 WIDTH = 4096
 TYPES = {
@@ -86,9 +85,9 @@ def variants(modules: int, item: int, *, tma: bool) -> Iterator[tuple[str, dict[
         for normed in (True, False):
             flags = {"NORM": normed, "ONE": modules == 1}
             yield f"rotated{way}", {**flags, "HEADS": 32, "HALF": 64}, one_row
-    values = Tiles(fused_layers.GATE_BLOCK, depth=1, warps=fused_layers.GATE_WARPS, stages=1)
-    yield "gated", {"GELU": modules == 1, "BLOCK": fused_layers.GATE_BLOCK}, values
-    columns = Tiles(COLUMNS, depth=1, warps=kernel_softmax.WARPS, stages=1)
+    values = Tiles(layer_kernels.GATE_BLOCK, depth=1, warps=layer_kernels.GATE_WARPS, stages=1)
+    yield "gated", {"GELU": modules == 1, "BLOCK": layer_kernels.GATE_BLOCK}, values
+    columns = Tiles(COLUMNS, depth=1, warps=WARPS, stages=1)
     for name, size in (("norms", COLUMNS), ("pick", 4), ("backward", COLUMNS)):
         yield f"softmax_{name}", {"CAPPED": modules == 1, "BLOCK": size}, columns
 
@@ -151,7 +150,7 @@ def compiled(name: str, dtype: str, constants: dict[str, Any], tiles: Tiles, arc
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from cotrain_workers.engine.decoding.page_attention import programs as page_programs
+    from cotrain_workers.engine.decoding import page_programs
     from cotrain_workers.engine.lora.fused import expert_programs, programs
     from cotrain_workers.engine.model import layer_programs
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, SampleOutput, SampleRequest, TopK
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.ops import Datum, Failure, HostWeights, Pass, PassOutput, Save, SaveOutput
 from tests.support.training import MIX
 

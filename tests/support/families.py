@@ -18,7 +18,7 @@ from cotrain.export.base import find_base
 from cotrain.export.formats import write_merged
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import read_folder, write_folder
-from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.adapters.adapter import initial_weights
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, KlDatum, Op, OptimStep, Pass, ReverseKl, ReverseKlOutput

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.model.kernel_softmax import COLUMNS
+from cotrain_workers.engine.model.layer_kernels import COLUMNS
 from tests.support.lora_traffic import FP32, blocks, size_of
 
 NORMS = 2  # values per row

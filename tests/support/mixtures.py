@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call
 from typing_extensions import override
 
-from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.adapters.adapter import initial_weights
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Load, LoadOutput
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair

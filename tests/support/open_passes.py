@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op, OptimStep, Output, Pass, PassOutput, ReverseKlOutput
 from tests.support.training import random_datum

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding import page_kernel
 
 CPU = torch.device("cpu")
 PAGE = 64

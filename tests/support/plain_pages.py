@@ -20,7 +20,7 @@ def plain_pages(
     scale: float,
     cap: float,
 ) -> None:
-    """Write what `page_attention.kernel.attend_pages` writes, one query at a time."""
+    """Write what `page_kernel.attend_pages` writes, one query at a time."""
     tables = {"spans": spans, "lengths": lengths, "pages": pages}
     assert all(each.dtype == torch.int32 for each in tables.values()), tables
     assert all(each.is_contiguous() for each in (keys, values, out, spans, lengths))

@@ -12,7 +12,7 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec, RunRecord
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.drift import LAG_METRICS
 from cotrain_workers.results import CYCLE_METRIC

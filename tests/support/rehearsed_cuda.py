@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.lora import backend
 from tests.support.nested import leaves, mapped
 from tests.support.rehearsed_kernels import flash, flash_backward, grouped_mm, pages, wide_mm

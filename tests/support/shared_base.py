@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from cotrain_workers.engine.lock_step import Alone
+from cotrain_workers.engine.coordination import Alone
 from cotrain_workers.engine.model.base_model import BaseModel, make_base_model
 from cotrain_workers.engine.model.families import MODEL_TYPES, auto_class, drop_towers
 from cotrain_workers.engine.model.vision import read_processor

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.ops import Create, Datum, Op, OptimStep, Pass

@@ -26,9 +26,11 @@ from cotrain_store.redis_client.connection import SyncConnection, check_store_sy
 from cotrain_store.settings import FIRST_FREE, WorkerSettings, pool_of
 from cotrain_workers.engine.cores import use_cores
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
+from cotrain_store.refusal import read_settings, refuse, trace_or_refuse
+from cotrain_store.settings.worker import FIRST_FREE, WorkerSettings, pool_of
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost, use_cores
 from cotrain_workers.engine.lora.backend import BackendUnfit
-from cotrain_workers.engine.model.model_source import UnusableModel
-from cotrain_workers.engine.progress import listen, report
+from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
 from cotrain_workers.group.launch import launch

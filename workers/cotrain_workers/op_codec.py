@@ -20,7 +20,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import (
     Create,
     Datum,

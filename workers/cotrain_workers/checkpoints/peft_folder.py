@@ -23,7 +23,7 @@ from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs
 from cotrain_store.disk.checksums import REMEDY, SUMS, fault_of, read_sums, sums_of
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.engine.adapters.peft_experts import (
+from cotrain_workers.engine.adapters.peft_import import (
     DOWN,
     GATE_UP,
     of_parameter,

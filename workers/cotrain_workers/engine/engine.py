@@ -14,9 +14,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.residency import adapter_budget
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.adapters.bank import AdapterBank, adapter_budget
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.kv_cache import DecoderSizes
 from cotrain_workers.engine.decoding.requests import GrammarOf, TextOf
@@ -27,6 +26,7 @@ from cotrain_workers.engine.device import (
     memory_use,
     resident_bytes,
 )
+from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
 from cotrain_workers.engine.lora.backend import Choice, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check
@@ -34,11 +34,8 @@ from cotrain_workers.engine.model.activation_checkpointing import Choice as Reco
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
 from cotrain_workers.engine.model.fused_layers import fuse_layers
-from cotrain_workers.engine.model.kernel_softmax import find_softmax
+from cotrain_workers.engine.model.layer_kernels import find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
-from cotrain_workers.engine.model.vision import DECODER
-from cotrain_workers.engine.model_facts import ModelFacts, model_facts
-from cotrain_workers.engine.numerics import numerics_of
 from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBatch
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target, has_experts
@@ -150,9 +147,9 @@ class Engine:
         adapters = AdapterBank(base.targets, where, dtype, adapter_bytes=adapter_bytes, host_bytes=host_bytes)
         adapters.base_weights = saved_with_adapters(base)
         numerics = numerics_of(
-            where, dtype, (budget.tokens, head_chunk_rows), lora.name, adapter_bytes, fused,
-            base.lock_step.sharding, quantization, DECODER if base.vision else "",
-            budget.save_tokens,
+            base, where, dtype, micro_batch_tokens=budget.tokens, save_tokens=budget.save_tokens,
+            head_chunk_rows=head_chunk_rows, lora=lora.name, adapter_bytes=adapter_bytes, fused=fused,
+            quantization=quantization,
         )  # fmt: skip
         facts = model_facts(model, base, numerics, lora.fallback_reason, budget.longest_datum)
         return cls(facts, base, forward_backward, adapters)
@@ -206,8 +203,8 @@ class Engine:
     ) -> EngineDecoder:
         """Return a decoder over this engine's base model, with key-value memory of its own.
 
-        `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for
-        stop strings, and `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
+        `weights(key)` returns sampler weights or raises WeightsMissing. `text` decodes tokens, for stop strings, and
+        `grammar_of` compiles grammars. A size of None selects a default for the device: `kv_tokens` of key-value
         memory, `step_tokens` of prompts per step, `weights_bytes` of adapters kept on the device.
         """
         sizes = DecoderSizes(kv_tokens, page_tokens, step_tokens, weights_bytes, self._forward_backward.head_chunk_rows)

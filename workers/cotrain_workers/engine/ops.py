@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -224,6 +224,12 @@ class Import:
 
 
 Op = Create | Import | Pass | ReverseKl | OptimStep | Save | Load
+Beginning = Create | Import | Load
+
+
+def begins_run(op: Op) -> TypeGuard[Beginning]:
+    """Return True if an op creates its run."""
+    return isinstance(op, Create | Import) or (isinstance(op, Load) and op.creates)
 
 
 @dataclass(frozen=True)

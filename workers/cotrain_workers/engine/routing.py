@@ -228,7 +228,7 @@ class ImageRows:
 
 @dataclass(frozen=True)
 class RowChunks:
-    """Division of the rows of MLPs, to save memory (`model/row_chunks.py`)."""
+    """Division of the rows of MLPs, to save memory (`model/activation_checkpointing.py`)."""
 
     rows: int
     lora_of: Callable[[Sequence[Segment], int], TrainingLora]

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cotrain_workers.engine.adapters.adapter import Adapter
-from cotrain_workers.engine.adapters.bank import DRAWN_AT_ONCE, AdapterBank
-from cotrain_workers.engine.adapters.lifecycle import begin, begins_run, load, save
-from cotrain_workers.engine.cycle import Yielding, timed
-from cotrain_workers.engine.model_facts import ModelFacts
+from cotrain_workers.engine.adapters.adapter import DRAWN_AT_ONCE, Adapter
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.adapters.lifecycle import begin, load, save
+from cotrain_workers.engine.coordination import Yielding, timed
+from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import (
     CycleOutput,
     CyclePart,
@@ -21,6 +21,7 @@ from cotrain_workers.engine.ops import (
     Progress,
     ReverseKl,
     Save,
+    begins_run,
     unknown_run,
 )
 from cotrain_workers.engine.training.adamw import take_steps

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, StateCopy
-from cotrain_workers.engine.adapters.lifecycle import begins_run
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, Import, Op
+from cotrain_workers.engine.ops import Create, Import, Op, begins_run
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.group.followers import Followers, MemberFacts, facts_of
 

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import TypeAlias
 
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
-from cotrain_workers.engine.model_facts import ModelFacts
+from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import CycleOutput, Op, UpcomingBatch
 from cotrain_workers.engine.spec import Target
 from cotrain_workers.group.bank import GroupBank

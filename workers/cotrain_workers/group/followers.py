@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import structlog
 
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op

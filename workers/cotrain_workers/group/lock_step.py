@@ -1,6 +1,6 @@
 """Lock-step of a group: all members run the same kinds of passes of the base model in the same order.
 
-Before each pass, every member requests a kind of pass, and the greatest kind runs (`engine/lock_step.py`). A
+Before each pass, every member requests a kind of pass, and the greatest kind runs (`engine/coordination.py`). A
 member that requested another kind, or none, runs a filler pass: 16 zero tokens, whose results no run uses.
 """
 
@@ -12,12 +12,10 @@ import torch
 
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.forward import hidden_states, token_row
+from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
 from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec

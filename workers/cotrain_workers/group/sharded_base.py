@@ -23,14 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.engine.model.base_model import (
     BaseModel,
-    UnsupportedModel,
     find_targets,
     make_base_model,
     make_skeleton,
     refuse_too_large,
-    refuse_type,
-    refuse_unsupported,
 )
+from cotrain_workers.engine.model.configuration import UnsupportedModel, refuse_type, refuse_unsupported
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from cotrain_workers.engine.model.model_source import (
     EMBEDDING,
@@ -42,9 +40,9 @@ from cotrain_workers.engine.model.model_source import (
     refuse_absent,
     refuse_not_finite,
     refuse_unused,
+    report,
     untied,
 )
-from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import has_experts
 from cotrain_workers.group.lock_step import GroupLockStep
 

@@ -13,7 +13,7 @@ import structlog
 
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import QueuedOp, Step
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
 from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
 from cotrain_workers.group.engine import Trainer

@@ -23,7 +23,7 @@ from cotrain_store.messages.runs import RunState
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.training.drift import LAG_METRICS
 from cotrain_workers.group.engine import Trainer

@@ -20,8 +20,8 @@ from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.adapters.bank import AdapterState, StateCopy
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import WeightsMissing
 from cotrain_workers.group.bank import Arrived
 from cotrain_workers.group.engine import Trainer

@@ -19,7 +19,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import WeightsRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput
 from cotrain_workers.recovery.replay import ReplayDiverged, Restored, rewind_target
 from cotrain_workers.recovery.resident_runs import ResidentRuns

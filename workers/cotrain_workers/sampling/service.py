@@ -23,7 +23,7 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_store.sampling.token_stream import StreamedTokens, TokenPublisher
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NewTokens, Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, HostWeights

@@ -31,9 +31,8 @@ from cotrain_workers.checkpoints.peft_folder import key_of
 from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large
+from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
 from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pass
-from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
 from cotrain_workers.group.engine import GroupEngine, Trainer

@@ -27,7 +27,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
-from cotrain_workers.engine.cycle import T, Yielding, drive
+from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder

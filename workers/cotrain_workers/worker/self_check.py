@@ -18,8 +18,8 @@ import structlog
 import torch
 
 from cotrain_store.oplog.execution import Execution
-from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.adapters.copies import AdapterState
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.lora.self_check import LENGTHS, SPECS, TOLERANCE
 from cotrain_workers.engine.ops import (

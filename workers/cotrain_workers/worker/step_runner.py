@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.cycle import Yielding, timed
+from cotrain_workers.engine.coordination import Yielding, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer

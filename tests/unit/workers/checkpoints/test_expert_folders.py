@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, FolderUnreadable, key_of, read_folder, write_folder
-from cotrain_workers.engine.adapters.peft_experts import DOWN, GATE_UP, of_parameter, parameter_names
+from cotrain_workers.engine.adapters.peft_import import DOWN, GATE_UP, of_parameter, parameter_names
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.draws import variant

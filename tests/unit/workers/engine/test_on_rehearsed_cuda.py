@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.decoding import model_runner as model_runner
+from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine

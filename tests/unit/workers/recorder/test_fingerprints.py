@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import Failure, PassOutput, StepOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.engine.cycle import Yielding, run_to_end
-from cotrain_workers.engine.decoding import row_lora
+from cotrain_workers.engine.coordination import Yielding, run_to_end
+from cotrain_workers.engine.decoding import step
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
@@ -75,13 +75,13 @@ def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
 
 
 def test_a_sample_with_the_adapter_of_a_neighbour_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = row_lora.runs
+    sound = step.runs
 
-    def off_by_one(slots: Sequence[Any]) -> list[row_lora.Run]:
+    def off_by_one(slots: Sequence[Any]) -> list[step.Run]:
         found = list(sound(slots))
         return [*found[:1], *(b._replace(slot=a.slot) for a, b in pairwise(found))]
 
-    monkeypatch.setattr(row_lora, "runs", off_by_one)
+    monkeypatch.setattr(step, "runs", off_by_one)
     found = checked(engine)
     assert found.problem.startswith("The samples of self-check:")
     assert found.samples

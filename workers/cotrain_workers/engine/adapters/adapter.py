@@ -1,5 +1,6 @@
-"""Adapter of one run: its arenas on the device or the host, its compute copy, and its gradient."""
+"""Adapter of one run: its arenas on the device or the host, its compute copy, its gradient, its first weights."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -7,12 +8,12 @@ from itertools import count
 import torch
 from typing_extensions import override
 
-from cotrain_workers.engine.adapters.copy_streams import Arrival, HostArenas
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Sums
+from cotrain_workers.engine.adapters.copies import OPEN_GRADIENT, Arrival, HostArenas
+from cotrain_workers.engine.coordination import Yielding, run_to_end
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Sums, seed_of
 
-#: Arena of the gradient of a pass that may stay open. It moves with the others, but is not part of
-#: the run's state.
-OPEN_GRADIENT = "open"
+#: Number of random values between two yield points, which takes about 20 ms.
+DRAWN_AT_ONCE = 1_000_000
 #: Version numbers of weights, unique in this process across drops and restores.
 _VERSIONS = count()
 
@@ -303,3 +304,28 @@ def is_all_finite(values: torch.Tensor) -> torch.Tensor:
             return has_finite_sum
     low, high = values.aminmax()
     return torch.isfinite(low) & torch.isfinite(high)
+
+
+def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
+    """Return a fresh weight arena, fp32 `[layout.size]` on the host.
+
+    A is Kaiming-uniform with `a = sqrt(5)`, as in PEFT: uniform in +-1/sqrt(inputs). Each module draws from its own
+    generator. Its A therefore depends on the seed, its name and the rank, and on no other module.
+    """
+    return run_to_end(draw_weights(spec, layout))
+
+
+def draw_weights(spec: AdapterSpec, layout: Layout) -> Yielding[torch.Tensor]:
+    """Return `initial_weights`, with a yield point after every DRAWN_AT_ONCE values."""
+    arena = torch.zeros(layout.size)
+    views = layout.views(arena)
+    drawn = 0
+    for target in layout.targets:
+        bound = 1.0 / math.sqrt(target.inputs)
+        generator = torch.Generator().manual_seed(seed_of(f"{spec.seed}:{target.name}"))
+        a = views[target.name].a.uniform_(-bound, bound, generator=generator)
+        drawn += a.numel()
+        if drawn >= DRAWN_AT_ONCE:
+            drawn = 0
+            yield
+    return arena

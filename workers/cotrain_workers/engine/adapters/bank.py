@@ -1,87 +1,52 @@
 """Adapters in memory, each with four arenas: weights, gradient, and both Adam moments.
 
-An arena is one 1-D tensor with the matrices of all modules as views. Zeroing, clipping, Adam,
-hashing and copying are therefore one operation per arena.
+An arena is one 1-D tensor with the matrices of all modules as views. Zeroing, clipping, Adam, hashing and copying are
+therefore one operation per arena.
+
+Pure functions select the adapters on the device: those of the cycle first, then the most recently used.
 """
 
-import hashlib
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
-from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT, Adapter, arena_dtype
-from cotrain_workers.engine.adapters.copy_streams import CopyStream, HostArenas, carry_in, carry_out
-from cotrain_workers.engine.adapters.residency import (
-    AdapterSize,
-    Moves,
-    device_groups,
-    moves_for,
-    over_budget,
-    prefetch_moves,
+from cotrain_workers.engine.adapters.adapter import Adapter, arena_dtype, initial_weights
+from cotrain_workers.engine.adapters.copies import (
+    OPEN_GRADIENT,
+    AdapterState,
+    CopyStream,
+    HostArenas,
+    StateCopy,
+    carry_in,
+    carry_out,
 )
-from cotrain_workers.engine.cycle import Yielding, run_to_end
-from cotrain_workers.engine.ops import HostOptimizer, HostWeights
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, seed_of, shape_of
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, shape_of
 
 #: Arenas of an adapter between cycles, besides "grads" if a gradient is pending.
 ARENAS_AT_REST = ("weights", "m", "v")
-#: Number of random values between two yield points, which takes about 20 ms.
-DRAWN_AT_ONCE = 1_000_000
+#: Share of adapters in the device memory next to the base model. Micro-batches take up to 0.54 of
+#: it (`memory_model.py`), key-value memory 0.25 (`kv_cache.py`).
+ADAPTER_SHARE = 0.2
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class AdapterState:
-    """A run's adapter, copied to the host. The four tensors are 1-D, of one length, in arena layout."""
+class AdapterSize:
+    """Size and location of an adapter."""
 
-    spec: AdapterSpec
-    weights: torch.Tensor
-    grads: torch.Tensor
-    m: torch.Tensor
-    v: torch.Tensor
-    step: int  # optimizer steps taken
-    grads_pending: bool  # a gradient waits for the next optimizer step
-
-    @classmethod
-    def of(cls, spec: AdapterSpec, weights: HostWeights, moments: HostOptimizer | None) -> Self:
-        """Return the state of a checkpoint, without a pending gradient; zero moments if it has none."""
-        zeros, flat = torch.zeros_like(weights.flat), weights.flat
-        if moments is None:
-            return cls(spec, flat, zeros, zeros, zeros, 0, grads_pending=False)
-        return cls(spec, flat, zeros, moments.m, moments.v, moments.step, grads_pending=False)
-
-    def digest(self) -> str:
-        """Return the SHA-256 (hex) of the whole state; equal digests mean equal bits."""
-        hasher = hashlib.sha256(repr((self.spec, self.step, self.grads_pending)).encode())
-        for arena in (self.weights, self.grads, self.m, self.v):
-            hasher.update(arena.contiguous().numpy().data)
-        return hasher.hexdigest()
+    run: str
+    bytes: int  # on the device
+    is_on_device: bool
 
 
 @dataclass(frozen=True)
-class StateCopy:
-    """Copy of a run's state on its way to the host."""
+class Moves:
+    """Copies to make, in order: first out, then in."""
 
-    spec: AdapterSpec
-    step: int
-    grads_pending: bool
-    arenas: HostArenas
-
-    def state(self) -> AdapterState:
-        """Return the state once it has arrived; any thread may wait for it."""
-        arenas = self.arenas.whole()
-        arenas.pop(OPEN_GRADIENT, None)  # an offloaded adapter has it, but it is not state
-        grads = arenas.pop("grads", None)
-        return AdapterState(
-            self.spec,
-            grads=torch.zeros_like(arenas["weights"]) if grads is None else grads,
-            step=self.step,
-            grads_pending=self.grads_pending,
-            **arenas,
-        )
+    offload: Sequence[str]
+    bring: Sequence[str]
 
 
 class AdapterBank:
@@ -293,26 +258,84 @@ class AdapterBank:
             self.offloaded -= 1
 
 
-def initial_weights(spec: AdapterSpec, layout: Layout) -> torch.Tensor:
-    """Return a fresh weight arena, fp32 `[layout.size]` on the host.
+def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int | None) -> Moves:
+    """Bring in all adapters of a cycle, and offload the fewest others, the least recently used first.
 
-    A is Kaiming-uniform with `a = sqrt(5)`, as in PEFT: uniform in +-1/sqrt(inputs). Each module draws from its own
-    generator. Its A therefore depends on the seed, its name and the rank, and on no other module.
+    `sizes` are in order of use, the least used first. Needed adapters come in even if they do not fit.
     """
-    return run_to_end(draw_weights(spec, layout))
+    bring = [adapter for adapter in sizes if adapter.run in needed and not adapter.is_on_device]
+    if budget is None:
+        return Moves([], [adapter.run for adapter in bring])
+    over = _on_device(sizes) + sum(adapter.bytes for adapter in bring) - budget
+    offload = []
+    for adapter in sizes:
+        if over <= 0:
+            break
+        if adapter.is_on_device and adapter.run not in needed:
+            offload.append(adapter.run)
+            over -= adapter.bytes
+    return Moves(offload, [adapter.run for adapter in bring])
 
 
-def draw_weights(spec: AdapterSpec, layout: Layout) -> Yielding[torch.Tensor]:
-    """Return `initial_weights`, with a yield point after every DRAWN_AT_ONCE values."""
-    arena = torch.zeros(layout.size)
-    views = layout.views(arena)
-    drawn = 0
-    for target in layout.targets:
-        bound = 1.0 / math.sqrt(target.inputs)
-        generator = torch.Generator().manual_seed(seed_of(f"{spec.seed}:{target.name}"))
-        a = views[target.name].a.uniform_(-bound, bound, generator=generator)
-        drawn += a.numel()
-        if drawn >= DRAWN_AT_ONCE:
-            drawn = 0
-            yield
-    return arena
+def prefetch_moves(
+    sizes: Sequence[AdapterSize], next_runs: Sequence[str], in_use: Collection[str], budget: int | None
+) -> Moves:
+    """Bring in the adapters of the next cycle, in its order, while they fit next to the adapters in use."""
+    adapter_by_run = {adapter.run: adapter for adapter in sizes}
+    needed = set(in_use)
+    taken = sum(adapter.bytes for adapter in sizes if adapter.run in needed)
+    for run in next_runs:
+        adapter = adapter_by_run.get(run)
+        if adapter is None or run in needed:
+            continue
+        if budget is not None and taken + adapter.bytes > budget:
+            break
+        needed.add(run)
+        taken += adapter.bytes
+    moves = moves_for(sizes, needed, budget)
+    return moves if moves.bring else Moves([], [])
+
+
+def _on_device(sizes: Sequence[AdapterSize]) -> int:
+    """Return the bytes of the adapters on the device."""
+    return sum(adapter.bytes for adapter in sizes if adapter.is_on_device)
+
+
+def device_groups(runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None) -> list[list[str]]:
+    """Split the runs of a cycle into the fewest groups, in order, that fit on the device one at a time.
+
+    There is almost always one group. The budget only affects which runs compute together. An adapter larger than
+    the budget is a group of its own.
+    """
+    groups: list[list[str]] = [[]]
+    left = budget
+    for run in runs:
+        size = bytes_by_run.get(run, 0)
+        if left is not None and size > left and groups[-1]:
+            groups.append([])
+            left = budget
+        groups[-1].append(run)
+        left = None if left is None else left - size
+    return groups
+
+
+def over_budget(bytes_by_run: Mapping[str, int], budget: int | None) -> list[str]:
+    """Return the runs to evict to free enough host memory; `bytes_by_run` has the least used first."""
+    if budget is None:
+        return []
+    over, leaving = sum(bytes_by_run.values()) - budget, []
+    for run, size in bytes_by_run.items():
+        if over <= 0:
+            break
+        leaving.append(run)
+        over -= size
+    return leaving
+
+
+def adapter_budget(device_bytes: int, taken_bytes: int) -> int:
+    """Return the default device bytes for adapters: a share of the rest, in whole GiB.
+
+    It is based on all memory instead of the free memory, in whole GiB. The runs that compute
+    together may depend on it, so it must be the same after a restart.
+    """
+    return max(GIB, int((device_bytes - taken_bytes) * ADAPTER_SHARE) // GIB * GIB)

@@ -75,11 +75,16 @@ class WeightSlots:
             self._slots.move_to_end(key)
         return slot
 
-    def unpin(self, key: str) -> None:
-        """Release one use of a slot."""
-        slot = self._slots[key]
-        slot.users -= 1
-        slot.unpinned_at = time.monotonic()
+    def unpin(self, key: str | None) -> None:
+        """Release one use of a slot. None, the base model alone, has no slot."""
+        if key is not None:
+            slot = self._slots[key]
+            slot.users -= 1
+            slot.unpinned_at = time.monotonic()
+
+    def slot_of(self, key: str | None) -> Slot | None:
+        """Return the slot of pinned weights; None for the base model alone."""
+        return None if key is None else self._slots[key]
 
     def rivals(self, key: str) -> frozenset[str]:
         """Return the weights in use in the pool in which `pin` found no slot for `key`."""
@@ -233,32 +238,3 @@ def found_weights(host: HostWeights) -> torch.Tensor:
     """Return the flat weights, from the device if they are resident there."""
     found = host.on_device()
     return host.flat if found is None else found
-
-
-class PinnedWeights:
-    """Pinned slots by weights key. The key None, the base model alone, needs no slot."""
-
-    def __init__(self, weights: WeightSlots) -> None:
-        self._weights = weights
-        self.slots: dict[str | None, Slot | None] = {None: None}
-
-    def pin(self, key: str | None, *, at_once: bool = False) -> bool:
-        """Pin weights for one more sequence; return False while no slot is available.
-
-        Raises:
-            WeightsMissing, WeightsNotFinite, WeightsUnfit: as `WeightSlots.pin`.
-        """
-        if key is not None:
-            slot = self._weights.pin(key, at_once=at_once)
-            if slot is None:
-                return False
-            self.slots[key] = slot
-        return True
-
-    def unpin(self, key: str | None) -> None:
-        """Unpin weights for one sequence."""
-        if key is not None:
-            self._weights.unpin(key)
-            slot = self.slots[key]
-            if slot is not None and not slot.users:
-                del self.slots[key]  # a reference would retain the memory of a removed pool

@@ -13,10 +13,8 @@ from typing import Literal
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import CopyStream
-from cotrain_workers.engine.cores import StepCores, keeps_bits
+from cotrain_workers.engine.adapters.copies import CopyStream
 from cotrain_workers.engine.decoding.adapter_slots import (
-    PinnedWeights,
     WeightSlots,
     WeightsNotFinite,
     WeightsUnfit,
@@ -28,6 +26,8 @@ from cotrain_workers.engine.decoding.kv_cache import (
     STEP_TOKENS,
     DecoderSizes,
     KvCache,
+    Pages,
+    PrefixIndex,
     affordable_tokens,
     decoder_share,
     default_page_tokens,
@@ -35,7 +35,6 @@ from cotrain_workers.engine.decoding.kv_cache import (
 )
 from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
-from cotrain_workers.engine.decoding.prompt_logprobs import SKIPPED, PromptScores
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
     GrammarOf,
@@ -46,10 +45,10 @@ from cotrain_workers.engine.decoding.requests import (
     SampleRequest,
     TextOf,
 )
-from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
-from cotrain_workers.engine.decoding.sequence import Group, SequenceState
+from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
+from cotrain_workers.engine.decoding.sequence import SKIPPED, Group, PromptScores, SequenceState
 from cotrain_workers.engine.decoding.stop_strings import has_stopped
+from cotrain_workers.engine.device import StepCores, keeps_bits
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision
 from cotrain_workers.engine.ops import Failure, HostWeights, WeightsMissing
@@ -94,7 +93,6 @@ class EngineDecoder:
         self._head_chunk_rows = sizes.head_chunk_rows
         self.runner = ModelRunner(base, self._cache, -(-self.max_sequence_tokens // page))
         self._groups: dict[str, Group] = {}
-        self._pinned = PinnedWeights(self.slots)  # of the running sequences
         self._copies = CopyStream(device)
         self.overlaps = device.type == "cuda"  # on a CPU, host and device are the same cores
         chooses_cores = device.type == "cpu" and keeps_bits()
@@ -233,17 +231,16 @@ class EngineDecoder:
         plan = self.scheduler.plan()
         self._note_preempted(plan.preempted)
         self._cache.prepare(plan.copies, plan.blank)
-        forward = self.runner.forward(plan, self._pinned.slots, chosen)
+        forward = self.runner.forward(plan, self.slots.slot_of, chosen)
         if forward is not None:
             self._absorb(forward, log)
-        ready = find_ready(forward, self._first(log), self._pinned.slots)
+        ready = find_ready(forward, self._first(log), self.slots.slot_of)
         if ready is None:
             return None
         for sequence in ready.sequences:
             if sequence.group.request.grammar is not None and sequence.grammar is None:
                 sequence.grammar = self._start_of_grammar(sequence.group.request)
-        logits, slots = self.runner.logits, self._pinned.slots
-        return choose_next(ready, logits, slots, self._head_chunk_rows, self._copies)
+        return choose_next(ready, self.runner.logits, self.slots.slot_of, self._head_chunk_rows, self._copies)
 
     def _admit(self, log: Progress) -> None:
         """Admit sequences until one does not fit; fail requests whose weights cannot be used."""
@@ -278,21 +275,20 @@ class EngineDecoder:
     def _pin(self, sequence: SequenceState) -> bool:
         """Pin the weights of a sequence on the device. This may preempt sequences with other weights."""
         weights = sequence.group.request.weights
-        if self._pinned.pin(weights):
+        if weights is None or self.slots.pin(weights) is not None:
             return True
-        assert weights is not None
         fits_without = partial(self.slots.fits_without, weights)
         for candidates in (self.slots.rivals(weights), self.slots.in_use()):
             preempted = self.scheduler.evict_weights_for(sequence, candidates, fits_without)
             if preempted is not None:
                 self._note_preempted(preempted)
-                return self._pinned.pin(weights, at_once=True)
+                return self.slots.pin(weights, at_once=True) is not None
         return False
 
     def _note_preempted(self, sequences: Sequence[SequenceState]) -> None:
         self.preemptions += len(sequences)
         for sequence in sequences:
-            self._pinned.unpin(sequence.group.request.weights)
+            self.slots.unpin(sequence.group.request.weights)
 
     def _absorb(self, forward: Forward, log: Progress) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
@@ -320,7 +316,7 @@ class EngineDecoder:
         rows = group.scores.rows(start, start + len(hidden))
         for at in range(rows.start, rows.stop, self._head_chunk_rows):
             some = range(at, min(at + self._head_chunk_rows, rows.stop))
-            slots = [self._pinned.slots[group.request.weights]] * len(some)
+            slots = [self.slots.slot_of(group.request.weights)] * len(some)
             logits = self.runner.logits(hidden[some.start - start : some.stop - start], slots)
             if not group.scores.fill(some, logits[: len(some)]):
                 return False
@@ -364,7 +360,7 @@ class EngineDecoder:
             return
         sequence.group.finished[sequence.index] = sequence.result("stop" if stopped else "length")
         self.scheduler.remove(sequence)
-        self._pinned.unpin(sequence.group.request.weights)
+        self.slots.unpin(sequence.group.request.weights)
         if len(sequence.group.finished) == request.num_samples:
             self._finish(sequence.group, log)
 
@@ -383,4 +379,4 @@ class EngineDecoder:
         """Remove a request and free its memory."""
         del self._groups[group.request.id]
         for sequence in self.scheduler.cancel(group):
-            self._pinned.unpin(sequence.group.request.weights)
+            self.slots.unpin(sequence.group.request.weights)

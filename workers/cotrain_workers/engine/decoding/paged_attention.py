@@ -64,9 +64,8 @@ class PagedAttention:
         self._cache = cache
         size = cache.page_tokens
         every = (*rows, *chunks)
-        kv_slots = [span.pages[at // size] * size + at % size for span in every for at in positions(span)]
         at_rows = [span.row + at - span.start for span in every for at in positions(span)]
-        self._kv_slots = torch.tensor(kv_slots, device=device)
+        self._kv_slots = torch.tensor(kv_slots(every, size), device=device)
         self._rows = torch.tensor(at_rows, device=device)
         self._groups = [alike(group, cache, device) for spans in (rows, chunks) for group in by_shape(spans, size)]
 
@@ -125,6 +124,12 @@ def adjusted(
 def positions(span: Span) -> range:
     """Return the positions of a span."""
     return range(span.start, span.stop)
+
+
+def kv_slots(spans: Sequence[Span], page_tokens: int) -> list[int]:
+    """Return the position in the KV cache of each row of some spans."""
+    size = page_tokens
+    return [span.pages[at // size] * size + at % size for span in spans for at in positions(span)]
 
 
 def batched(x: torch.Tensor, group: Alike) -> torch.Tensor:

@@ -59,6 +59,11 @@ class Pool:
         """Size of all slots in bytes."""
         return self.flat.shape[0] * self.slot_bytes
 
+    @property
+    def memory_key(self) -> tuple[int, int, int]:
+        """Memory that a CUDA graph reads: rank, address, number of slots."""
+        return self.layout.rank, self.flat.data_ptr(), len(self.flat)
+
     def matrices(self, module: str, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of A `[n, rank, in]` and scale * B^T `[n, rank, padded out]` of `slots`, int64 `[n]`."""
         a, b = (part.index_select(0, slots) for part in self._parts(module))
@@ -128,6 +133,19 @@ class Slot:
     modules: frozenset[str]  # modules that the weights change; the matrices of others are zero
     users: int = 0
     unpinned_at: float = -math.inf
+
+
+def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[int]:
+    """Return the slot of a pool for each row, followed by `left` filler rows, in ascending order.
+
+    Rows of other pools use a slot of zeros: the first one before the rows of this pool, else the last.
+    """
+    before, last, found = True, len(pool.flat) - 1, []
+    for slot in slots:
+        is_own = slot is not None and slot.pool is pool
+        before = before and not is_own
+        found.append(slot.index if slot is not None and is_own else 0 if before else last)
+    return found + [last] * left
 
 
 def slot_layout(targets: Sequence[Target], rank: int, *, per_expert: bool = False) -> SlotLayout:

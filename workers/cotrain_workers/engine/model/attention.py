@@ -24,50 +24,13 @@ from cotrain_workers.engine.routing import AttentionRule, EqualLengths, Prompt, 
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
+PER_SEQUENCE = "cotrain_per_sequence"
+NARROW = (torch.bfloat16, torch.float16)
+UNSUPPORTED_ARGUMENTS = ("sinks", "head_mask", "attention_bias")
 #: Sequence lengths of the comparison: across blocks, short, and exactly one block.
 PROBE = (200, 1, 3, 180, 256)
 #: Relative to the largest value, for 16-bit results against fp32; probabilities are rounded twice in backward.
 TOLERANCE = 2e-2
-
-
-def is_dense(
-    name: str,
-    attend: Attend,
-    device: torch.device,
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    rule: AttentionRule,
-) -> bool:
-    """Return True if a kernel matches dense attention on sequences of the lengths `PROBE`, forward and backward.
-
-    `shape` contains query heads, key-value heads and head size. A failure or a mismatch is logged.
-    """
-    heads, kv_heads, size = shape
-    generator = torch.Generator(device).manual_seed(0)
-    given = (
-        torch.randn(sum(PROBE), n, size, generator=generator, device=device, dtype=dtype)
-        for n in (heads, kv_heads, kv_heads)
-    )
-    measure = partial(difference, attend, partial(dense, rule=rule), *given)
-    return agrees(name, device, TOLERANCE, measure)
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Return attention over sequences of the lengths `PROBE`, computed densely in fp32 without a cap; `[T, heads, d]`."""
-    groups = q.shape[1] // k.shape[1]
-    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
-    k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
-    which = torch.repeat_interleave(torch.tensor(PROBE)).to(q.device)
-    at = torch.arange(len(which), device=q.device)
-    back = at[:, None] - at[None, :]
-    seen = (which[:, None] == which) & (back >= 0) & (back < (rule.window or len(which)))
-    scores = q @ k.transpose(-1, -2) * rule.scaling
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)
-
-
-PER_SEQUENCE = "cotrain_per_sequence"
-NARROW = (torch.bfloat16, torch.float16)
-UNSUPPORTED_ARGUMENTS = ("sinks", "head_mask", "attention_bias")
 
 log = logging.getLogger(__name__)
 
@@ -360,3 +323,38 @@ def call_varlen(
     offsets = table.offsets()
     out: torch.Tensor = kernel(q, k, v, offsets, offsets, table.longest, table.longest, **extra)
     return out
+
+
+def is_dense(
+    name: str,
+    attend: Attend,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    rule: AttentionRule,
+) -> bool:
+    """Return True if a kernel matches dense attention on sequences of the lengths `PROBE`, forward and backward.
+
+    `shape` contains query heads, key-value heads and head size. A failure or a mismatch is logged.
+    """
+    heads, kv_heads, size = shape
+    generator = torch.Generator(device).manual_seed(0)
+    given = (
+        torch.randn(sum(PROBE), n, size, generator=generator, device=device, dtype=dtype)
+        for n in (heads, kv_heads, kv_heads)
+    )
+    measure = partial(difference, attend, partial(dense, rule=rule), *given)
+    return agrees(name, device, TOLERANCE, measure)
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+    """Return attention over sequences of the lengths `PROBE`, computed densely in fp32 without a cap; `[T, heads, d]`."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
+    which = torch.repeat_interleave(torch.tensor(PROBE)).to(q.device)
+    at = torch.arange(len(which), device=q.device)
+    back = at[:, None] - at[None, :]
+    seen = (which[:, None] == which) & (back >= 0) & (back < (rule.window or len(which)))
+    scores = q @ k.transpose(-1, -2) * rule.scaling
+    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1)

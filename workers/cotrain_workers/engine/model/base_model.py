@@ -1,25 +1,34 @@
-"""Loading of a frozen base model, and rejection of models that the engine would compute wrongly."""
+"""Frozen base model: loading, our modules in place of its own, and passes over sequences in one packed row."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import product
-from math import isfinite
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, unordered_writes
-from cotrain_workers.engine.lock_step import Alone, LockStep
+from cotrain_workers.engine.coordination import Alone, LockStep
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory, to_device, unordered_writes
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedLinear, number_of_parameters, quantize
 from cotrain_workers.engine.lora.segmented import MultiLoraLinear
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import experts, linear_attention, row_chunks
-from cotrain_workers.engine.model.activation_checkpointing import Recompute
+from cotrain_workers.engine.model import experts, linear_attention
+from cotrain_workers.engine.model.activation_checkpointing import Recompute, chunk_rows
+from cotrain_workers.engine.model.configuration import (
+    KvShape,
+    UnsupportedModel,
+    context_length,
+    eos_token_ids,
+    fix_frequencies,
+    kv_shape,
+    refuse_type,
+    refuse_unsupported,
+)
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
 from cotrain_workers.engine.model.families import (
     MODEL_TYPES,
-    SHAPED_LAYERS,
     UNEMBED,
     auto_class,
     decoder_path,
@@ -27,59 +36,23 @@ from cotrain_workers.engine.model.families import (
     logit_factor,
 )
 from cotrain_workers.engine.model.model_source import (
-    CONFIG,
     NoModel,
     UnusableModel,
     model_too_large,
     read_config,
     read_weights,
     refuse_not_finite,
+    report,
     unfit_config,
 )
-from cotrain_workers.engine.model.rotary import ROPES, context_length, fix_frequencies, rope_types
 from cotrain_workers.engine.model.vision import Vision, read_processor
-from cotrain_workers.engine.progress import report
-from cotrain_workers.engine.routing import Router
+from cotrain_workers.engine.routing import Prompt, Router
 from cotrain_workers.engine.spec import Target, has_experts
 
 #: Exceptions that a model raises for an unusable value of its configuration.
 _OF_CONTENT = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError,
 )  # fmt: skip
-#: Value of `use_bidirectional_attention` that lets no text attend to later tokens.
-IMAGES_ONLY = "vision"
-#: Minimum value of each key of the configuration, if the key is present.
-LEAST: Mapping[str, int] = {
-    "vocab_size": 1, "hidden_size": 1, "intermediate_size": 1, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 1,
-    "max_position_embeddings": 1, "sliding_window": 1, "rms_norm_eps": 0,
-    "query_pre_attn_scalar": 0, "attn_logit_softcapping": 0, "final_logit_softcapping": 0,
-    "logit_scale": 0, "logits_scaling": 0,
-}  # fmt: skip
-
-
-class UnsupportedModel(UnusableModel, ValueError):
-    """The base model cannot be trained here; the message contains the reason."""
-
-
-@dataclass(frozen=True)
-class KvShape:
-    """KV-cache shape of one token: a key and a value vector per layer and head."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Heads and head size of the layers whose shape differs, by layer."""
-
-    def of(self, layer: int) -> tuple[int, int]:
-        """Return the heads and the head size of a layer."""
-        return self.others.get(layer, (self.heads, self.head_dim))
-
-    @property
-    def values(self) -> int:
-        """Number of values that one token has in all layers."""
-        return sum(2 * heads * size for heads, size in map(self.of, range(self.layers)))
 
 
 @dataclass(frozen=True)
@@ -191,13 +164,13 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
     targets, router = find_targets(network), Router()
     num_parameters = number_of_parameters(network)
     path = decoder_path(network)
-    adapt(network, targets, router)
+    _adapt(network, targets, router)
     fix_frequencies(backbone)
-    scale_outputs(backbone, logit_factor(kind, text))
+    _scale_outputs(backbone, logit_factor(kind, text))
     vision = Vision(network, processor, router) if processor is not None else None
     recompute = Recompute(in_tuple=kind.in_tuple)
     recompute.attach(backbone.layers)
-    row_chunks.attach(backbone.layers, router)
+    chunk_rows(backbone.layers, router)
     return BaseModel(
         backbone=backbone,
         head_weight=network.lm_head.weight,
@@ -217,7 +190,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
         num_parameters=num_parameters,
         tied_embeddings=network.lm_head.weight is network.get_input_embeddings().weight,
         eos_token_ids=eos_token_ids(network),
-        kv=kv_shape(text, len(attentions(backbone))),
+        kv=kv_shape(text, len(_attentions(backbone))),
         states=linear_attention.attach(backbone, router),
         lock_step=lock_step,
         expert_choices=experts.choices_of(backbone, text),
@@ -225,7 +198,7 @@ def make_base_model(network: Any, config: Any, lock_step: LockStep, processor: A
     )
 
 
-def scale_outputs(backbone: nn.Module, factor: float) -> None:
+def _scale_outputs(backbone: nn.Module, factor: float) -> None:
     """Multiply the hidden states `[1, T, d]` of a backbone by the model's factor on its logits.
 
     Each head, LoRA on it and each gradient then have the factor. Factors of published models are powers of two, by
@@ -249,51 +222,10 @@ def saved_with_adapters(base: BaseModel) -> dict[str, torch.Tensor]:
     return {UNEMBED: base.head_weight, **whole}
 
 
-def kv_shape(config: Any, layers: int) -> KvShape:
-    """Return the size of a token's keys and values in some layers."""
-    shapes = [
-        (
-            each.num_key_value_heads,
-            # Latent attention names its whole size apart from that of the rotated part.
-            getattr(each, "qk_head_dim", None)
-            or getattr(each, "head_dim", None)
-            or each.hidden_size // each.num_attention_heads,
-        )
-        for each in layer_configs(config)
-    ]
-    others = {layer: shape for layer, shape in enumerate(shapes) if shape != shapes[0]}
-    return KvShape(layers, *shapes[0], others)
-
-
-def attentions(decoder: Any) -> list[Any]:
+def _attentions(decoder: Any) -> list[Any]:
     """Return the attention modules of a decoder, in the order of layers. Some layers of hybrids have none."""
     found = (getattr(layer, "self_attn", None) for layer in decoder.layers)
     return [each for each in found if each is not None]
-
-
-def layer_configs(config: Any) -> list[Any]:
-    """Return the configuration of each layer, or the one of all layers if they do not differ in shape."""
-    if config.model_type not in SHAPED_LAYERS:
-        return [config]
-    if not hasattr(config, "per_layer_config"):
-        raise UnsupportedModel(
-            "its layers differ in shape, which this release of transformers does not tell: update it."
-        )
-    return [config.per_layer_config[layer] for layer in range(config.num_hidden_layers)]
-
-
-def eos_token_ids(network: Any) -> tuple[int, ...]:
-    """Return the tokens that end a generation according to the model's generation settings."""
-    text = getattr(network.config, "text_config", None)
-    settings = (getattr(network, "generation_config", None), network.config, text)
-    found = (getattr(each, "eos_token_id", None) for each in settings)
-    named = next((each for each in found if each is not None), None)
-    if named is None:
-        return ()
-    tokens = named if isinstance(named, list | tuple) else [named]
-    if not all(isinstance(each, int) for each in tokens):
-        raise NoModel("eos_token_id of its configuration must be one token or a list of tokens.")
-    return tuple(sorted(set(tokens)))
 
 
 def refuse_too_large(needed_bytes: int) -> None:
@@ -301,50 +233,6 @@ def refuse_too_large(needed_bytes: int) -> None:
     free_bytes = free_host_bytes()
     if needed_bytes > free_bytes:
         raise model_too_large(needed_bytes, free_bytes)
-
-
-def refuse_type(kind: str) -> None:
-    """Raise UnsupportedModel for a `model_type` that cannot be trained here."""
-    if kind not in MODEL_TYPES:
-        names = ", ".join(each.title for each in MODEL_TYPES.values())
-        raise UnsupportedModel(f"models of type {kind!r} cannot be trained; {names} can.")
-
-
-def refuse_unsupported(config: Any) -> None:
-    """Raise UnsupportedModel if training this model would be wrong or couple tenants."""
-    refuse_type(config.model_type)
-    refuse_type(config.get_text_config().model_type)
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModel("its weights are quantized; give the 16- or 32-bit model.")
-    config = config.get_text_config()
-    if getattr(config, "clip_qkv", None) is not None:
-        raise UnsupportedModel("it clips queries, keys and values (clip_qkv), which no kernel does.")
-    if getattr(config, "num_kv_shared_layers", None):
-        raise UnsupportedModel("its layers read keys of other layers (num_kv_shared_layers).")
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, IMAGES_ONLY):
-        raise UnsupportedModel("it attends to later tokens (use_bidirectional_attention).")
-    for rope_type in rope_types(config):
-        if rope_type not in ROPES:
-            raise UnsupportedModel(
-                f"RoPE of type {rope_type!r} (rope_scaling or rope_parameters of its {CONFIG}) is not "
-                f"supported; {', '.join(ROPES)} are."
-            )
-    _refuse_numbers(config)
-
-
-def _refuse_numbers(whole: Any) -> None:
-    """Raise NoModel for an impossible number, which would fail the first pass or make its results not finite."""
-    for config, (key, least) in product(layer_configs(whole), LEAST.items()):
-        value = getattr(config, key, None)
-        # A window of 0 is right where windows are switched off (Qwen2 MoE).
-        is_off = key == "sliding_window" and not getattr(config, "use_sliding_window", True)
-        if value is None or (value == 0 and is_off):
-            continue
-        if type(value) not in (int, float) or not isfinite(value) or value < least:
-            raise unfit_config(f"{key} must be a number of at least {least}, not {value!r}")
-    for config in layer_configs(whole):
-        if config.num_attention_heads % config.num_key_value_heads:
-            raise unfit_config("num_attention_heads must be a multiple of num_key_value_heads")
 
 
 def make_skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
@@ -382,7 +270,7 @@ def find_targets(network: nn.Module) -> tuple[Target, ...]:
     return tuple(targets)
 
 
-def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
+def _adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     """Replace linear modules and attention of a loaded model by ours."""
     experts.attach(network, router)
     for target in targets:
@@ -396,5 +284,72 @@ def adapt(network: Any, targets: tuple[Target, ...], router: Router) -> None:
     attn.register()
     decoder = network.get_decoder()
     decoder.set_attn_implementation(attn.PER_SEQUENCE)
-    for number, attention in enumerate(attentions(decoder)):
+    for number, attention in enumerate(_attentions(decoder)):
         attn.attach(attention, router, number)
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Some sequences side by side, and filler sequences up to the padded length `T`."""
+
+    ids: np.ndarray  # int64 [T]
+    positions: np.ndarray
+    """int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`."""
+    lengths: Sequence[int]  # of the sequences, filler included
+    prompts: Mapping[int, Prompt]  # shared ones, by the index of the sequence
+
+
+def token_row(
+    slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1, shared: Iterable[Sequence[int]] = ()
+) -> TokenRow:
+    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple
+    of `align`.
+
+    `shared` holds, for each slice, the first tokens of each sequence whose rows are those of an earlier sequence.
+    """
+    sequences: list[np.ndarray] = []
+    prompts: dict[int, Prompt] = {}
+    rows = first = 0
+    for op_slice, prompt_lengths in zip(slices, chain(shared, repeat(())), strict=False):
+        for tokens, prompt in zip(op_slice, chain(prompt_lengths, repeat(0)), strict=False):
+            if prompt:
+                prompts[len(sequences)] = Prompt(first, prompt)
+            else:
+                first = rows
+            sequences.append(tokens[prompt:])
+            rows += len(tokens) - prompt
+        if filler := -rows % align:
+            sequences.append(np.zeros(filler, np.int64))
+            rows += filler
+    if rows < padded_tokens:
+        sequences.append(np.zeros(padded_tokens - rows, np.int64))
+    lengths = [len(tokens) for tokens in sequences]
+    starts = np.cumsum([0, *lengths[:-1]])
+    for at, shared_rows in prompts.items():
+        starts[at] -= shared_rows.length
+    ids = np.concatenate(sequences)
+    positions = np.arange(len(ids)) - np.repeat(starts, lengths)
+    return TokenRow(ids, positions, lengths, prompts)
+
+
+def hidden_states(base: BaseModel, row: TokenRow) -> torch.Tensor:
+    """Return the last hidden states `[1, T, d]`. The router must have the row's route."""
+    device = base.head_weight.device
+    return run_backbone(base, to_device(row.ids, device)[None], to_device(row.positions, device)[..., None, :])
+
+
+def run_backbone(base: BaseModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Map token ids `[1, T]` and positions, `[1, T]` or `[3, 1, T]`, to the last hidden states `[1, T, d]`.
+
+    The router must have their route.
+    """
+    output = base.backbone(
+        input_ids=ids,
+        position_ids=positions,
+        # Given a mask of four dimensions, transformers builds none (looking for packed sequences, it
+        # would wait for the device). Its values are not used: the route has the sequences.
+        attention_mask=ids.new_zeros(1, 1, 1, 1),
+        use_cache=False,  # with a cache transformers would not see the packing
+    )
+    hidden: torch.Tensor = output.last_hidden_state
+    return hidden

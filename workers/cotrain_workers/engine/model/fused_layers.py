@@ -1,13 +1,11 @@
-"""Kernels in the layers of a base model, for training and decoding: norms, rotations and gates.
+"""Insertion of kernels into the layers of a base model: norms, rotations and gates.
 
 With the LoRA backend `fused`, gates and residual additions are part of the adjacent products instead.
 
 A layer's computation is recognised by a pure function with identical bits. A kernel is compared with that function
 before it replaces it. Otherwise the layer keeps the code of transformers, and the log says so.
 
-* `gated`: gated product of an MLP in one kernel, for decoding. In training it is part of the products, or plain.
-* `RotatedNorm`: rotation of query or key heads after an optional RMS norm, in one kernel each way.
-* `norm_then_weight` to `half_turned`: pure functions of the layers' computations between products.
+`norm_then_weight` to `half_turned` are the pure functions. The kernels are in `layer_kernels.py`.
 """
 
 import logging
@@ -19,166 +17,13 @@ import torch
 from torch.nn import functional
 
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU, missing_kernels
+from cotrain_workers.engine.model.activation_checkpointing import by_rows
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.kept_norm import WARPS, KeptNorm, block
 from cotrain_workers.engine.model.kernel_check import example, is_right
-from cotrain_workers.engine.model.row_chunks import by_rows
+from cotrain_workers.engine.model.layer_kernels import KeptNorm, RotatedNorm, gated
 from cotrain_workers.engine.routing import Router
 
-GATE_BLOCK, GATE_WARPS = 1024, 4  # values per program
-
-_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
-_LIBRARY.define("gated(Tensor gate, Tensor up, int kind) -> Tensor")
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    """Return `act(gate) * up`; `kind` is SILU or GELU."""
-    product: torch.Tensor = torch.ops.cotrain.gated(gate.contiguous(), up.contiguous(), kind)
-    return product
-
-
-def _gated(gate: torch.Tensor, up: torch.Tensor, kind: int) -> torch.Tensor:
-    from cotrain_workers.engine.model import layer_programs
-
-    y = torch.empty_like(gate)
-    layer_programs.gated[(-(-y.numel() // GATE_BLOCK),)](
-        gate, up, y, y.numel(), GELU=kind == GELU, BLOCK=GATE_BLOCK, num_warps=GATE_WARPS
-    )
-    return y
-
-
-_LIBRARY.impl("gated", _gated, "CompositeExplicitAutograd")
-torch.library.register_fake("cotrain::gated", lambda gate, *_: torch.empty_like(gate), lib=_LIBRARY)
-
-
-_GIVEN = "Tensor? weight, Tensor cos, Tensor sin"
-SCHEMAS = {
-    # x [T, heads, size], cos and sin [T, size]; no norm without a weight; `one`: the scale is weight + 1
-    "rotated_norm": f"(Tensor x, {_GIVEN}, float eps, bool one) -> Tensor",
-    "rotated_norm_back": f"(Tensor gy, Tensor? x, {_GIVEN}, float eps, bool one) -> Tensor",
-}
-
-
-class RotatedNorm(torch.autograd.Function):
-    """`x` `[T, heads, size]`, each head normalised if there is a weight, and rotated by `cos` and `sin` `[T, size]`.
-
-    The weight is frozen. Without a weight, the gradient does not need `x`, which is then not saved.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[explicit-override]
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        eps: float,
-        one: bool,
-    ) -> torch.Tensor:
-        """Return the rotated heads, of the same shape."""
-        x, cos, sin = (each.contiguous() for each in (x, cos, sin))
-        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
-        ctx.rest = eps, one
-        y: torch.Tensor = torch.ops.cotrain.rotated_norm(x, weight, cos, sin, eps, one)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # type: ignore[explicit-override]
-        """Return the gradient of `x`."""
-        gy = grads[0].contiguous()
-        gx = torch.ops.cotrain.rotated_norm_back(gy, *ctx.saved_tensors, *ctx.rest)
-        return gx, *[None] * 5
-
-
-def rotated_norm(
-    x: torch.Tensor, weight: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, eps: float, one: bool
-) -> torch.Tensor:
-    """Return each head normalised and rotated."""
-    return _run("rotated", [x, weight, cos, sin], eps, one, norm=weight is not None)
-
-
-def rotated_norm_back(
-    gy: torch.Tensor,
-    x: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    eps: float,
-    one: bool,
-) -> torch.Tensor:
-    """Return the gradient of `x`."""
-    return _run("rotated_backward", [x, weight, cos, sin, gy], eps, one, norm=weight is not None)
-
-
-def _run(name: str, given: list[torch.Tensor | None], eps: float, one: bool, *, norm: bool) -> torch.Tensor:
-    from cotrain_workers.engine.model import layer_programs
-
-    like = given[0] if given[0] is not None else given[-1]
-    assert like is not None
-    (rows, heads, size), out = like.shape, torch.empty_like(like)
-    getattr(layer_programs, name)[(rows,)](
-        *(like if each is None else each for each in given), out, heads, size // 2, eps,
-        NORM=norm, ONE=one, HEADS=block(heads), HALF=block(size // 2), num_warps=WARPS,
-    )  # fmt: skip
-    return out
-
-
-for _name, _real in (("rotated_norm", rotated_norm), ("rotated_norm_back", rotated_norm_back)):
-    _LIBRARY.define(_name + SCHEMAS[_name])
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cotrain::{_name}", lambda like, *_: torch.empty_like(like), lib=_LIBRARY)
-
-
 Pure = Callable[..., Any]
-
-
-def norm_then_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of Llama, Mistral and Qwen, which is rounded before scaling."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def norm_with_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMS norm of Gemma, which is scaled by weight + 1 before rounding."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * (1.0 + weight.float())).type_as(x)
-
-
-def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the gated product of Llama, Mistral and Qwen."""
-    return functional.silu(gate) * up
-
-
-def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the gated product of Gemma."""
-    return functional.gelu(gate, approximate="tanh") * up
-
-
-def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `q` and `k` `[1, heads, T, d]` rotated by `cos` and `sin` `[1, T, d]`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
-
-
-def half_turned(x: torch.Tensor) -> torch.Tensor:
-    """Return `(-b, a)` of the halves `(a, b)` of the last dimension."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((-b, a), dim=-1)
-
-
-def first_equal(candidates: Sequence[Pure], inputs: Sequence[Any], expected: Any) -> Pure | None:
-    """Return the first candidate whose result has the bits of the model's own function, or None."""
-    wanted = expected if isinstance(expected, tuple) else (expected,)
-    for pure in candidates:
-        found = pure(*inputs)
-        pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
-        if all(torch.equal(*pair) for pair in pairs):
-            return pure
-    return None
-
-
 Norm = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 Checked = dict[tuple[Any, ...], bool]  # check results of kernels, by function and sizes
 
@@ -237,7 +82,7 @@ def _once(checked: Checked, key: tuple[Any, ...], check: Callable[[], bool]) -> 
 
 def _fuse_norm(norm: Any, checked: Checked) -> Norm | None:
     """Replace a norm by a kernel; return the kernel, which also returns its input, or None."""
-    eps, pure = known_norm(norm)
+    eps, pure = _known_norm(norm)
     if pure is None:
         return None
     one = pure is norm_with_one
@@ -320,7 +165,7 @@ def _fuse_heads(attention: Any, checked: Checked) -> bool:
 
 def _rotation(norm: Any, checked: Checked, examples: tuple[torch.Tensor, ...]) -> Any:
     """Return a kernel that normalises heads `[1, heads, T, size]`, if there is a norm, and rotates them, or None."""
-    eps, pure = (0.0, None) if norm is None else known_norm(norm)
+    eps, pure = (0.0, None) if norm is None else _known_norm(norm)
     if norm is not None and pure is None:
         return None
 
@@ -364,12 +209,59 @@ def _fuse_residuals(layer: Any, norms: Mapping[Any, Norm | None], router: Router
     return True
 
 
-def known_norm(norm: Any) -> tuple[float, Any]:
+def _known_norm(norm: Any) -> tuple[float, Any]:
     """Return the epsilon of a norm and the matching known function, or None in its place."""
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))
     x = example(norm.weight, ROWS, len(norm.weight))
     given = (x, norm.weight, eps)
     return eps, first_equal((norm_then_weight, norm_with_one), given, type(norm).forward(norm, x))
+
+
+def norm_then_weight(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of Llama, Mistral and Qwen, which is rounded before scaling."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def norm_with_one(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of Gemma, which is scaled by weight + 1 before rounding."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).type_as(x)
+
+
+def silu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gated product of Llama, Mistral and Qwen."""
+    return functional.silu(gate) * up
+
+
+def gelu_gate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return the gated product of Gemma."""
+    return functional.gelu(gate, approximate="tanh") * up
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `q` and `k` `[1, heads, T, d]` rotated by `cos` and `sin` `[1, T, d]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return q * cos + half_turned(q) * sin, k * cos + half_turned(k) * sin
+
+
+def half_turned(x: torch.Tensor) -> torch.Tensor:
+    """Return `(-b, a)` of the halves `(a, b)` of the last dimension."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((-b, a), dim=-1)
+
+
+def first_equal(candidates: Sequence[Pure], inputs: Sequence[Any], expected: Any) -> Pure | None:
+    """Return the first candidate whose result has the bits of the model's own function, or None."""
+    wanted = expected if isinstance(expected, tuple) else (expected,)
+    for pure in candidates:
+        found = pure(*inputs)
+        pairs = zip(found if isinstance(found, tuple) else (found,), wanted, strict=True)
+        if all(torch.equal(*pair) for pair in pairs):
+            return pure
+    return None
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:

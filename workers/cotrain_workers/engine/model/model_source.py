@@ -1,5 +1,9 @@
-"""Reader of a base model from a folder or hub; each fault becomes a sentence for the operator."""
+"""Reader of a base model from a folder or hub, and the progress of a start.
 
+Each fault becomes a sentence for the operator. Progress goes to a worker's log and the terminal of `cotrain serve`.
+"""
+
+import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -8,11 +12,14 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils.tqdm import disable_progress_bars
+from tqdm.std import tqdm
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
 from transformers.utils.peft_utils import find_adapter_config_file
+from typing_extensions import override
 
 from cotrain_workers.engine.device import is_out_of_memory
-from cotrain_workers.engine.progress import ReportedProgress
 
 CONFIG = "config.json"
 #: Locations of a model below the given folder: subfolders, and the cache of a hub.
@@ -22,6 +29,9 @@ _READ = {".json", ".safetensors", ".bin"}
 MAX_LAYERS = 2048
 _AGAIN = "fetch or copy them again"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+#: Interval in s of progress reports. Shorter phases are reported only by the next one.
+EVERY_S = 5.0
+_listeners: list[Callable[[str], None]] = []
 
 
 class UnusableModel(Exception):
@@ -156,6 +166,36 @@ def model_too_large(needed_bytes: int = 0, free_bytes: int = 0) -> ModelTooLarge
         f"there is not enough memory for it{sizes if needed_bytes else ''}: "
         "give a smaller model, or this host more memory."
     )
+
+
+def listen(listener: Callable[[str], None]) -> None:
+    """Report progress from now on to `listener`, and disable the progress bars of libraries."""
+    _listeners.append(listener)
+    disable_progress_bars()
+    logging.set_tqdm_hook(lambda _, args, kwargs: ReportedProgress(*args, **kwargs))
+
+
+def report(doing: str) -> None:
+    """Report the current phase and its progress."""
+    for listener in _listeners:
+        listener(doing)
+
+
+class ReportedProgress(tqdm):  # type: ignore[misc]  # it comes without types
+    """Replacement of a library's progress bar that reports one line every EVERY_S."""
+
+    monitor_interval = 0  # no thread
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        quiet = {"file": io.StringIO(), "mininterval": EVERY_S, "leave": False, "disable": False}
+        super().__init__(*args, **{**kwargs, **quiet})
+
+    @override
+    def display(self, msg: str | None = None, pos: int | None = None) -> bool:
+        """Report the progress; nothing at the beginning and at the end."""
+        if msg is None and self.total and 0 < self.n < self.total:
+            report(f"{self.desc or 'fetching'}: {self.n / self.total:.0%}")
+        return True
 
 
 def _refuse_other_things(path: Path) -> None:

@@ -32,7 +32,33 @@ def picked_logprobs(
     return picked.sub_(peak).add_(top.log_()), probabilities
 
 
-def logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def likeliest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and log-probabilities of the `k` most probable tokens, int32 and float32 `[n, k]`.
+
+    Equally probable tokens are ordered by id, and the lowest ids of the last place are included.
+    """
+    ids = _lowest_first(logits, k)
+    logprobs, _ = picked_logprobs(logits, ids)
+    return ids.int(), logprobs.float()
+
+
+def _lowest_first(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the ids of the `k` largest logits per row, int64 `[n, k]`; equal ones by id.
+
+    torch defines no order among equals. On CUDA it may change with the number of rows, and so with
+    other requests of the batch.
+    """
+    least = logits.topk(k, dim=-1).values[:, -1:]
+    size = logits.shape[-1]
+    # All ids above the last value come before those with that value, and no two keys are equal.
+    keys = torch.arange(size, dtype=torch.int32, device=logits.device).expand_as(logits)
+    keys = torch.where(logits > least, keys - size, keys).masked_fill_(logits < least, size)
+    ids = keys.topk(k, dim=-1, largest=False).indices.sort(dim=-1).values
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
+
+
+def _logit_slope(probabilities: torch.Tensor, slope: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Return d loss / d logits, given d loss / d logprob `[c, K]`; overwrites probabilities `[c, V]`.
 
     `d loss / d logit_v = sum_k slope_k (1[v = target_k] - p_v)`.
@@ -67,9 +93,10 @@ class Cap:
 
 
 class PlainSoftmax:
-    """Softmax of all rows of some logits `[rows, V]` before the cap, which it may overwrite. Gradients have the type `dtype`.
+    """Softmax of all rows of some logits `[rows, V]` before the cap, which it may overwrite.
 
-    Results of a row depend only on that row. PyTorch operations store all probabilities until they become the gradient.
+    Gradients have the type `dtype`. Results of a row depend only on that row. PyTorch operations store all
+    probabilities until they become the gradient.
     """
 
     def __init__(self, logits: torch.Tensor, softcap: float | None, dtype: torch.dtype, *, goes_back: bool) -> None:
@@ -87,7 +114,7 @@ class PlainSoftmax:
 
     def go_back(self, rows: slice, targets: torch.Tensor, slope: torch.Tensor) -> None:
         """Compute the gradient of some rows, given d loss / d logprob `[c, K]`."""
-        grad = logit_slope(self._slopes[rows], slope, targets)
+        grad = _logit_slope(self._slopes[rows], slope, targets)
         self._cap_by_start[rows.start].back(grad)
 
     def gradient(self) -> torch.Tensor:

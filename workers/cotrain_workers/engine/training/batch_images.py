@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
-from cotrain_workers.engine.model.forward import TokenRow
+from cotrain_workers.engine.model.base_model import TokenRow
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
 from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import ImageRows

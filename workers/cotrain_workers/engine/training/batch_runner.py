@@ -5,15 +5,13 @@ from itertools import chain
 
 import torch
 
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
-from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS
+from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
-from cotrain_workers.engine.model.forward import TokenRow, hidden_states, token_row
-from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.model.unembedding import NewSoftmax
 from cotrain_workers.engine.ops import Pass, ReverseKl
 from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable

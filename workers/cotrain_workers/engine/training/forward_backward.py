@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, zip_longest
 from weakref import WeakSet
 
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import Choice

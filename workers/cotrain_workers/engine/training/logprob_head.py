@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.ops import Datum, Pass

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cotrain_workers.engine.adapters.copy_streams import Arrival, CopyStream, HostArenas, carry_in, carry_out
-from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.lock_step import Forward
-from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.forward import TokenRow, hidden_states
+from cotrain_workers.engine.adapters.copies import Arrival, CopyStream, HostArenas, carry_in, carry_out
+from cotrain_workers.engine.coordination import Forward, Yielding
+from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states
 from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.training.logprob_head import HeadResult
 

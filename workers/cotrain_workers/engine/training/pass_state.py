@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.adapter import Adapter, Gradient, Steepest, is_all_finite
-from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import (
     Datum,
     Failure,

@@ -15,7 +15,7 @@ import torch
 
 from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import write_folder
-from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.adapters.adapter import initial_weights
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.sampling.vllm.client import (

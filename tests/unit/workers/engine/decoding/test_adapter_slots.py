@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cotrain_workers.engine.adapters.adapter import is_all_finite
-from cotrain_workers.engine.decoding import adapter_slots, row_lora
+from cotrain_workers.engine.decoding import adapter_slots, step
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots, WeightsNotFinite, WeightsUnfit
-from cotrain_workers.engine.decoding.row_lora import LONG_RUN, RowLora
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, Slot, slot_layout
+from cotrain_workers.engine.decoding.step import LONG_RUN, RowLora
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 
@@ -89,8 +89,8 @@ def test_gathering_and_keeping_matrices_changes_no_bit(monkeypatch: pytest.Monke
     x, expected = torch.randn(5, 24), torch.zeros(5, 131)
     RowLora(pinned, torch.device("cpu")).add("lm_head", x, expected)
 
-    monkeypatch.setattr(row_lora, "GATHER_BYTES", gather)
-    monkeypatch.setattr(row_lora, "KEEP_BYTES", keep)
+    monkeypatch.setattr(step, "GATHER_BYTES", gather)
+    monkeypatch.setattr(step, "KEEP_BYTES", keep)
     lora = RowLora(pinned, torch.device("cpu"))
     for _ in range(2):
         found = torch.zeros(5, 131)

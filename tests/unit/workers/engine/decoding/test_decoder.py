@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.cycle import drive
+from cotrain_workers.engine.coordination import drive
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, Pass
+from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import (
     RUNS,
     VOCAB,
@@ -29,6 +31,7 @@ from tests.support.decoding import (
     whole,
 )
 from tests.support.draws import variant
+from tests.support.mixtures import SOME, random_weights
 from tests.support.tiny_models import build_tiny
 from tests.support.training import MIX, ModelFolder, NewEngine, PeftOracle, same_bits
 
@@ -178,3 +181,73 @@ def test_decoding_at_yield_points_changes_no_bit_of_training(new_engine: NewEngi
     for run in RUNS:
         assert same_bits(shared.adapters.state(run), alone.adapters.state(run)), run
     assert_same(found["mine"], expected)
+
+
+UNSCORED: dict[str, Any] = {"prompt_logprobs": False, "topk_prompt_logprobs": 0, "target_prompt_logprobs": None}
+
+
+@pytest.mark.numerics
+def test_states_follow_pages(new_engine: NewEngine) -> None:
+    engine = new_engine("qwen3_5")
+    weights = trained_weights(engine)
+    # A prompt ends with a page, or within one that three samples share until each copies it.
+    mine = [replace(whole(f"mine-{run}", run, size), max_tokens=18) for run, size in (("all-8", 16), ("attn-1", 37))]
+    tight, roomy = (decoder_of(engine, weights, kv_tokens=tokens) for tokens in (144, 4096))
+
+    together = finish(tight, [*neighbours(seed=3, count=4), *mine])
+
+    assert tight.preemptions > 0
+    for each in mine:
+        among, alone = together[each.id], output(roomy, each)
+        assert_same(among, alone)
+        again = output(roomy, replace(each, **UNSCORED))
+        assert again.cached_prompt_tokens == len(each.prompt)
+        assert each.weights is not None
+        whole_sequences = [np.concatenate([each.prompt, own.tokens]) for own in alone.sequences]
+        trained = trainer_logprobs(engine, each.weights, *whole_sequences)
+        for own, cached, theirs in zip(alone.sequences, again.sequences, trained, strict=True):
+            np.testing.assert_array_equal(cached.logprobs, own.logprobs)
+            assert alone.prompt_logprobs is not None
+            ours = np.concatenate([alone.prompt_logprobs[1:], own.logprobs])
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+
+
+SPECS = {
+    "all-8": AdapterSpec(8, 1),
+    "mlp-3": AdapterSpec(3, 2, train_attn=False, train_unembed=False),
+    "own-8": AdapterSpec(8, 3, per_expert=True),
+}
+
+
+@pytest.mark.numerics
+@pytest.mark.parametrize("family", [variant(SOME[0]), *SOME[1:]])
+def test_samples_of_experts(new_engine: NewEngine, family: str) -> None:
+    engine = new_engine(family)
+    weights = {run: random_weights(engine, run, spec) for run, spec in SPECS.items()}
+    requests = [
+        request(
+            f"{run}-{size}",
+            np.random.default_rng(size).integers(3, VOCAB, size),
+            run,
+            temperature=float(size < 20),
+            num_samples=2 if size < 20 else 1,
+            prompt_logprobs=True,
+        )
+        for run in (*SPECS, None)
+        for size in (1, 17, 37)
+    ]
+
+    found = finish(decoder_of(engine, weights), requests)
+
+    for each in requests:
+        result = found[each.id]
+        assert isinstance(result, SampleOutput)
+        if each.weights in ("mlp-3", "own-8"):
+            assert_same(result, output(decoder_of(engine, weights), each))
+        if each.weights is not None:
+            for sequence in result.sequences:
+                whole = np.concatenate([each.prompt, sequence.tokens])
+                (theirs,) = trainer_logprobs(engine, each.weights, whole)
+                assert result.prompt_logprobs is not None
+                ours = np.concatenate([result.prompt_logprobs[1:], sequence.logprobs])
+                np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
+from cotrain_workers.engine.decoding.next_tokens import Choice, choose
 from cotrain_workers.engine.decoding.requests import Progress
-from cotrain_workers.engine.decoding.token_sampler import Choice, choose
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from tests.support.decoding import (

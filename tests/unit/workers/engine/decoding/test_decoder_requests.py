@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.prompt_logprobs import likeliest
 from cotrain_workers.engine.decoding.requests import NOT_COMPUTED_LOGPROB
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.model.unembedding import likeliest
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from tests.support.decoding import output, request, target_logprobs, trained_weights, trainer_logprobs
 from tests.support.training import MIX, NewEngine

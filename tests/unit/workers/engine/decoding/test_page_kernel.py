@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.cuda_kernels import kernel_is_right
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
-from cotrain_workers.engine.model.base_model import KvShape
+from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
+from cotrain_workers.engine.model.configuration import KvShape
 from tests.support.lora_problem import needs_kernels
 from tests.support.page_problem import CPU, LENGTHS, Rule, assert_dense, attend, sequence, sinks
 

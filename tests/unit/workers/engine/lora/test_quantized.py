@@ -15,7 +15,7 @@ from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.lora.quantized import Quantization, QuantizedWeight
-from cotrain_workers.engine.model.base_model import UnsupportedModel
+from cotrain_workers.engine.model.configuration import UnsupportedModel
 from cotrain_workers.engine.model.model_source import NoModel
 from tests.support.decoding import decoder_of, finish, request, trained_weights, trainer_logprobs
 from tests.support.draws import variant

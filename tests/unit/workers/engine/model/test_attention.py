@@ -18,8 +18,8 @@ import torch
 from cotrain_workers.engine import routing
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention as attn
-from cotrain_workers.engine.model import forward
-from cotrain_workers.engine.model.forward import TokenRow
+from cotrain_workers.engine.model import base_model
+from cotrain_workers.engine.model.base_model import TokenRow
 from cotrain_workers.engine.ops import Create, Datum, Op, Pass, PassOutput
 from cotrain_workers.engine.routing import AttentionRule, EqualLengths, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
@@ -78,7 +78,7 @@ def test_the_comparison_detects_wrong_positions_and_leaks(
     new_engine: NewEngine, model_folder: ModelFolder, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = unpacked_logprobs(model_folder(family), datums())
-    right = forward.token_row
+    right = base_model.token_row
 
     def positions_run_on(*args: Any) -> TokenRow:
         row = right(*args)

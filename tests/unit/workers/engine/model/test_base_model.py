@@ -1,21 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
-from transformers import AutoConfig, GPT2Config
+from transformers import AutoConfig
 
-from cotrain_workers.engine.model.base_model import (
-    UnsupportedModel,
-    find_targets,
-    load_base_model,
-    make_skeleton,
-    refuse_unsupported,
-)
+from cotrain_workers.engine.model.base_model import find_targets, load_base_model, make_skeleton
+from cotrain_workers.engine.model.configuration import UnsupportedModel
 from cotrain_workers.engine.model.families import MODEL_TYPES
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import ModelFolder
@@ -60,27 +54,6 @@ def test_a_module_that_is_not_a_plain_linear_is_refused_by_name(model_folder: Mo
     del skeleton.lm_head
     with pytest.raises(UnsupportedModel, match="no modules named lm_head"):
         find_targets(skeleton)
-
-
-def changed(model_folder: ModelFolder, **changes: Any) -> Any:
-    config = AutoConfig.from_pretrained(model_folder("llama"))
-    for name, value in changes.items():
-        setattr(config, name, value)
-    return config
-
-
-def test_other_architectures_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="type 'gpt2' cannot be trained; Llama, Mistral"):
-        refuse_unsupported(GPT2Config())
-
-
-def test_quantized_and_bidirectional_models_are_refused(model_folder: ModelFolder) -> None:
-    with pytest.raises(UnsupportedModel, match="quantized"):
-        refuse_unsupported(changed(model_folder, quantization_config={"bits": 4}))
-    with pytest.raises(UnsupportedModel, match="clip_qkv"):
-        refuse_unsupported(changed(model_folder, clip_qkv=8.0))
-    with pytest.raises(UnsupportedModel, match="later tokens"):
-        refuse_unsupported(changed(model_folder, use_bidirectional_attention=True))
 
 
 def test_a_missing_model_is_an_os_error(tmp_path: Path) -> None:

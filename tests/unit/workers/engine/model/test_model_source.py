@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import transformers
 from huggingface_hub import close_session, constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.utils import logging
 
-from cotrain_workers.engine.model import base_model
-from cotrain_workers.engine.model.base_model import UnsupportedModel, load_base_model, make_skeleton
+from cotrain_workers.engine.model import base_model, model_source
+from cotrain_workers.engine.model.base_model import load_base_model, make_skeleton
+from cotrain_workers.engine.model.configuration import UnsupportedModel
 from cotrain_workers.engine.model.model_source import ModelTooLarge, NoModel, UnusableModel
 from cotrain_workers.group.sharded_base import read_rows, weight_files
 from tests.support.fake_hub import FakeHub
@@ -305,3 +308,32 @@ def test_a_member_of_a_group_refuses_the_same_weights(model_folder: ModelFolder,
     assert read().startswith("its weights hold model.norm.bias, which")
     change_weights(model, **{"model.norm.weight": None, "model.norm.bias": None})
     assert read().startswith("its weights lack model.norm.weight, at least")
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    lines: list[str] = []
+    monkeypatch.setattr(model_source, "_listeners", [])
+    monkeypatch.setattr(model_source, "EVERY_S", 0.0)
+    model_source.listen(lines.append)
+    yield lines
+    logging.set_tqdm_hook(None)
+
+
+def test_a_bar_of_the_library_is_reported_in_percent(reported: list[str]) -> None:
+    for _ in logging.tqdm(range(4), desc="Loading weights"):
+        pass
+    assert reported == ["Loading weights: 25%", "Loading weights: 50%", "Loading weights: 75%"]
+
+
+def test_no_bar_is_drawn(reported: list[str], capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with model_source.ReportedProgress(total=3, unit="B", desc="model.safetensors") as bar:
+        bar.update(1)
+    config = transformers.LlamaConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=8
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reported[0] == "model.safetensors: 33%"
+    assert len(reported) > 1
+    assert "".join(capfd.readouterr()) == ""

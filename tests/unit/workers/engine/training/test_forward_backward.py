@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from cotrain_workers.engine.coordination import Alone
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lock_step import Alone
 from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec

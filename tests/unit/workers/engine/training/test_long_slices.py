@@ -15,9 +15,9 @@ import torch
 from typing_extensions import override
 
 from cotrain_workers.engine import engine as engine_module
-from cotrain_workers.engine.cycle import drive
+from cotrain_workers.engine.coordination import drive
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.model import row_chunks
+from cotrain_workers.engine.model import activation_checkpointing
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.routing import Route
 from cotrain_workers.engine.spec import AdapterSpec
@@ -110,13 +110,13 @@ def test_a_datum_that_saves_memory_has_the_same_values(
     theirs = plain.run(ops).outputs["long", 1]
     monkeypatch.setattr(engine_module, "size_micro_batches", lambda *_, **__: Budget(LIMIT, sys.maxsize, 0, LIMIT))
     monkeypatch.setattr(batch_runner, "CHUNK_ROWS", 32)
-    chunks, part_of = [], row_chunks.part_of
+    chunks, part_of = [], activation_checkpointing.part_of
 
     def counted(*given: Any) -> Route:
         chunks.append(given)
         return part_of(*given)
 
-    monkeypatch.setattr(row_chunks, "part_of", counted)
+    monkeypatch.setattr(activation_checkpointing, "part_of", counted)
     saving = begun(new_engine, spec, family=family)
     ours = saving.run(ops).outputs["long", 1]
 

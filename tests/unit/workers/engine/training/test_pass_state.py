@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters.adapter import OPEN_GRADIENT
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.adapters.copies import OPEN_GRADIENT
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, CycleOutput, Failure, Op, Output, Pass, ReverseKl, Save
 from cotrain_workers.engine.running_cycle import next_wave

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Output, Pass
 from cotrain_workers.engine.spec import AdapterSpec

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from cotrain_workers.engine.model import kernel_softmax
-from cotrain_workers.engine.model.kernel_softmax import KernelSoftmax, find_softmax
+from cotrain_workers.engine.model import layer_kernels
+from cotrain_workers.engine.model.layer_kernels import KernelSoftmax, find_softmax
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.spec import Pair
@@ -26,7 +26,7 @@ TYPES = [(torch.float32, 2e-6), (torch.float16, 2**-10), (torch.bfloat16, 2**-7)
 @pytest.fixture(autouse=True)
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divide a row into four blocks of columns, the last one partial."""
-    monkeypatch.setattr(kernel_softmax, "COLUMNS", 32)
+    monkeypatch.setattr(layer_kernels, "COLUMNS", 32)
 
 
 class Rows(NamedTuple):
@@ -164,7 +164,7 @@ def test_kernels_with_wrong_results_or_errors_are_not_used(
     assert find_softmax(weight, None) is KernelSoftmax
     assert find_softmax(weight.bfloat16(), 30.0) is KernelSoftmax
 
-    monkeypatch.setattr(kernel_softmax.KernelSoftmax, "gradient", lambda own: 1.01 * own._grads)
+    monkeypatch.setattr(KernelSoftmax, "gradient", lambda own: 1.01 * own._grads)
     with caplog.at_level(logging.ERROR):
         assert find_softmax(weight, None) is PlainSoftmax
     assert "is off by 0.01" in caplog.text
@@ -172,5 +172,5 @@ def test_kernels_with_wrong_results_or_errors_are_not_used(
     def broken(*_: object) -> None:
         raise RuntimeError("no assembler")
 
-    monkeypatch.setattr(kernel_softmax.KernelSoftmax, "gradient", broken)
+    monkeypatch.setattr(KernelSoftmax, "gradient", broken)
     assert find_softmax(weight, None) is PlainSoftmax

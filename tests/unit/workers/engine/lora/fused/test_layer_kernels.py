@@ -17,7 +17,6 @@ from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
 from cotrain_workers.engine.model import fused_layers
 from cotrain_workers.engine.model.fused_layers import (
-    RotatedNorm,
     fuse_layers,
     gelu_gate,
     norm_then_weight,
@@ -25,7 +24,7 @@ from cotrain_workers.engine.model.fused_layers import (
     rotate,
     silu_gate,
 )
-from cotrain_workers.engine.model.kept_norm import KeptNorm
+from cotrain_workers.engine.model.layer_kernels import KeptNorm, RotatedNorm
 from cotrain_workers.engine.ops import PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.decoding import finish, request, trained_weights

@@ -3,7 +3,7 @@
 Admission. The tenant with the fewest pages is admitted first, and the tenant with the most is preempted
 first. Within a tenant the oldest sequence is admitted first and the youngest is preempted first. Each step
 advances some sequence. A tenant without running sequences may also preempt a sequence that has generated for a
-minimum lease (`preemption.py`). No sequence starves.
+minimum lease (`sequence_pages.py`). No sequence starves.
 
 Fairness. A step gives each tenant the same number of tokens per weight, if it has work for them. The
 tenant with the smallest weighted token count, including its next part, is served next. A tenant that generates
@@ -18,11 +18,16 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import TypeVar
 
-from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduling.preemption import largest_holder, victims_for_pages, victims_for_weights
-from cotrain_workers.engine.decoding.scheduling.sequence_pages import SequencePages
+from cotrain_workers.engine.decoding.kv_cache import Pages, PrefixIndex
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
-from cotrain_workers.engine.decoding.step import Plan, Work
+from cotrain_workers.engine.decoding.sequence_pages import (
+    Plan,
+    SequencePages,
+    Work,
+    largest_holder,
+    victims_for_pages,
+    victims_for_weights,
+)
 
 T = TypeVar("T")
 

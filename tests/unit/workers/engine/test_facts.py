@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cotrain_workers.engine.numerics import cpu_hardware, processor_of
+from cotrain_workers.engine.facts import cpu_hardware, processor_of
 from tests.warm.popen import run
 
 ONE = """processor	: 0

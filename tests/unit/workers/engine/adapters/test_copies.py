@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.engine.adapters import copy_streams as copy_streams
+from cotrain_workers.engine.adapters import copies
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.copy_streams import CopyStream, carry_in, carry_out
+from cotrain_workers.engine.adapters.copies import CopyStream, carry_in, carry_out
 from cotrain_workers.engine.spec import AdapterSpec, Target
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_the_host_waits_for_a_state_only_when_it_reads_it() -> None:
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100])
 def test_arenas_are_copied_back_unchanged_in_blocks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_streams, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(copies, "BLOCK_BYTES", 64)
     arenas = {"weights": torch.randn(size), "m": torch.randn(size)}
 
     on_host = carry_out(CopyStream(CPU), arenas)

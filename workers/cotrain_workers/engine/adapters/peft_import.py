@@ -1,4 +1,4 @@
-"""Matrices of experts in the form of PEFT's `target_parameters`, and back.
+"""Import of adapters that PEFT wrote, and matrices of experts in the form of its `target_parameters`, and back.
 
 PEFT adapts the two parameters of an experts module, `gate_up_proj` and `down_proj`. It stacks the matrices of all
 experts: A is `[experts * rank, in]`, expert slowest, and B `[out, rank * experts]`, expert fastest. Here gate and up
@@ -9,12 +9,25 @@ block-diagonal. Alpha is doubled, so that the scale stays. A matrix that experts
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
 
-from cotrain_workers.engine.spec import Layout, Pair, Target
+from cotrain_workers.engine.adapters.adapter import initial_weights
+from cotrain_workers.engine.ops import HostWeights, PeftAdapter, PeftModule
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target
 
+LayoutOf = Callable[[AdapterSpec], Layout]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_ROWS = 1024
+#: Weights of the base model that PEFT saves with an adapter of lm_head, or where it is asked to.
+_BASE_WEIGHT = re.compile(
+    r"base_model\.model\.(?P<module>lm_head|model\.(language_model\.)?embed_tokens)(\.base_layer)?\.weight"
+)
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 #: Names of the products at Tinker, whose matrices have three dimensions.
 TINKER = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -25,8 +38,134 @@ class NotShared(ValueError):
     """Error: the experts have different matrices where they must share one, or a block that must be zero is not."""
 
 
+class ImportRefused(Exception):
+    """Error: this adapter cannot be imported. The message is a sentence for its tenant."""
+
+
+def read_import(
+    adapter: PeftAdapter,
+    layout_of: LayoutOf,
+    max_rank: int,
+    base_weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> HostWeights:
+    """Read the matrices of an adapter that PEFT wrote into an arena of ours.
+
+    The result is the same function, in this server's layout and scale. Every module gets the run's one rank, and
+    `alpha` 32; B absorbs the ratio of the scales. Missing rows and modules start as in a fresh adapter: A random, B
+    zero. So they add nothing now and can be trained later.
+
+    `base_weights`, by module, are those that an adapter may hold a copy of.
+
+    Raises:
+        ImportRefused: it does not fit this base model, or has values that are not finite.
+    """
+    try:
+        tensors = load_tensors(adapter.tensors)
+    except SafetensorError as unreadable:
+        raise ImportRefused("The uploaded adapter cannot be read.") from unreadable
+    spec = adapter.spec
+    if not 1 <= spec.rank <= max_rank:
+        raise ImportRefused(f"The adapter has rank {spec.rank}; between 1 and {max_rank} is served.")
+    layout = layout_of(spec)
+    flat = initial_weights(spec, layout)
+    pair_by_name = layout.views(flat)
+    for module in adapter.modules:
+        a, b = (_take(tensors, name) for name in (module.a, module.b))
+        if _fill_experts(pair_by_name, a, b, module, layout, spec):
+            continue
+        target = layout.target_by_name.get(module.name)
+        if target is None or target.experts:
+            raise ImportRefused(f"{module.a}: the base model has no module {module.name} to adapt.")
+        _check_shapes(module, a, b, target, spec.rank)
+        _fill(pair_by_name[module.name], a, b, module, spec.scale)
+    for name in list(tensors):
+        if saved_along := _BASE_WEIGHT.fullmatch(name):
+            _check_same(name, tensors.pop(name), base_weights.get(saved_along["module"]))
+    if tensors:
+        raise ImportRefused(f"{min(tensors)}: not a LoRA matrix of a module that can be adapted.")
+    return HostWeights(spec, flat)
+
+
+def _fill_experts(
+    pair_by_name: Mapping[str, Pair],
+    a: torch.Tensor,
+    b: torch.Tensor,
+    module: PeftModule,
+    layout: Layout,
+    spec: AdapterSpec,
+) -> bool:
+    """Write matrices of experts over those of a fresh adapter; return False for another module. Raises ImportRefused."""
+    try:
+        found = _uploaded(module.name, a, b, layout, in_halves=module.in_halves)
+        for (name, expert), own in (found or {}).items():
+            pair = pair_by_name[name]
+            if expert is not None:
+                _fill(Pair(pair.a[expert], pair.b[expert]), own.a, own.b, module, spec.scale)
+                continue
+            a, b = shared(own.a, len(pair.a)), shared(own.b, len(pair.b))
+            _fill(pair, a, b, module, spec.scale)
+    except NotShared as different:
+        raise ImportRefused(
+            f"{module.a} cannot be imported: the file says that experts share a matrix, but {different}."
+        ) from different
+    except ValueError as unfit:
+        raise ImportRefused(f"{module.a} and {module.b} have {unfit}.") from unfit
+    return found is not None
+
+
+def _check_same(name: str, saved: torch.Tensor, own: torch.Tensor | None) -> None:
+    """Raise ImportRefused unless a weight of the base model is the one served here, in either precision."""
+    if own is not None and own.shape == saved.shape and saved.is_floating_point():
+        # A few rows at a time: the device may have no room for a second vocabulary.
+        rows = zip(saved.split(_ROWS), own.split(_ROWS), strict=True)
+        if all(_are_same(some.to(theirs.device), theirs) for some, theirs in rows):
+            return
+    raise ImportRefused(
+        f"{name} cannot be imported: these are weights of the base model, and other than those served here. "
+        "Save the adapter with save_embedding_layers=False and without modules_to_save."
+    )
+
+
+def _are_same(saved: torch.Tensor, own: torch.Tensor) -> bool:
+    return torch.equal(saved.to(own.dtype), own) or torch.equal(own.to(saved.dtype), saved)
+
+
+def _take(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    tensor = tensors.pop(name, None)
+    if tensor is None:
+        raise ImportRefused(f"{name} is missing.")
+    if tensor.dtype not in _DTYPES:
+        raise ImportRefused(f"{name} is {tensor.dtype}; F64, F32, F16 and BF16 can be imported.")
+    return tensor.float()
+
+
+def _check_shapes(module: PeftModule, a: torch.Tensor, b: torch.Tensor, target: Target, max_rank: int) -> None:
+    rank = a.shape[0] if a.ndim == 2 else 0
+    if not 1 <= rank <= max_rank:
+        raise ImportRefused(f"{module.a} has shape {list(a.shape)}: no rank of 1 to {max_rank}.")
+    for name, tensor, shape in ((module.a, a, [rank, target.inputs]), (module.b, b, [target.outputs, rank])):
+        if list(tensor.shape) != shape:
+            raise ImportRefused(f"{name} has shape {list(tensor.shape)}; this base model needs {shape}.")
+
+
+def _fill(pair: Pair, a: torch.Tensor, b: torch.Tensor, module: PeftModule, run_scale: float) -> None:
+    """Write a module's matrices over the first `r` of the run's ranks.
+
+    `pair.a` is `[rank, inputs]`, `pair.b` `[outputs, rank]`; `a` and `b` have `r <= rank`. Of experts, all have one
+    dimension more.
+    """
+    factor = module.scale / run_scale
+    if factor != 1.0:  # 1.0 for own exports, which are restored to the bit
+        b = (b.double() * factor).float()
+    for name, matrix in ((module.a, a), (module.b, b)):
+        if not torch.isfinite(matrix).all():
+            raise ImportRefused(f"{name} holds numbers that are not finite, or too large.")
+    rank = a.shape[-2]
+    pair.a[..., :rank, :], pair.b[..., :rank] = a, b
+
+
 def parameter_names(module: str, parameter: str) -> tuple[str, str]:
-    """Return PEFT's names of A and B of a parameter of experts; that of the first parameter is wrapped by the second."""
+    """Return PEFT's names of A and B of a parameter of experts; the first parameter is wrapped by the second."""
     inner = ".base_layer" if parameter == GATE_UP else ""
     return tuple(f"base_model.model.{module}{inner}.lora_{letter}.weight" for letter in "AB")  # type: ignore[return-value]
 
@@ -107,7 +246,7 @@ def shared(matrices: torch.Tensor, count: int) -> torch.Tensor:
     return matrices[:1]
 
 
-def uploaded(
+def _uploaded(
     name: str, a: torch.Tensor, b: torch.Tensor, layout: Layout, *, in_halves: bool
 ) -> dict[tuple[str, int | None], Pair] | None:
     """Return uploaded matrices of experts by target and, of one expert alone, its number; None of another module.

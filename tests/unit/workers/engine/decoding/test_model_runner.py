@@ -1,4 +1,4 @@
-"""CUDA parts of a decode step on CPU, with plain code in place of the kernel and the graphs.
+"""CUDA parts of a decoder step on a CPU, with plain code in place of the kernel and the graphs.
 
 The kernels themselves are tested in `tests/gpu`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding import model_runner as model_runner
+from cotrain_workers.engine.decoding import model_runner, page_kernel
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
-from cotrain_workers.engine.decoding.cuda_graphs import CudaRecorder, slot_per_row
-from cotrain_workers.engine.decoding.cuda_kernels import grouped_lora, kernel_takes
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.page_attention import kernel as page_kernel
+from cotrain_workers.engine.decoding.model_runner import CudaRecorder, Inputs
+from cotrain_workers.engine.decoding.page_kernel import kernel_takes
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
-from cotrain_workers.engine.decoding.row_lora import RowLora
-from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
-from cotrain_workers.engine.decoding.step import slot_order
+from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout, slot_per_row
+from cotrain_workers.engine.decoding.step import RowLora, grouped_lora, slot_order
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.engine.spec import Target
@@ -37,6 +35,8 @@ from tests.support.training import MIX, NewEngine
 Outputs = Mapping[str, SampleOutput | Failure]
 
 RUNS = [tenant.run for tenant in MIX]
+CPU = torch.device("cpu")
+DUMP, PAGE, ROWS, PAGES = 99, 16, 4, 3
 
 
 @pytest.fixture
@@ -233,16 +233,15 @@ def test_without_a_gpu_there_are_no_graphs(new_engine: NewEngine) -> None:
 def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
-    device = torch.device("cpu")
-    slots = WeightSlots(engine._base.targets, device, torch.float32, weights.__getitem__, limit_bytes=None)
+    slots = WeightSlots(engine._base.targets, CPU, torch.float32, weights.__getitem__, limit_bytes=None)
     pinned = sorted((slots.pin(run) for run in RUNS), key=slot_order)
     rows = [None, None, *(slot for slot in pinned for _ in range(3))]
     for target in engine._base.targets[-8:]:
         x = torch.randn(32, target.inputs)
         ours, theirs = torch.zeros(32, target.outputs), torch.zeros(32, target.outputs)
 
-        grouped_lora(rows, device).add(target.name, x, ours)
-        RowLora(rows, device).add(target.name, x, theirs)
+        grouped_lora(rows, CPU).add(target.name, x, ours)
+        RowLora(rows, CPU).add(target.name, x, theirs)
 
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert ours.abs().max() > 0
@@ -301,3 +300,37 @@ def test_the_reason_against_the_kernel_over_pages_is_logged(
 
     assert not kernel_takes(weight, head_dim, page_tokens)
     assert f"Decoding is slow here: {reason}" in caplog.text
+
+
+def row(position: int, pages: Sequence[int], token: int) -> Any:
+    """Return a row for a token at a position, of the base model alone."""
+    sequence = SimpleNamespace(token=lambda _: token)
+    span = SimpleNamespace(start=position, pages=pages)
+    return SimpleNamespace(work=SimpleNamespace(sequence=sequence), span=span, slot=None)
+
+
+def test_fixed_inputs_keep_nothing_of_an_earlier_step() -> None:
+    cache: Any = SimpleNamespace(page_tokens=PAGE, dump=DUMP, device=CPU)
+    used, fresh = (Inputs(ROWS, PAGES, [], cache) for _ in range(2))
+    shared = [4, 5]
+    used.fill([row(40, [1, 2, 3], 7), row(20, shared, 8), row(0, [6], 9)], [], None)
+    shared[1] = 8  # in place, as when a shared page is copied
+
+    step = [row(20, shared, 10), row(33, [1, 2, 9], 11)]
+    for each in (used, fresh):
+        each.fill(step, [], None)
+
+    for of_used, of_fresh in (
+        (used.ids, fresh.ids),
+        (used.positions, fresh.positions),
+        (used.tables.kv_slots, fresh.tables.kv_slots),
+        (used.tables.pages, fresh.tables.pages),
+    ):
+        assert torch.equal(of_used, of_fresh)
+    assert used.ids.tolist() == [[10, 11, 0, 0]]
+    assert used.positions.tolist() == [[20, 33, 0, 0]]
+    assert used.tables.kv_slots.tolist() == [8 * PAGE + 4, 9 * PAGE + 1, DUMP * PAGE, DUMP * PAGE + 1]
+    (blocks,) = used.tables.launches
+    assert blocks.lengths.tolist() == [21, 34, 1, 1]
+    none = [DUMP] * PAGES
+    assert used.tables.pages.tolist() == [[4, 8, DUMP], [1, 2, 9], none, none]

@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.scheduling.pages import Node, Origin, Pages, PrefixIndex
+from cotrain_workers.engine.decoding.kv_cache import (
+    Node,
+    Origin,
+    Pages,
+    PrefixIndex,
+    affordable_tokens,
+    default_page_tokens,
+)
+from cotrain_workers.engine.model.configuration import KvShape
+from cotrain_workers.engine.model.linear_attention import StateShape
 
 W = Origin("w", "t")
 CHUNKS = st.lists(st.sampled_from([b"a", b"b", b"c"]), min_size=1, max_size=4)
@@ -163,3 +173,17 @@ def test_a_shared_page_in_use_is_counted_once_for_its_tenant() -> None:
     assert (pages.used["t"], pages.idle) == (0, 1)
     assert index.evict()
     assert (pages.used["t"], pages.idle, pages.free) == (0, 0, 3)
+
+
+def test_pages_grow_with_their_states() -> None:
+    """The numbers of Qwen3-Next-80B-A3B: 36 states, and keys and values in 12 layers."""
+    shape, dtype = KvShape(12, 2, 256), torch.bfloat16
+    state_bytes = 36 * StateShape((3, 8192), (32, 128, 128)).sizes(dtype.itemsize)
+
+    assert state_bytes == 36 * (3 * 8192 * 2 + 32 * 128 * 128 * 4)
+    assert default_page_tokens(shape, dtype, "cuda", state_bytes) == 2048
+    assert default_page_tokens(shape, dtype, "cuda", 0) == 256
+    assert default_page_tokens(shape, dtype, "cpu", state_bytes) == 64
+    tokens = affordable_tokens(shape, 4096, dtype, 10 * 1024**3, state_bytes, 2048)
+    assert tokens // 2048 * (2048 * shape.values * 2 + state_bytes) <= 10 * 1024**3
+    assert affordable_tokens(shape, 4096, dtype, 10 * 1024**3, 0, 256) > 2 * tokens

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS, victims_for_weights
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState, TenantQueue
+from cotrain_workers.engine.decoding.sequence_pages import LEASE_TOKENS, victims_for_weights
 from tests.support.decoding import request
 
 Fits = Callable[[Collection[str]], bool]

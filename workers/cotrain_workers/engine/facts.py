@@ -1,4 +1,7 @@
-"""Conditions that may change a bit of a result under one plan: hardware, libraries, threads, sizes."""
+"""Facts about an engine for other processes: its base model, and its numerics.
+
+Numerics are the conditions that may change a bit of a result under one plan: hardware, libraries, threads, sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,12 +19,64 @@ import transformers
 from cotrain_workers.engine import routing
 from cotrain_workers.engine.lora.backend import Choice
 from cotrain_workers.engine.model import attention as attn
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.expert_choice import ExpertChoices
+from cotrain_workers.engine.model.vision import DECODER, ImageFacts
+from cotrain_workers.engine.spec import Family
 
 CPUINFO = Path("/proc/cpuinfo")
 #: Fields of cpuinfo by which MKL and oneDNN choose their kernels, including the cache size.
 DISTINGUISHED_BY = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
 #: Environment variables that override that choice.
 OVERRULED_BY = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about the base model and this engine."""
+
+    model: str  # as given to `Engine.load`
+    architecture: str
+    vocab_size: int  # rows of the embedding, padded ones included
+    context_length: int
+    num_parameters: int
+    max_rank: int
+    tied_embeddings: bool  # whether the unembedding is the embedding's matrix
+    eos_token_ids: tuple[int, ...]  # tokens that end a generation, ascending; may be empty
+    modules_by_family: Mapping[Family, int]  # number of modules that each train_* flag covers
+    numerics: Numerics
+    lora_fallback: str  # why LoRA is not computed by the fastest backend; empty where it is, and on a CPU
+    longest_datum: int = 0  # tokens of a datum that fits into memory
+    expert_choices: ExpertChoices | None = None  # None: no experts, or given ones cannot be used
+    images: ImageFacts | None = None  # None: the model reads text only
+
+    @property
+    def numerics_id(self) -> str:
+        """Identifier of the numerics. With equal ids, the same plan produces the same bits."""
+        return self.numerics.id
+
+
+def model_facts(model: str, base: BaseModel, numerics: Numerics, lora_fallback: str, longest_datum: int) -> ModelFacts:
+    """Collect the facts about a base model and its engine; a `longest_datum` of 0 is the context length."""
+    modules: dict[Family, int] = {}
+    for target in base.targets:
+        modules[target.family] = modules.get(target.family, 0) + 1
+    return ModelFacts(
+        model=model,
+        architecture=base.architecture,
+        vocab_size=base.vocab_size,
+        context_length=base.context_length,
+        num_parameters=base.num_parameters,
+        max_rank=base.hidden_size,  # beyond it LoRA is of no lower rank than the weights
+        tied_embeddings=base.tied_embeddings,
+        eos_token_ids=base.eos_token_ids,
+        modules_by_family=modules,
+        numerics=numerics,
+        lora_fallback=lora_fallback,
+        longest_datum=min(longest_datum or base.context_length, base.context_length),
+        expert_choices=base.expert_choices,
+        images=base.vision.facts if base.vision else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -75,44 +130,44 @@ def _compared(numerics: Numerics) -> dict[str, object]:
 
 
 def numerics_of(
+    base: BaseModel,
     device: torch.device,
     dtype: torch.dtype,
-    sizes: tuple[int, int],
+    *,
+    micro_batch_tokens: int,
+    save_tokens: int,
+    head_chunk_rows: int,
     lora: Choice,
     adapter_bytes: int | None,
-    fused: Sequence[str] = (),
-    sharding: str = "",
-    quantization: str = "none",
-    images: str = "",
-    save_tokens: int = sys.maxsize,
+    fused: Sequence[str],
+    quantization: str,
 ) -> Numerics:
-    """Return the numerics of this process; `sizes` are tokens per micro-batch and rows per head
-    chunk.
+    """Return the numerics of this process.
 
     `adapter_bytes` determines which adapters compute together if a cycle has too many.
     """
     is_cuda = device.type == "cuda"
     return Numerics(
         device=device.type,
-        hardware=cuda_hardware(device) if is_cuda else cpu_hardware(),
+        hardware=_cuda_hardware(device) if is_cuda else cpu_hardware(),
         threads=0 if is_cuda else torch.get_num_threads(),
         dtype=str(dtype).removeprefix("torch."),
         torch=torch.__version__,
         transformers=transformers.__version__,
         padding=f"{routing.FINE_STEP}/{routing.FINE_LIMIT}/{routing.COARSE_STEP}",
-        micro_batch_tokens=sizes[0],
-        head_chunk_rows=sizes[1],
+        micro_batch_tokens=micro_batch_tokens,
+        head_chunk_rows=head_chunk_rows,
         lora=lora,
         adapter_bytes=(adapter_bytes or 0) if is_cuda else 0,
         fused=" ".join(fused),
-        sharding=sharding,
+        sharding=base.lock_step.sharding,
         quantization=quantization,
-        images=images,
+        images=DECODER if base.vision else "",
         save_tokens=0 if save_tokens == sys.maxsize else save_tokens,
     )
 
 
-def cuda_hardware(device: torch.device) -> str:
+def _cuda_hardware(device: torch.device) -> str:
     """Return the name of a GPU, and the conditions that select its kernels."""
     name = torch.cuda.get_device_name(device)
     flash = f"{attn.flash_in_use()} {sorted(attn.varlen_parameters())}"

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cotrain_workers.engine.decoding.scheduling.pages import Pages, PrefixIndex
-from cotrain_workers.engine.decoding.scheduling.preemption import LEASE_TOKENS
-from cotrain_workers.engine.decoding.scheduling.scheduler import DecodeScheduler, StepSizes
+from cotrain_workers.engine.decoding.kv_cache import Pages, PrefixIndex
+from cotrain_workers.engine.decoding.scheduler import DecodeScheduler, StepSizes
 from cotrain_workers.engine.decoding.sequence import Group, SequenceState
-from cotrain_workers.engine.decoding.step import Plan, Work
+from cotrain_workers.engine.decoding.sequence_pages import LEASE_TOKENS, Plan, Work
 from tests.support.decoding import request
 
 PAGE, BUDGET, SHARED, LIMITS = 4, 12, 8, 6

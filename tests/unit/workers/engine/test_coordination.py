@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_workers.engine.cycle import Yielding, drive, run_to_end, timed
+from cotrain_workers.engine.coordination import Yielding, drive, run_to_end, timed
 
 
 def computation(caught: list[BaseException]) -> Yielding[str]:
@@ -56,7 +56,7 @@ def test_an_error_that_the_computation_does_not_handle_ends_it() -> None:
 
 def test_timed_work_has_the_same_yield_points_and_excludes_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
-    monkeypatch.setattr("cotrain_workers.engine.cycle.time.perf_counter", lambda: now)
+    monkeypatch.setattr("cotrain_workers.engine.coordination.time.perf_counter", lambda: now)
 
     def work() -> Yielding[str]:
         nonlocal now

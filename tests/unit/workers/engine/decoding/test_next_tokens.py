@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.token_sampler import Choice, choose, uniform
+from cotrain_workers.engine.decoding.next_tokens import Choice, choose, uniform
 
 VOCAB = 50
 

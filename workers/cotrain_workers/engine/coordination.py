@@ -1,12 +1,17 @@
-"""Generators with yield points, at which the model is free for other work.
+"""Coordination at the base model: yield points of a computation, and lock step of processes that hold a part each.
 
-The computation is a generator and does not depend on that work; its driver runs it.
+A computation is a generator. At its yield points the model is free for other work, on which the computation does not
+depend; its driver runs both.
+
+To run a layer, all processes of a group gather its weights at once. Each of them therefore runs as many passes of the
+base model as the others, of the same kinds in the same order.
 """
 
 import time
 import traceback
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from enum import IntEnum
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 #: Computation with yield points and a return value. It does nothing until driven.
@@ -54,3 +59,41 @@ def drive(work: Yielding[T], at_yield: Callable[[], None]) -> tuple[T, float]:
                 next(work)
     except StopIteration as end:
         return end.value, elsewhere_s
+
+
+class Forward(IntEnum):
+    """Kind of a pass of the base model. Of several requested kinds the greatest runs first."""
+
+    NONE = 0
+    PLAIN = 1  # without gradients
+    BACKWARD = 2
+    RECOMPUTED = 3  # backward, with decoder layers recomputed
+
+    @property
+    def goes_back(self) -> bool:
+        """True if the pass has a backward."""
+        return self >= Forward.BACKWARD
+
+
+class LockStep(Protocol):
+    """Agreement with the other processes, if any, on the next pass of the base model."""
+
+    @property
+    def sharding(self) -> str:
+        """Description of the processes that hold the base model: "" for this process alone. No bit depends on it."""
+
+    def await_pass(self, wanted: Forward) -> Forward:
+        """Wait until a pass of this kind can run, and return the kind to run it as.
+
+        The two differ in one case: a pass that would keep its layers' values may have to recompute them.
+        """
+
+
+class Alone:
+    """Lock step of a process that holds all of its base model."""
+
+    sharding = ""
+
+    def await_pass(self, wanted: Forward) -> Forward:
+        """Return at once."""
+        return wanted

@@ -1,1 +1,0 @@
-"""Kernel of attention over the pages of a KV cache."""
