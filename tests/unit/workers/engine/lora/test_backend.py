@@ -16,9 +16,8 @@ from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import Target
+from tests.support.lora_problem import CPU
 from tests.support.training import NewEngine
-
-CPU = torch.device("cpu")
 
 
 def on_cuda(dtype: torch.dtype = torch.bfloat16) -> Any:

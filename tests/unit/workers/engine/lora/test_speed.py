@@ -9,8 +9,13 @@ from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.lora.grouped import GroupedLora
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.self_check import TARGETS, random_linears
-from cotrain_workers.engine.lora.speed import faster_than_fused, first_layer, layer_seconds
+from cotrain_workers.engine.lora.self_check import (
+    TARGETS,
+    faster_than_fused,
+    first_layer,
+    layer_seconds,
+    random_linears,
+)
 from cotrain_workers.engine.routing import Segment, TrainingLora
 from cotrain_workers.engine.spec import Target
 from tests.support.lora_problem import CPU
