@@ -23,8 +23,7 @@ from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.bank import AdapterState, StateCopy
 from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.ops import WeightsMissing
-from cotrain_workers.group.bank import Arrived
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.group.engine import Arrived, Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep
 from cotrain_workers.recovery.replay import Replay, Restored, RestoreProgress, bases_of, is_foreign
 from cotrain_workers.recovery.snapshot_file import (

@@ -37,9 +37,8 @@ from cotrain_workers.engine.progress import report
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
 from cotrain_workers.group.engine import GroupEngine, Trainer
-from cotrain_workers.group.followers import follow
-from cotrain_workers.group.links import Links
-from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.lock_step import GroupLockStep, follow
+from cotrain_workers.group.processes import Links
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
