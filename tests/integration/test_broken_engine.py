@@ -22,7 +22,7 @@ from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op
-from cotrain_workers.recovery.bisection import MAX_CRASHES
+from cotrain_workers.recovery.crashes import MAX_CRASHES
 from cotrain_workers.recovery.replay import Restored
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.draws import variant

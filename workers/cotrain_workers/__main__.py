@@ -33,6 +33,7 @@ from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
 from cotrain_workers.group.processes import Links, launch
 from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.sampling.tokenizer import publish_tokenizer
 from cotrain_workers.worker.bootstrap import (
     Tuning,
     device_of,
@@ -42,8 +43,7 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.heartbeat import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
-from cotrain_workers.worker.tokenizer import publish_tokenizer
+from cotrain_workers.worker.membership import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
 
 log = structlog.get_logger()
 

@@ -34,6 +34,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.processes import GroupLost, Links
 
 log = structlog.get_logger()
+
 FILLER_TOKENS = 16
 Order: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
 

@@ -26,6 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 
 log = structlog.get_logger()
+
 HERE = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
 #: Time in s for the other members to end after one has crashed. Their state is replayed.

@@ -44,12 +44,11 @@ from cotrain_workers.recorder.recorder import Recorder
 from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.snapshot_file import ReplayCost, SnapshotPolicy
 from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
+from cotrain_workers.sampling.tokenizer import PublishedTokenizer
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-from cotrain_workers.sampling.vllm.requests import VllmSampler
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
 from cotrain_workers.worker.loop import WorkerLoop
-from cotrain_workers.worker.tokenizer import PublishedTokenizer
 
 log = structlog.get_logger()
 

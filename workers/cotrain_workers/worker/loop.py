@@ -37,11 +37,9 @@ from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
-from cotrain_workers.worker.drain import Drain, RunMoves
-from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
-from cotrain_workers.worker.prefetch import Prefetcher
+from cotrain_workers.worker.membership import Drain, Heartbeat, RunMoves, WorkerReport
 from cotrain_workers.worker.self_check import SelfCheck
-from cotrain_workers.worker.step_runner import StepRunner
+from cotrain_workers.worker.step_runner import Prefetcher, StepRunner
 
 log = structlog.get_logger()
 

@@ -21,12 +21,12 @@ from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
+    ServerFacts,
     VllmError,
     VllmRefused,
     VllmServer,
     VllmUnavailable,
 )
-from cotrain_workers.sampling.vllm.protocol import ServerFacts
 
 log = structlog.get_logger()
 

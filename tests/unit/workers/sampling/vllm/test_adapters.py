@@ -16,7 +16,7 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, FolderUnreadable, key_of, read_folder, write_folder
 from cotrain_workers.engine.ops import HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.sampling.vllm import requests as vllm_sampler
+from cotrain_workers.sampling.vllm import decoder as vllm_sampler
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.fake_vllm import FakeVllm

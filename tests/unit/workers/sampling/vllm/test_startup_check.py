@@ -10,8 +10,7 @@ from transformers import AutoConfig
 
 from cotrain_workers.engine.model.base_model import find_targets, make_skeleton
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.sampling.vllm.client import VllmServer, VllmUnavailable
-from cotrain_workers.sampling.vllm.protocol import ServerFacts
+from cotrain_workers.sampling.vllm.client import ServerFacts, VllmServer, VllmUnavailable
 from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, base_card, check_server
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_models import build_tiny
