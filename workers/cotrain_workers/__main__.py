@@ -32,7 +32,7 @@ from cotrain_workers.engine.progress import listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
 from cotrain_workers.group.processes import Links, launch
-from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.recovery.recovery_copies import SnapshotPolicy
 from cotrain_workers.sampling.tokenizer import publish_tokenizer
 from cotrain_workers.worker.bootstrap import (
     Tuning,

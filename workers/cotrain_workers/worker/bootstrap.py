@@ -41,8 +41,8 @@ from cotrain_workers.group.lock_step import GroupLockStep, follow
 from cotrain_workers.group.processes import Links
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.snapshot_file import ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.recovery_copies import ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
 from cotrain_workers.sampling.tokenizer import PublishedTokenizer
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
@@ -311,8 +311,8 @@ def enter_pool(
     )
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    residents = ResidentRuns(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
-    return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings, metrics)
+    runs = RunLifecycle(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
+    return WorkerLoop(engine, execution, runs, weights, sampler, recorder, record, settings, metrics)
 
 
 def decoder_factory(

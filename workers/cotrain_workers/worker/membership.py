@@ -36,7 +36,6 @@ from cotrain_store.oplog.moves import OwnDrain
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.device_time import DeviceTime, Duty, Throughput
@@ -190,10 +189,9 @@ class WorkerReport:
     execution: Execution
     engine: Trainer
     record: PoolRecord
-    residents: ResidentRuns
+    runs: RunLifecycle
     weights: WeightsStore
     sampler: SamplingService
-    runs: RunLifecycle
     throughput: Throughput
     device_time: DeviceTime
     drain: Drain
@@ -209,7 +207,7 @@ class WorkerReport:
         seconds = self.device_time.seconds
         memory_bytes, memory_limit_bytes = engine.device_memory
         adapters = engine.adapters.by_tier
-        snapshot_age_s, snapshot_due_s = self.residents.snapshot_age
+        snapshot_age_s, snapshot_due_s = self.runs.copies.snapshot_age
         processes = engine.processes
         return WorkerHeartbeat(
             id=self.execution.worker,
@@ -218,7 +216,7 @@ class WorkerReport:
             is_handing_over=self.drain.is_handing_over or self.drain.leaves,
             device=self.record.device,
             tokens_per_s=self.throughput.tokens_per_s(engine.safe_tokens),
-            runs=self.residents.runs,
+            runs=self.runs.resident,
             parked_runs=engine.adapters.offloaded,
             accepts_saves=self.backpressure.accepts_saves,
             memory_bytes=sum(process.memory_bytes for process in processes),
@@ -254,7 +252,7 @@ class Drain:
     """Drain of one worker, from the operator's request until its withdrawal or the end of the process."""
 
     own: OwnDrain
-    residents: ResidentRuns
+    runs: RunLifecycle
     weights: WeightsStore
     sampler: SamplingService
     is_asked: bool = False
@@ -270,7 +268,7 @@ class Drain:
             return "draining"
         if not self.is_asked:
             return "serving"
-        has_work = self.residents.runs or self.weights.unstored or self.sampler.running
+        has_work = self.runs.resident or self.weights.unstored or self.sampler.running
         return "drained" if self.is_handing_over and not has_work else "draining"
 
     def look(self) -> None:
@@ -289,7 +287,7 @@ class Drain:
         """Hand over runs between steps during a handover, and claim no samples then."""
         self.sampler.accepts_requests = not self.is_handing_over
         if self.is_handing_over:
-            self.residents.hand_over()
+            self.runs.hand_over()
 
     @property
     def could_end(self) -> bool:
@@ -311,7 +309,7 @@ class RunMoves:
     """Runs to move away from this worker, checked between steps."""
 
     execution: Execution
-    residents: ResidentRuns
+    runs: RunLifecycle
 
     def go_on(self) -> None:
         """Copy out the runs that must move, and hand over those with a complete copy.
@@ -320,11 +318,11 @@ class RunMoves:
             Fenced: another process took over this worker id.
         """
         for move in self.execution.moves.wanted():
-            in_memory = self.residents.done(move.run) >= 0
-            if in_memory and not self.residents.is_copied(move.run):
+            in_memory = self.runs.done(move.run) >= 0
+            if in_memory and not self.runs.copies.is_copied(move.run):
                 continue
             failpoint("move.before", move.run)
             if self.execution.moves.hand_over(move, self.execution.epoch, in_memory=in_memory):
                 failpoint("move.after", move.run)
-                self.residents.forget_state(move.run)
+                self.runs.forget_state(move.run)
                 log.info("run_moved", run=move.run, to=move.to)
