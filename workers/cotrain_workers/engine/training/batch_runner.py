@@ -26,11 +26,10 @@ from cotrain_workers.engine.model.unembedding import NewSoftmax
 from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
 from cotrain_workers.engine.ops import Datum, Failure, Pass, ReverseKl
 from cotrain_workers.engine.routing import ImageRows, Route, RowChunks, Segment, SequenceTable
-from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
+from cotrain_workers.engine.training.heads import Head, HeadInput, HeadResult, KlHead, References, Referred
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, PassesCost, Span
 from cotrain_workers.engine.training.pass_state import PassState, collect, give_up, needs_memory
-from cotrain_workers.engine.training.reverse_kl import KlHead, References, Referred
 
 
 class BatchRunner:

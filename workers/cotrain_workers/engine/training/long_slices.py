@@ -17,7 +17,7 @@ from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.forward import TokenRow, hidden_states
 from cotrain_workers.engine.routing import Route
-from cotrain_workers.engine.training.logprob_head import HeadResult
+from cotrain_workers.engine.training.heads import HeadResult
 
 #: Return the result of the head on a route, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
 HeadWork = Callable[[Route, torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]

@@ -26,7 +26,7 @@ from cotrain_workers.checkpoints.peft_folder import CONFIG, FolderUnreadable, Su
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 from cotrain_workers.engine.spec import Target
-from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters
+from cotrain_workers.sampling.vllm.adapters import AdapterCopies, VllmAdapters, VllmUnusable, check_server
 from cotrain_workers.sampling.vllm.client import (
     AdapterRefused,
     AdapterUnknown,
@@ -39,7 +39,6 @@ from cotrain_workers.sampling.vllm.client import (
     refusal,
     sample_output,
 )
-from cotrain_workers.sampling.vllm.startup_check import VllmUnusable, check_server
 
 log = structlog.get_logger()
 
