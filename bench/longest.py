@@ -26,7 +26,8 @@ from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, Pass
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.memory_model import Budget, micro_batch_bytes
+from cotrain_workers.engine.training.memory_model import micro_batch_bytes
+from cotrain_workers.engine.training.micro_batches import Budget
 
 #: Tokens of the two data, and layers of the two models. More than a micro-batch of 1,024 and than one chunk of an MLP.
 LENGTHS, LAYERS, MICRO_BATCH = (16_384, 32_768), (2, 3), 1024

@@ -20,7 +20,7 @@ from bench.support.timing import Work, timed
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
-from cotrain_workers.engine.training.logprob_head import Head
+from cotrain_workers.engine.training.heads import Head
 
 PHASES = ("embed", "attention", "base GEMM", "LoRA", "elementwise", "head", "optimizer", "host")
 HEAD, WAVE, WHOLE = "cotrain: head", "cotrain: wave", "cotrain: cycle"

@@ -23,6 +23,8 @@ from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.lora.fused.operators import SILU
 from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, layer_kernels
 from cotrain_workers.engine.training import adamw, memory_probe, pass_state
+from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, kernel_softmax
+from cotrain_workers.engine.training import adamw, memory_model, pass_state
 from tests.support import fake_cuda
 
 DEVICE = torch.device("cuda", 0)
@@ -97,7 +99,7 @@ class FakeEngine:
             layer_kernels: {"disagreement": lambda *_: 0.0},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},
-            memory_probe: {"probe": lambda *_, **__: True},
+            memory_model: {"probe": lambda *_, **__: True},
             bank: {"initial_weights": lambda _, layout: torch.empty(layout.size)},
         }
 

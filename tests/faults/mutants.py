@@ -67,7 +67,7 @@ MUTANTS = {
     "double gradient": Mutant(  # a recovery copy that says it is one request older than it is
         [
             Edit(
-                f"{WORKERS}/recovery/resident_runs.py",
+                f"{WORKERS}/recovery/recovery_copies.py",
                 "        copy = self._engine.adapters.copy_out(run)\n",
                 "        copy, backlog = self._engine.adapters.copy_out(run), ReplayBacklog(backlog.seq - 1)\n",
             )
@@ -90,12 +90,12 @@ MUTANTS = {
                 f"{WORKERS}/worker/loop.py",
                 "            self._commit(step, commit, requests)",
                 "            long = dict.fromkeys(commit.device_s, 1e9)\n"
-                "            self._residents.committed(step, commit.results, long)\n"
-                "            self._residents.drain(9.0)\n"
+                "            self._runs.copies.committed(step, commit.results, long)\n"
+                "            self._runs.copies.drain(9.0)\n"
                 "            self._commit(step, commit, requests)",
             ),
             Edit(
-                f"{WORKERS}/recovery/resident_runs.py",
+                f"{WORKERS}/recovery/recovery_copies.py",
                 "        self._writer.shutdown(wait=False, cancel_futures=True)\n",
                 "",
             ),

@@ -22,8 +22,7 @@ from cotrain_workers.engine.ops import Failure
 from cotrain_workers.engine.training import adamw as adam
 from cotrain_workers.engine.training import pass_state as state
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
-from cotrain_workers.engine.training.memory_model import MAX_TOKENS
-from cotrain_workers.engine.training.memory_probe import cuda_peak, measure, probe
+from cotrain_workers.engine.training.memory_model import MAX_TOKENS, cuda_peak, measure, probe
 from tests.support.engine_checks import gradient_passes, unclipped
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, same_bits

@@ -90,7 +90,7 @@ def other(tiny_model: Path) -> Engine:
 @pytest.fixture
 def heartbeats_are_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send heartbeats often, because tests wait for them."""
-    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("cotrain_workers.worker.membership.HEARTBEAT_S", 0.05)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op
-from cotrain_workers.recovery.bisection import MAX_CRASHES
+from cotrain_workers.recovery.crashes import MAX_CRASHES
 from cotrain_workers.recovery.replay import Restored
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.draws import variant
@@ -149,7 +149,7 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
     guilty, neighbour = await two_runs(server, 4)
     with worker(url, tmp_path, engine) as loop:
         breaks_at({(guilty.id, 1)})
-        ensure_as_before, calls = loop._residents.ensure, 0
+        ensure_as_before, calls = loop._runs.ensure, 0
 
         def ensure(run: Any) -> Yielding[Restored | None]:
             nonlocal calls
@@ -158,7 +158,7 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
                 raise SpoolCorrupt("gone")
             return (yield from ensure_as_before(run))
 
-        loop._residents.ensure = ensure  # type: ignore[method-assign]  # one that raises
+        loop._runs.ensure = ensure  # type: ignore[method-assign]  # one that raises
         for seq in range(1, 5):
             assert await server.result(guilty, request_id(guilty.id, seq)) == RUN_STOPPED
         answers = [request_id(neighbour.id, seq) for seq in range(1, 5)]

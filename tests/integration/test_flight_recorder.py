@@ -10,8 +10,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recorder.file import RecordedCycle, read_cycle
-from cotrain_workers.recorder.recorder import SUFFIX
-from cotrain_workers.recorder.replay import Compared, compared, engine_for, restore_before, run_again
+from cotrain_workers.recorder.recorder import SUFFIX, Compared, compared, engine_for, restore_before, run_again
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, results, submit

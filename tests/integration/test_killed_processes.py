@@ -15,7 +15,7 @@ from cotrain_store.redis_client.connection import open_connection
 from cotrain_store.results.futures import Futures
 from cotrain_store.tenants.history import read_history
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recovery.bisection import MAX_CRASHES
+from cotrain_workers.recovery.crashes import MAX_CRASHES
 from tests.support.bodies import sequences
 from tests.support.processes import WORKER, Process, settings_of, stack_of
 from tests.support.program import (

@@ -56,13 +56,13 @@ async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_proc
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
-        drain = loop._residents.drain
+        drain = loop._runs.copies.drain
 
         def look_and_drain(deadline_s: float) -> None:
             seen.append(heartbeat(redis, OLD))
             drain(deadline_s)
 
-        loop._residents.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
+        loop._runs.copies.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
     (last,) = seen
     assert (last["state"], last["is_handing_over"]) == ("draining", True)
     assert is_listed(redis, OLD)

@@ -247,7 +247,7 @@ async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
     """Plans count tokens, and decoding takes time by datums. So it has a share of each step, here none."""
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
     monkeypatch.setattr("cotrain_workers.worker.loop.DECODE_SHARE", -1.0)
-    monkeypatch.setattr("cotrain_workers.worker.prefetch.LOOK_S", 60.0)
+    monkeypatch.setattr("cotrain_workers.worker.step_runner.LOOK_S", 60.0)
     monkeypatch.setattr("cotrain_scheduler.planner.GROWTH", 0)
     monkeypatch.setattr("cotrain_scheduler.planner.FIRST_TOKENS", TOKENS)
     divided: list[int] = []  # passes with an allowance, by step

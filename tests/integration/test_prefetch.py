@@ -19,8 +19,8 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Failure, Pass
-from cotrain_workers.worker import prefetch as prefetch
-from cotrain_workers.worker.prefetch import Prefetcher
+from cotrain_workers.worker import step_runner
+from cotrain_workers.worker.step_runner import Prefetcher
 from tests.support.bodies import pass_body, sequences
 from tests.support.log import Log
 from tests.support.redis_server import EmbeddedRedis
@@ -33,7 +33,7 @@ PATIENCE_S = 120.0
 
 @pytest.fixture(autouse=True)
 def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "LOOK_S", 0.001)
+    monkeypatch.setattr(step_runner, "LOOK_S", 0.001)
 
 
 def look(looker: Prefetcher, step: Step, count: int) -> None:
@@ -104,7 +104,7 @@ async def test_prefetch_ends_at_a_gap(log: Log) -> None:
 
 async def test_prefetched_bodies_are_few_and_short_lived(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     step, ops = await submit_behind(log, BODY, BODY, BODY)
-    monkeypatch.setattr(prefetch, "MAX_BYTES", 2 * len(BODY))
+    monkeypatch.setattr(step_runner, "MAX_BYTES", 2 * len(BODY))
     looker = Prefetcher(log.execution)
 
     look(looker, step, 2)
@@ -165,7 +165,7 @@ async def test_training_is_identical_with_and_without_prefetch(
 
     def noting(self: Prefetcher, op: QueuedOp, body: bytes) -> Pass | Failure | None:
         found = take(self, op, body)
-        if op.kind in prefetch.PASSES:
+        if op.kind in step_runner.PASSES:
             notes.append(found is not None)
         return found
 
@@ -192,7 +192,7 @@ async def test_training_is_identical_with_and_without_prefetch(
 
     redis_server.flush()
     notes.clear()
-    monkeypatch.setattr(prefetch, "LOOK_S", 3600.0)
+    monkeypatch.setattr(step_runner, "LOOK_S", 3600.0)
     when_planned = await losses(empty_redis.url, tmp_path / "planned", engine)
 
     assert notes == [False] * 6

@@ -53,7 +53,7 @@ FAILPOINTS = [
 
 def replayed(loop: WorkerLoop, run: RunId) -> int:
     """Restore a run in the engine of a worker. Return the number of ops that were replayed."""
-    restored = run_to_end(loop._residents.ensure(run))
+    restored = run_to_end(loop._runs.ensure(run))
     return restored.replayed if restored else 0
 
 
@@ -123,7 +123,7 @@ async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written
             assert loop._stopping.wait(PATIENCE_S)
             return write_snapshot(*args)
 
-        monkeypatch.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", slow)
+        monkeypatch.setattr("cotrain_workers.recovery.recovery_copies.write_snapshot", slow)
         for first, last in ((1, 4), (5, 5)):
             await results(server, run, await submit(server, run, first, last))
     assert redis.hget(redis_keys.log(POOL, run.id), "snap") == b"5"

@@ -16,7 +16,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.worker import heartbeat
+from cotrain_workers.worker import membership
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
@@ -224,7 +224,7 @@ async def test_a_commit_waits_for_a_redis_that_has_no_memory_left(
 async def test_a_worker_gives_signs_of_life_again_once_redis_has_memory(
     empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(membership, "HEARTBEAT_S", 0.05)
     crowded = Crowded(empty_redis)
     with worker(empty_redis.url, tmp_path, engine) as loop:
         crowded.until_asked_twice_more(loop._execution, "heartbeat")

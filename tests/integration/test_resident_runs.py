@@ -20,7 +20,7 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recovery import resident_runs as keeper_module
+from cotrain_workers.recovery import recovery_copies
 from cotrain_workers.recovery.snapshot_file import write_snapshot
 from cotrain_workers.worker.loop import MARGIN_S
 from tests.support.bodies import sequences
@@ -65,7 +65,7 @@ async def test_a_run_over_the_host_budget_leaves_memory_and_comes_back_the_same(
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
-                await until(lambda: loop._residents.runs == 0)
+                await until(lambda: loop._runs.resident == 0)
                 assert run.id not in engine.adapters
                 assert snapshot_files(loop._execution._redis, run, tmp_path)
     assert answers == expected
@@ -77,11 +77,11 @@ async def test_a_run_rests_and_leaves_memory_while_the_host_s_time_is_set_back(
 ) -> None:
     earlier = itertools.count(time.time(), -60)
     clocks = SimpleNamespace(time=lambda: next(earlier), monotonic=time.monotonic, perf_counter=time.perf_counter)
-    monkeypatch.setattr(keeper_module, "time", clocks)
+    monkeypatch.setattr(recovery_copies, "time", clocks)
     run = await server.create("a", "a", LORA)
     with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(idle_s=1e-6, evict_idle_s=1e-6)) as loop:
         await results(server, run, await submit(server, run, 1, 1))
-        await until(lambda: loop._residents.runs == 0)
+        await until(lambda: loop._runs.resident == 0)
 
 
 async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
@@ -95,7 +95,7 @@ async def test_a_run_that_rests_leaves_memory_and_comes_back_the_same(
         for seq in range(1, len(PROGRAM) + 1):
             answers += await results(server, run, await submit(server, run, seq, seq))
             if seq % 4 == 1:
-                await until(lambda: loop._residents.runs == 0)
+                await until(lambda: loop._runs.resident == 0)
                 assert run.id not in engine.adapters
     assert answers == expected
     assert restored_digest(url, tmp_path, engine, run.id) == digest
@@ -124,7 +124,7 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.recovery.snapshot_file.LOG_ENTRIES", 4)
+    monkeypatch.setattr("cotrain_workers.recovery.recovery_copies.LOG_ENTRIES", 4)
     with worker(empty_redis.url, tmp_path, engine):
         run = await server.create("a", "a", LORA)
         for seq in range(1, 20):
@@ -144,7 +144,7 @@ async def test_a_closed_run_leaves_nothing_on_disk_or_in_memory(
         await server.result(run, await server.forward_backward(run, 5, large))
         assert int(redis.hvals(redis_keys.spool_segment_refs())[0]) == 1
         await server.intake.close_run(run)
-        await until(lambda: not redis.exists(redis_keys.ops(POOL, run.id)) and loop._residents.runs == 0)
+        await until(lambda: not redis.exists(redis_keys.ops(POOL, run.id)) and loop._runs.resident == 0)
         await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))
     assert run.id not in engine.adapters
     assert redis.hlen(redis_keys.spool_segment_refs()) == 0
@@ -183,8 +183,8 @@ async def test_files_that_look_old_and_are_not_wanted_yet_stay(
         os.utime(path, (0, 0))
     with worker(empty_redis.url, tmp_path, engine) as loop:
         await results(server, run, await submit(server, run, 1, 4))
-        assert not loop._residents._sweep._segments.is_empty
-        assert not loop._residents._sweep._copies.is_empty
+        assert not loop._runs._sweep._segments.is_empty
+        assert not loop._runs._sweep._copies.is_empty
     assert all(path.exists() for path in young)
 
 
@@ -221,7 +221,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
 
     with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1)):
         with monkeypatch.context() as broken:
-            broken.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", full)
+            broken.setattr("cotrain_workers.recovery.recovery_copies.write_snapshot", full)
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 2))
         await results(server, run, await submit(server, run, 3, 3))
@@ -244,7 +244,7 @@ async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
         released.wait(PATIENCE_S)
         return write_snapshot(*args)
 
-    monkeypatch.setattr("cotrain_workers.recovery.resident_runs.write_snapshot", slow)
+    monkeypatch.setattr("cotrain_workers.recovery.recovery_copies.write_snapshot", slow)
     run = await server.create("a", "a", LORA)
     with worker(url, tmp_path, engine, stop_grace_s=MARGIN_S + 0.05):
         answers = await results(server, run, await submit(server, run, 1, 3))

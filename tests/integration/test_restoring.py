@@ -22,7 +22,7 @@ from cotrain_store.redis_client.connection import SyncConnection, open_connectio
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.tenants.policies import PauseRecords
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recovery.snapshot_file import ReplayCost
+from cotrain_workers.recovery.recovery_copies import ReplayCost
 from tests.support.processes import Process, settings_of, stack_of
 from tests.support.program import LORA, results, submit
 from tests.support.redis_server import EmbeddedRedis

@@ -19,7 +19,7 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import seed_of
-from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
+from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.draws import variant
 from tests.support.program import LORA, submit

@@ -18,7 +18,7 @@ from cotrain.wire.proto import wire_pb2
 from cotrain_store.blobs.opening import MARK
 from cotrain_store.disk.storage import CANCELLED
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.sampling.vllm import requests
+from cotrain_workers.sampling.vllm import decoder as vllm_decoder
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.fake_vllm import FakeVllm
 from tests.support.object_store import BadNetwork, SeaweedFS
@@ -70,7 +70,7 @@ async def test_vllm_samples_from_adapters_in_an_object_store(
     server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm,
     object_store: SeaweedFS, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(requests, "PAUSE_S", (0.01, 0.1))
+    monkeypatch.setattr(vllm_decoder, "PAUSE_S", (0.01, 0.1))
     with BadNetwork(object_store.port) as network:
         for name, value in object_store.variables(network.endpoint).items():
             monkeypatch.setenv(name, value)

@@ -25,7 +25,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"cotrain_scheduler.scaling.{name}", seconds)
     monkeypatch.setattr("cotrain_scheduler.clock.LOOK_S", 0.05)
     monkeypatch.setattr("cotrain_workers.worker.loop.IDLE_S", 0.02)
-    monkeypatch.setattr("cotrain_workers.worker.heartbeat.HEARTBEAT_S", 0.05)
+    monkeypatch.setattr("cotrain_workers.worker.membership.HEARTBEAT_S", 0.05)
 
 
 async def fleet(api: Api) -> dict[str, Any]:

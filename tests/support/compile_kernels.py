@@ -19,7 +19,7 @@ from typing import Any
 
 from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.lora.fused.operators import BAND, GELU, SILU
-from cotrain_workers.engine.lora.fused.tile_sizes import (
+from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
     RANK,
     ROWS,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.recovery.snapshot_file import UNMEASURED
+from cotrain_workers.recovery.recovery_copies import UNMEASURED
 from cotrain_workers.worker.bootstrap import Tuning
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.stack import TUNING, make_worker

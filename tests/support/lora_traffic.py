@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tile_sizes import (
+from cotrain_workers.engine.lora.fused.tables import (
     LOW_COLUMNS,
     ROWS,
     SHRINK_ROWS,

@@ -131,6 +131,6 @@ def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
     """Restore a run from stored data, as a new worker would. Return the digest of its state."""
     engine.adapters.drop(run)
     loop, opened = make_worker(url, folder, engine)
-    run_to_end(loop._residents.ensure(run))
+    run_to_end(loop._runs.ensure(run))
     opened.close()
     return engine.adapters.state(run).digest()

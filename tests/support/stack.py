@@ -28,7 +28,7 @@ from cotrain_store.tenants.policies import TenantLimits
 from cotrain_store.tenants.records import Records
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.spec import lora_widths
-from cotrain_workers.recovery.snapshot_file import UNMEASURED, ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.recovery_copies import UNMEASURED, ReplayCost, SnapshotPolicy
 from cotrain_workers.worker.bootstrap import Tuning, enter_pool
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import optim_body, pass_body
@@ -136,7 +136,7 @@ def worker(
     """Run a worker's loop in a thread until the end of the block. With `drains`, it writes snapshots at its end."""
     loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
     if not drains:
-        loop._residents.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
+        loop._runs.copies.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
     thread = threading.Thread(target=loop.run)
     thread.start()
     try:

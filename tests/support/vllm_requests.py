@@ -17,8 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-from cotrain_workers.sampling.vllm.requests import VllmSampler
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
 from tests.support.training import random_datum
 
 BASE = "tiny/qwen3"

@@ -33,9 +33,9 @@ from cotrain_workers.engine.lora.backend import BackendUnfit
 from cotrain_workers.engine.model.model_source import UnusableModel, listen, report
 from cotrain_workers.engine.training.memory_model import TooLittleMemory
 from cotrain_workers.group.engine import GroupEngine
-from cotrain_workers.group.launch import launch
-from cotrain_workers.group.links import Links
-from cotrain_workers.recovery.snapshot_file import SnapshotPolicy
+from cotrain_workers.group.processes import Links, launch
+from cotrain_workers.recovery.recovery_copies import SnapshotPolicy
+from cotrain_workers.sampling.tokenizer import publish_tokenizer
 from cotrain_workers.worker.bootstrap import (
     Tuning,
     device_of,
@@ -45,8 +45,7 @@ from cotrain_workers.worker.bootstrap import (
     measured_engine,
     pool_record,
 )
-from cotrain_workers.worker.heartbeat import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
-from cotrain_workers.worker.tokenizer import publish_tokenizer
+from cotrain_workers.worker.membership import WorkerIdInUse, await_absence, claim_free_worker_id, lock_worker_id
 
 log = structlog.get_logger()
 

@@ -3,32 +3,52 @@
 A save has three groups of files: the adapter in PEFT's format, the optimizer state, and encrypted
 files. The first two are named after their content, so that two workers may write the
 same one. Workers of all pools share them; each pool removes the files of its own base model.
+
+Encrypted files are an adapter's config and tensors for a tenant's recipients (age, https://age-encryption.org/v1), as
+`<external_folder(ref)>/<name>.age` with their SHA256SUMS. OWNER is next to them and written last: a folder without it
+is incomplete. Encrypting twice never produces the same bytes, so these files belong to one save alone.
 """
 
+from __future__ import annotations
+
+import io
 import json
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+import pyrage
 import structlog
 
 from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable, Unwanted
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
 from cotrain_store.weights import SavedWeights
+from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
+from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.disk.orphan_ages import Unwanted
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.ids import WeightsRef
+from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints import optimizer_file
-from cotrain_workers.checkpoints.encrypted_export import OWNER, base_model_of_files, write_external
 from cotrain_workers.checkpoints.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
+if TYPE_CHECKING:
+    from cotrain_store.weights.saved_weights import SavedWeights  # it loads redis, which a replay does not need
+
 log = structlog.get_logger()
 
 #: Age in s above which a file is written again before it is referred to, which makes it young.
 YOUNG_S = 60.0
+SUFFIX = ".age"
+#: Owner of the files: `{"base_model": …, "weights": …}`. Never served.
+OWNER = "owner.json"
 
 
 @dataclass(frozen=True)
@@ -48,35 +68,6 @@ class WrittenFiles:
     size: int
     optimizer_digest: str  # empty: it has none
     written_at: float  # time of the monotonic clock in s
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Files that belong together and are removed together: those of an adapter or an export, or
-    one optimizer state.
-    """
-
-    key: str
-    blobs: tuple[Blob, ...]
-
-    @property
-    def name(self) -> str:
-        """Digest, or folder of an export."""
-        return self.key.rpartition("/")[2].partition(".")[0]
-
-    @property
-    def is_unfinished(self) -> bool:
-        """True if a process has not completed writing."""
-        return self.blobs[0].is_unfinished
-
-    @property
-    def mark(self) -> str:
-        """Value that changes when one of the files is written."""
-        return " ".join(blob.mark for blob in self.blobs)
-
-    def has(self, file: str) -> bool:
-        """Return True if a file of this name exists."""
-        return any(blob.key.endswith(f"/{file}") for blob in self.blobs)
 
 
 @dataclass(frozen=True)
@@ -117,8 +108,7 @@ class CheckpointFiles:
         return WrittenFiles(adapter.digest, size, optimizer_digest, began)
 
     def confirm(self, ref: WeightsRef, saved: Saved, written: WrittenFiles) -> bool:
-        """Return True if all files of a save that is about to be published exist, and are young to
-        every observer.
+        """Return True if all files of a save that is about to be published exist, and are young to every observer.
 
         They may have been written long ago if Redis was unavailable. Raises OSError.
         """
@@ -173,6 +163,33 @@ class CheckpointFiles:
                     yield group, is_known
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Files that are removed together: those of an adapter or an export, or one optimizer state."""
+
+    key: str
+    blobs: tuple[Blob, ...]
+
+    @property
+    def name(self) -> str:
+        """Digest, or folder of an export."""
+        return self.key.rpartition("/")[2].partition(".")[0]
+
+    @property
+    def is_unfinished(self) -> bool:
+        """True if a process has not completed writing."""
+        return self.blobs[0].is_unfinished
+
+    @property
+    def mark(self) -> str:
+        """Value that changes when one of the files is written."""
+        return " ".join(blob.mark for blob in self.blobs)
+
+    def has(self, file: str) -> bool:
+        """Return True if a file of this name exists."""
+        return any(blob.key.endswith(f"/{file}") for blob in self.blobs)
+
+
 def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
     """Group the files of a folder; the file that marks it as complete, if any, is first."""
     groups: defaultdict[str, list[Blob]] = defaultdict(list)
@@ -185,11 +202,67 @@ def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
 
 def base_model_of_adapter(root: Blobs, key: str) -> str | None:
     """Return the base model of an adapter; None if it cannot be read. Raises BlobsUnavailable."""
+    return _named_in(root, f"{key}/{CONFIG}", "base_model_name_or_path")
+
+
+def base_model_of_files(blobs: Blobs, folder: str) -> str | None:
+    """Return the base model of encrypted files; None if it cannot be read. Raises BlobsUnavailable."""
+    return _named_in(blobs, f"{folder}/{OWNER}", "base_model")
+
+
+def _named_in(blobs: Blobs, key: str, field: str) -> str | None:
+    """Return a field of a JSON file; None if it cannot be read."""
     try:
-        config = json.loads(root.get(f"{key}/{CONFIG}"))
-        name: str | None = config.get("base_model_name_or_path")
+        name: str = json.loads(blobs.get(key))[field]
     except BlobsUnavailable:
         raise
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return name
+
+
+def refuse_recipients(recipients: Sequence[str]) -> str | None:
+    """Return an error for recipients that age does not support, as a sentence for the tenant, or None."""
+    for at, recipient in enumerate(recipients):
+        try:
+            _recipient(recipient)
+        except pyrage.RecipientError:
+            return f"age_encryption_recipients[{at}] is no age or SSH public key."
+    return None
+
+
+def write_external(
+    blobs: Blobs, ref: WeightsRef, contents: Mapping[str, bytes], recipients: Sequence[str], base_model: str
+) -> int:
+    """Encrypt the files of an adapter, durable when this returns; return their bytes.
+
+    Idempotent: encrypted files stay. Raises OSError, for example on a full disk.
+    """
+    folder = external_folder(ref)
+    if not blobs.touch(f"{folder}/{OWNER}"):
+        keys = [_recipient(recipient) for recipient in recipients]
+        encrypted = {f"{name}{SUFFIX}": _encrypted(content, keys) for name, content in contents.items()}
+        for name, content in encrypted.items():
+            blobs.put(f"{folder}/{name}", content)
+            failpoint("external.half_written")
+        blobs.put(f"{folder}/{SUMS}", sums_of(encrypted).encode())
+        owner = {"base_model": base_model, "weights": ref}
+        failpoint("external.before_rename")
+        blobs.put(f"{folder}/{OWNER}", json.dumps(owner).encode())
+        failpoint("external.renamed")
+    return sum(blob.size for blob in blobs.list(folder) if blob.key.endswith(SUFFIX))
+
+
+def _recipient(text: str) -> pyrage.x25519.Recipient | pyrage.ssh.Recipient:
+    kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+    return kind.Recipient.from_str(text)
+
+
+def _encrypted(content: bytes, recipients: Sequence[object]) -> bytes:
+    # Not `encrypt`: it keeps the interpreter's lock, for 1 s per 300 MB (pyrage 1.4.0).
+    encrypted = io.BytesIO()
+    try:
+        pyrage.encrypt_io(io.BytesIO(content), encrypted, recipients)
+    except pyrage.EncryptError as failed:
+        raise OSError(str(failed)) from failed
+    return encrypted.getvalue()

@@ -40,7 +40,7 @@ from cotrain_workers.engine.ops import CycleOutput, HostWeights, Op, UpcomingBat
 from cotrain_workers.engine.running_cycle import RunningCycle
 from cotrain_workers.engine.spec import Target, has_experts
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
-from cotrain_workers.engine.training.memory_probe import size_micro_batches
+from cotrain_workers.engine.training.memory_model import size_micro_batches
 from cotrain_workers.engine.training.pass_state import OpenPasses
 
 LoadBase = Callable[..., BaseModel]  # signature of `load_base_model`

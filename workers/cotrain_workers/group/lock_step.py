@@ -1,27 +1,41 @@
-"""Lock-step of a group: all members run the same kinds of passes of the base model in the same order.
+"""Work of a group's members in lock step: passes of the base model in the same order, and orders of the first member.
 
 Before each pass, every member requests a kind of pass, and the greatest kind runs (`engine/coordination.py`). A
 member that requested another kind, or none, runs a filler pass: 16 zero tokens, whose results no run uses.
+
+The first member sends orders to the others, the followers. An order is a function of a follower's engine and lock
+step, with its other arguments. Its answer is the result and the state of the follower after it. The order None ends
+the follower.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
+import structlog
 import torch
 
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.coordination import Forward, Yielding
+from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.device import resident_bytes
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
 from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.engine.routing import Route, Segment, SequenceTable
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.group.links import Links
+from cotrain_workers.group.processes import GroupLost, Links
+
+log = structlog.get_logger()
 
 FILLER_TOKENS = 16
+Order: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
 
 
 class GroupLockStep:
@@ -119,3 +133,122 @@ class Filler:
                 hidden = hidden_states(base, row)
             if kind.goes_back:
                 hidden.backward(torch.zeros_like(hidden))
+
+
+@dataclass(frozen=True)
+class MemberFacts:
+    """State of one member."""
+
+    runs: frozenset[str] = frozenset()
+    open_passes: frozenset[tuple[str, int]] = frozenset()  # ids of open passes, as (run, seq)
+    by_tier: Mapping[str, tuple[int, int]] | None = None  # same format as `AdapterBank.by_tier`
+    offloaded: int = 0
+    runs_to_evict: Sequence[str] = ()  # same format as `AdapterBank.runs_to_evict`
+    memory_bytes: int = 0  # resident memory of the member's process in bytes
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the member's adapters in all tiers."""
+        return sum(size for _, size in (self.by_tier or {}).values())
+
+
+class Followers:
+    """Followers of a group, as the first member sees them: it sends orders, and keeps the state of each answer.
+
+    For the first member's main thread; any thread may read `facts` and `lost`.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.lost: str | None = None  # reason why this group cannot continue
+        self._facts: dict[int, MemberFacts] = {}
+        self.send(dict.fromkeys(links.others, (do_nothing, ())))  # any answer contains the facts
+        self.collect()
+
+    @property
+    def facts(self) -> list[MemberFacts]:
+        """State of each follower, as of its last answer."""
+        return [self._facts[number] for number in self._links.others]
+
+    def call(self, member: int, method: Callable[..., Any], *args: object) -> Any:
+        """Return the result of a function of the adapter bank of one member.
+
+        Raises:
+            GroupLost: the member has ended or does not answer.
+        """
+        self.send({member: (call_bank, (method, *args))})
+        return self.collect()[member]
+
+    def send(self, orders: Mapping[int, Order | None]) -> None:
+        """Send orders without a wait; `collect` waits for the answers. Raises GroupLost."""
+        self._refuse_if_lost()
+        self._asked = tuple(orders)
+        try:
+            for member, order in orders.items():
+                self._links.order(member, order)
+        except RuntimeError as error:
+            raise self.lose(error) from error
+
+    def collect(self) -> dict[int, Any]:
+        """Wait for the answers and return the results. Raises GroupLost."""
+        self._refuse_if_lost()
+        results = {}
+        try:
+            for member in self._asked:
+                results[member], self._facts[member] = self._links.await_answer(member)
+        except RuntimeError as error:
+            raise self.lose(error) from error
+        return results
+
+    def end(self) -> None:
+        """Order all members to end; log a warning if the group is already lost."""
+        try:
+            self.send(dict.fromkeys(self._links.others))
+        except GroupLost as lost:
+            log.warning("group_ended_without_its_members", reason=str(lost))
+
+    def lose(self, error: BaseException) -> GroupLost:
+        """Return the error for a failed group. From now on every order raises it."""
+        self.lost = self.lost or f"{type(error).__name__}: {error}"
+        return GroupLost(self.lost)
+
+    def _refuse_if_lost(self) -> None:
+        if self.lost:
+            raise GroupLost(self.lost)
+
+
+def facts_of(engine: Engine) -> MemberFacts:
+    """Return the state of a member; valid between cycles."""
+    adapters = engine.adapters
+    return MemberFacts(
+        runs=adapters.runs,
+        open_passes=engine.open_passes.ids,
+        by_tier=adapters.by_tier,
+        offloaded=adapters.offloaded,
+        runs_to_evict=adapters.runs_to_evict(),
+        memory_bytes=resident_bytes(),
+    )
+
+
+def follow(engine: Engine, lock_step: GroupLockStep) -> None:
+    """Execute orders until the order to end. After any exception the group cannot continue."""
+    links = lock_step.links
+    while order := links.await_order():
+        function, args = order
+        links.answer((function(engine, lock_step, *args), facts_of(engine)))
+
+
+def do_nothing(engine: Engine, lock_step: GroupLockStep) -> None:
+    """Do nothing: the answer reports the state of the follower."""
+
+
+def call_bank(engine: Engine, _: GroupLockStep, method: Callable[..., Any], *args: object) -> Any:
+    """Return the result of a function of this member's adapter bank."""
+    return method(engine.adapters, *args)
+
+
+def run_cycle(
+    engine: Engine, lock_step: GroupLockStep, ops: Sequence[Op], allowances: Mapping[tuple[str, int], int]
+) -> CycleOutput:
+    """Run ops in lock step with the other members and return their output. `ops` may be empty."""
+    return run_to_end(lock_step.run(engine, ops, allowances, None))

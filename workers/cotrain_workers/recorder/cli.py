@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     # Every `cotrain` loads this module, and these import torch: 8 s.
     from cotrain_workers.engine.engine import Engine
     from cotrain_workers.recorder.file import CycleFacts, RecordedCycle
-    from cotrain_workers.recorder.replay import Compared
+    from cotrain_workers.recorder.recorder import Compared
 
 # If torch is missing, `cotrain` prints the package to install. Commands import it themselves: the
 # import takes seconds, and every `cotrain` command loads this module.
@@ -54,7 +54,7 @@ def replay(
     cotrain replay cycle.zip --base-model /models/Qwen3-8B --json
     """
     from cotrain_workers.recorder.file import RecordingUnreadable, read_cycle
-    from cotrain_workers.recorder.replay import compared, engine_for, restore_before, run_again, tolerance_of
+    from cotrain_workers.recorder.recorder import compared, engine_for, restore_before, run_again, tolerance_of
 
     try:
         cycle = read_cycle(file)

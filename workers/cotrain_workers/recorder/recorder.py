@@ -1,27 +1,41 @@
-"""Flight recorder: the last cycles of a worker, each complete in a file, for a replay elsewhere.
+"""Flight recorder: the last cycles of a worker, each complete in a file, and their replay elsewhere.
 
 The inputs of a cycle are written before it runs, so a cycle that kills its process is recorded, too.
 A full disk affects recordings only. See docs/operate/recorder.md.
+
+A replay runs one recorded cycle again and compares the outcomes. It needs the base model and the file, but no server.
 """
 
+from __future__ import annotations
+
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, cast
 
 import structlog
+import torch
 
-from cotrain_store.messages.ids import RunId
+from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
 from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.lora.quantized import Quantization
+from cotrain_workers.engine.numerics import Numerics
+from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
+from cotrain_workers.engine.spec import AdapterSpec, Layout
+from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.op_codec import Checkpoints
+from cotrain_workers.op_codec import Checkpoints, engine_op
 from cotrain_workers.recorder.file import (
     CycleFacts,
     Findings,
     ReadCheckpoints,
+    RecordedCycle,
     add_findings,
     checkpoints_of,
     write_inputs,
@@ -30,6 +44,9 @@ from cotrain_workers.recorder.file import (
 log = structlog.get_logger()
 
 SUFFIX = ".zip"
+#: Tolerance between numbers that were computed with different numerics; the same as in a recovery (ADR 5).
+OTHER_NUMERICS = 1e-2
+Verdict = Literal["equal", "close", "DIVERGED", "left out", "new"]
 
 
 @dataclass
@@ -116,3 +133,148 @@ class Recorder:
     def _forget_old(self) -> None:
         for path in sorted(self.folder.glob(f"*{SUFFIX}"))[: -self.kept]:
             path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Comparison of one op. If `seq` is None, of one run's state after the cycle."""
+
+    run: RunId
+    seq: int | None
+    what: str
+    digest: str  # digest of the new outcome, as in a cycle's record
+    verdict: Verdict
+    details: str  # differences, the reason for leaving it out, or the outcome if the cycle had none
+
+
+def engine_for(facts: CycleFacts, base_model: str | None, device: str | None) -> Engine:
+    """Return an engine with the base model, loaded as by the recording worker if this machine can.
+
+    Raises OSError if there is no such model, and UnsupportedModel if it cannot be trained.
+    """
+    numerics = facts.numerics
+    can_cuda = torch.cuda.is_available()
+    if numerics.threads:
+        torch.set_num_threads(numerics.threads)
+    return Engine.load(
+        base_model or facts.model,
+        device=device or (numerics.device if can_cuda else "cpu"),
+        dtype=getattr(torch, numerics.dtype),
+        micro_batch_tokens=numerics.micro_batch_tokens,
+        head_chunk_rows=numerics.head_chunk_rows,
+        lora_backend=numerics.lora,
+        fusion=bool(numerics.fused),
+        local_files_only=False,
+        quantization=cast(Quantization, numerics.quantization),
+    )
+
+
+def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
+    """Load the runs of a cycle into an engine without them, in their states before the cycle.
+
+    Raises ValueError if they belong to another base model.
+    """
+    for run, state in cycle.before.items():
+        engine.adapters.restore(run, state)
+
+
+def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
+    """Run a recorded cycle after `restore_before`, and return the outcome.
+
+    Ops that failed by accident (a crash, a full disk) are left out unless `everything` is set. A pass that took
+    several cycles runs whole in its last one, from the state before the first one. In the other cycles it
+    changed nothing. Exceptions of the engine are not caught.
+    """
+    checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
+    outputs: dict[tuple[str, int], Output] = {}
+    runnable: list[Op] = []
+    for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
+        if was_not_over(cycle, op) or (has_not_run(cycle, op) and not everything):
+            continue
+        request = engine_op(op, body, checkpoints)
+        if isinstance(request, Failure | NoteOutput):
+            outputs[op.run, op.seq] = request
+        else:
+            runnable.append(request)
+    outputs |= engine.run(runnable).outputs
+    op_ids = [(op.run, op.seq) for op in cycle.facts.step.ops]
+    return Findings(
+        {op_id: fingerprint_of(outputs[op_id]) for op_id in op_ids if op_id in outputs},
+        {run: fingerprint_of_state(engine.adapters.state(run)) for run, _ in op_ids if run in engine.adapters},
+    )
+
+
+def tolerance_of(then: Numerics, now: Numerics) -> float:
+    """Return the tolerance between numbers: 0 on a CPU with the recorded numerics.
+
+    On CUDA the same plan gives the same bits. However, the plan does not record the way a cycle was run: in
+    halved micro-batches after memory ran out, or op by op after a crash.
+    """
+    return 0.0 if then == now and now.device == "cpu" else OTHER_NUMERICS
+
+
+def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterator[Compared]:
+    """Compare the recorded and the new outcome of a cycle: every op, then every run's state.
+
+    If `tolerance` is 0, bits are compared. A cycle without a recorded outcome has nothing to compare with.
+    """
+    then = cycle.found or Findings({}, {})
+    for op in cycle.facts.step.ops:
+        op_id = op.run, op.seq
+        pair = then.by_op.get(op_id), again.by_op.get(op_id)
+        yield _compared(op.run, op.seq, op.kind.value, pair, tolerance)
+    for run in dict.fromkeys([*then.by_run, *again.by_run]):
+        states = then.by_run.get(run), again.by_run.get(run)
+        yield _compared(run, None, "state after", states, tolerance)
+
+
+def _compared(
+    run: RunId, seq: int | None, what: str, pair: tuple[Fingerprint | None, Fingerprint | None], tolerance: float
+) -> Compared:
+    then, now = pair
+    if now is None:
+        if then is None:
+            return Compared(run, seq, what, "", "left out", "not over in this cycle")
+        verdict: Verdict = "left out" if then.is_accident else "DIVERGED"
+        return Compared(run, seq, what, "", verdict, then.text)
+    if then is None or then.is_accident:
+        return Compared(run, seq, what, now.digest, "new", now.text)
+    found = differences(then, now, tolerance)
+    if found:
+        return Compared(run, seq, what, now.digest, "DIVERGED", "; ".join(found))
+    is_equal = not differences(then, now, tolerance=0.0)
+    return Compared(run, seq, what, now.digest, "equal" if is_equal else "close", "")
+
+
+def was_not_over(cycle: RecordedCycle, op: QueuedOp) -> bool:
+    """Return True if an op did not finish in the cycle: it continued or began in a later one."""
+    return cycle.found is not None and (op.run, op.seq) not in cycle.found.by_op
+
+
+def has_not_run(cycle: RecordedCycle, op: QueuedOp) -> bool:
+    """Return True if an op failed by accident, and therefore did not change its run."""
+    return cycle.found is not None and cycle.found.by_op[op.run, op.seq].is_accident
+
+
+@dataclass(frozen=True)
+class RecordedCheckpoints:
+    """Checkpoints that a recorded cycle read."""
+
+    cycle: RecordedCycle
+    layout: Callable[[AdapterSpec], Layout]
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
+        if ref not in self.cycle.read.weights:
+            raise WeightsMissing(ref)
+        return self.cycle.read.weights[ref]
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
+        if ref not in self.cycle.read.optimizers:
+            raise WeightsMissing(ref)
+        return self.cycle.read.optimizers[ref]
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        """Return the layout of an adapter's matrices in its arena."""
+        return self.layout(spec)

@@ -6,20 +6,23 @@ finds its segment closed to new references (`SpoolReferences`).
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import structlog
 
 from cotrain_store.blobs.protocol import Unwanted
+from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
 from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.spool import unwritten_segments
 from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
 from cotrain_workers.recovery.snapshot_file import orphans, run_folder
+from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.peft_folder import read_metadata
+from cotrain_workers.recovery.snapshot_file import SUFFIX, run_folder
 
 log = structlog.get_logger()
-
 #: The spool is looked over this often, recovery copies less: each of them is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
@@ -76,3 +79,35 @@ class Sweep:
         for key in self._copies.old(unwanted, now):
             self._snapshots.delete(key)
             log.info("snapshot_removed", file=key)
+
+
+def orphans(
+    root: Blobs, bases: Callable[[RunId], frozenset[str]], is_at_work: Callable[[str, str], bool]
+) -> dict[str, str]:
+    """Find the removable files, each with its mark: partial files of crashed processes, and files that no log
+    starts from.
+
+    A file exists before it is registered. `is_at_work` returns True for a run's folder and a writer that may be
+    about to register one. `bases` returns a run's registered files. A damaged file has no run, and stays.
+    """
+    return {
+        blob.key: blob.mark
+        for blob in root.list()
+        if not is_at_work(blob.key.partition("/")[0], _writer(blob.key))
+        and (blob.is_unfinished or _is_orphan(root, blob.key, bases))
+    }
+
+
+def _writer(key: str) -> str:
+    """Return the writer of a file, with any suffix of its name removed."""
+    return key.rpartition("/")[2].partition("-")[2].partition(SUFFIX)[0]
+
+
+def _is_orphan(root: Blobs, key: str, bases: Callable[[RunId], frozenset[str]]) -> bool:
+    try:
+        run = read_metadata(root, key)["run"]
+    except BlobsUnavailable:
+        raise
+    except (OSError, ValueError, KeyError):
+        return False
+    return key not in bases(RunId(run))

@@ -1,4 +1,6 @@
-"""Restoration of the runs of a step, and failure of those that cannot be restored, one by one."""
+"""Runs of one worker: restored for a step, rewound, rolled back, stopped one by one, evicted, handed over."""
+
+from __future__ import annotations
 
 import json
 import math
@@ -14,15 +16,35 @@ from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import RunId, TenantId, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import WeightsRecord
+from cotrain_store.messages.runs import RunState
+from cotrain_store.messages.saves import LoadRequest, WeightsRecord
+from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput
 from cotrain_workers.recovery.replay import ReplayDiverged, Restored, rewind_target
 from cotrain_workers.recovery.resident_runs import ResidentRuns
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
+from cotrain_workers.group.engine import Trainer
+from cotrain_workers.recovery.orphan_sweep import Sweep
+from cotrain_workers.recovery.recovery_copies import RecoveryCopies, ReplayBacklog, ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.replay import (
+    Replay,
+    ReplayDiverged,
+    Restored,
+    RestoreProgress,
+    bases_of,
+    is_foreign,
+    rewind_target,
+)
+from cotrain_workers.recovery.snapshot_file import remove_snapshots, write_snapshot
 
 log = structlog.get_logger()
 
@@ -72,19 +94,40 @@ class RewindTime:
 
 
 class RunLifecycle:
-    """Lifecycle of the runs of one worker, for its loop."""
+    """Owner of the runs in the engine's memory, for the worker's loop."""
 
-    def __init__(self, execution: Execution, residents: ResidentRuns, weights: WeightsStore) -> None:
+    def __init__(
+        self,
+        engine: Trainer,
+        execution: Execution,
+        weights: WeightsStore,
+        settings: WorkerSettings,
+        policy: SnapshotPolicy,
+        metrics: WorkerMetrics,
+        cost: ReplayCost,
+        *,
+        exact: bool,
+    ) -> None:
+        self._engine = engine
         self._execution = execution
-        self._residents = residents
         self._weights = weights
+        self._policy = policy
+        self._snapshots = settings.blob_store.below("snapshots")
+        self.copies = RecoveryCopies(engine, execution, weights, self._snapshots, policy, metrics, cost)
+        self.progress = RestoreProgress()
+        self._replay = Replay(engine, execution, weights, self._snapshots, self.progress, exact)
+        self._sweep = Sweep(execution, settings)
         self.replayed_ops = 0
-        self.progress = residents.progress
         self.uncounted: Counter[str] = Counter()
         """Counters for the pool's totals; cleared once a commit has written them."""
         self._rewind_time = RewindTime()
         self._rewound: dict[RunId, int] = {}
         """Runs that the current step has rewound, each with the seq of its state."""
+
+    @property
+    def resident(self) -> int:
+        """Number of runs in memory."""
+        return len(self.copies.backlogs)
 
     def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
         """Load every run of a step into memory; those that cannot be restored fail alone."""
@@ -96,23 +139,164 @@ class RunLifecycle:
         rolled_back: RolledBack | None = None
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
-            self._forget_unless(run, seq - 1)
+            if self.done(run) != seq - 1:  # another worker may have changed it
+                self.forget_state(run)
         yield from self._recreate_sources(step.ops)
         with self._counted(first):
             for run in dict.fromkeys(op.run for op in step.ops):
-                match (yield from self._ensure(run, step.tenant_by_run[run])):
+                match (yield from self._ensure_or_stop(run, step.tenant_by_run[run])):
                     case Failure() as failure:
                         stopped[run] = failure
                     case RolledBack() as rolled_back:
                         pass
                     case exactly:
-                        done[run], is_exact = self._residents.done(run), is_exact and exactly
+                        done[run], is_exact = self.done(run), is_exact and exactly
             for op in step.ops if rolled_back is None else ():
                 if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
                     rewinds[op.run, op.seq] = yield from self._rewind(op)
         # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
         return rolled_back or StepRuns(ops, stopped, is_exact, rewinds)
+
+    def _recreate_sources(self, ops: Iterable[QueuedOp]) -> Yielding[None]:
+        """Recreate lost weights that loads among these ops need: forks of a run that was not stored."""
+        loads = [op for op in ops if op.kind is OpKind.LOAD]
+        if not loads:
+            return
+        self._weights.reload()
+        lost = {record.ref: record for record in self._weights.lost()}
+        for body in self._execution.bodies(loads) if lost else ():
+            for source in LoadRequest.parse(body).sources if body else ():
+                if source.ref in lost and self._weights.is_lost(source.ref):
+                    yield from self.recreate_lost_weights(lost[source.ref])
+
+    def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
+        """Replay the run whose saved weights were lost before they were on disk."""
+        with self._counted([weights.run]):
+            yield from self._ensure_or_stop(weights.run, weights.tenant)
+        if self._weights.is_lost(weights.ref):
+            self._weights.give_up(weights.ref)
+
+    @contextmanager
+    def _counted(self, runs: Iterable[RunId]) -> Iterator[None]:
+        """Count the progress of the runs among these that have a state to restore."""
+        ops = {run: self._to_replay(run) for run in runs}
+        self.progress.begin({run: count for run, count in ops.items() if count is not None})
+        try:
+            yield
+        finally:
+            self.progress.end()
+
+    def _to_replay(self, run: RunId) -> int | None:
+        """Return the number of ops between a run's newest copy and its last commit; None if it has no state to restore."""
+        position = None if run in self.copies.backlogs else self._execution.logs.position(run)
+        if position is None or (position.done == position.snap and not position.snapshot_file):
+            return None
+        return position.done - position.snap
+
+    def _ensure_or_stop(self, run: RunId, tenant: TenantId) -> Yielding[bool | RolledBack | Failure]:
+        """Load one run into memory; return False if its bits may differ.
+
+        If it cannot be restored, roll it back, or stop it and return the failure of all its requests.
+        """
+        try:
+            yield from self._recreate_sources(self._logged(run))
+            restored = yield from self.ensure(run)
+        except ReplayDiverged as diverged:
+            return self.stop(run, tenant, diverged)
+        except SpoolCorrupt as lost:
+            if not self._roll_back(run):
+                return self.stop(run, tenant, lost)
+            for record in self._weights.lost():
+                if record.run == run:  # the log that would have recreated them was removed
+                    self._weights.give_up(record.ref)
+            return RolledBack()
+        finally:
+            self.progress.finish(run)
+        if restored is not None:
+            yield  # a copy of the restored run may be due
+        return self._note_restored(run, restored)
+
+    def ensure(self, run: RunId) -> Yielding[Restored | None]:
+        """Load a run into the engine, restored if necessary. Return None if it was in memory.
+
+        Yields after each micro-batch of the replay. A copy of a replayed run is due afterwards.
+
+        Raises:
+            ReplayDiverged, SpoolCorrupt: the run cannot continue.
+        """
+        if run in self.copies.backlogs:
+            return None
+        self.copies.await_copy(run)
+        self._weights.reload()
+        restored = yield from self._replay.restore(run)
+        position = restored.position
+        backlog = ReplayBacklog(position.done, ops=restored.replayed, used_at=time.monotonic())
+        backlog.entries = position.done - position.snap
+        # Copy it out, so that a successor does not replay it again. A state with other last bits waits for
+        # the commit that marks it.
+        backlog.is_due = restored.replayed > 0 and restored.is_exact
+        if is_foreign(self._engine, position.numerics_id):
+            backlog.is_due = True  # a log mixes no numerics
+        if not restored.from_newest:
+            # The newest copy is damaged, so another one is due.
+            backlog.ops, backlog.is_due = max(1, backlog.ops), True
+        self.copies.backlogs[run] = backlog
+        return restored
+
+    def _logged(self, run: RunId) -> list[QueuedOp]:
+        """Return the ops that a restore of this run may execute; none if it is in memory.
+
+        Raises SpoolCorrupt if one of them is missing.
+        """
+        position = None if run in self.copies.backlogs else self._execution.logs.position(run)
+        if position is None:
+            return []
+        first = min(base.seq for base in bases_of(position)) + 1 if bases_of(position) else 0
+        return self._execution.logs.logged_ops(run, first, position.done)
+
+    def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
+        """Count the replayed ops; return True if the state has this engine's bits."""
+        failpoint("worker.replayed", run)
+        replayed = restored.replayed if restored else 0
+        self.replayed_ops += replayed
+        self.uncounted["replayed_ops"] += replayed
+        return restored is None or restored.is_exact
+
+    def _roll_back(self, run: RunId) -> bool:
+        """Replace the lost newest state of a run by its newest readable checkpoint. Return False if it has none.
+
+        The run is not in memory then: `ensure` restores it. A rollback is never silent. The run's `weights_epoch` grows,
+        and requests for the lost state fail with that reason; later ones run. Idempotent: a repeated call finds a
+        readable snapshot.
+
+        Raises:
+            OSError: the snapshot cannot be written now.
+            Fenced: another process took over this worker id.
+        """
+        self.forget_state(run)
+        # A copy of the lost state, not registered because the log holds an unstored save.
+        self.copies.writing.pop(run, None)
+        execution, position = self._execution, self._execution.logs.position(run)
+        if position is None or position.state is RunState.FAILED:
+            return False
+        for checkpoint in execution.logs.checkpoints(run):
+            ref = checkpoint.weights
+            if seq_of(ref) > position.done:
+                continue
+            try:
+                adapter, moments = self._weights.host(ref), self._weights.optimizer(ref)
+            except WeightsMissing:
+                continue
+            state = AdapterState.of(adapter.spec, adapter, moments)
+            numerics, writer = self._engine.facts.numerics_id, execution.writer
+            snapshot = write_snapshot(self._snapshots, run, position.done, writer, numerics, state)
+            failpoint("worker.before_rollback", run)
+            epoch = execution.roll_back(checkpoint, snapshot.file, snapshot.sha256)
+            failpoint("worker.after_rollback", run)
+            log.error("run_rolled_back", run=run, checkpoint=checkpoint.path, weights_epoch=epoch)
+            return True
+        return False
 
     def _rewind(self, op: QueuedOp) -> Yielding[NoteOutput | Failure]:
         """Run a REWIND, whose run is in memory; a refusal changes nothing."""
@@ -132,11 +316,11 @@ class RunLifecycle:
                 "user",
             )
         try:
-            yield from self._residents.rewind(op.run, target)
+            yield from self._rewind_to(op.run, target)
             failpoint("worker.rewound", op.request_id)
         except (ReplayDiverged, SpoolCorrupt) as broken:
             log.error("rewind_failed", run=op.run, step=step, reason=str(broken))
-            yield from self._residents.ensure(op.run)
+            yield from self.ensure(op.run)
             return Failure(f"Step {step} cannot be computed again on the server.", "server")
         finally:
             now = time.monotonic()
@@ -144,92 +328,89 @@ class RunLifecycle:
         self._rewound[op.run] = target
         return NoteOutput({"step": step, "seq": target})
 
-    def recreate_lost_weights(self, weights: WeightsRecord) -> Yielding[None]:
-        """Replay the run whose saved weights were lost before they were on disk."""
-        with self._counted([weights.run]):
-            yield from self._ensure(weights.run, weights.tenant)
-        if self._weights.is_lost(weights.ref):
-            self._weights.give_up(weights.ref)
+    def _rewind_to(self, run: RunId, last: int) -> Yielding[None]:
+        """Replace a run in memory by its state as of an earlier op, before the commit of its REWIND.
+
+        Yields like `ensure`. Raises ReplayDiverged or SpoolCorrupt; the run is not in memory then.
+        """
+        self.copies.await_copy(run)
+        done = self.copies.backlogs.pop(run).seq  # without a backlog, no copy of it is taken now
+        position = self._execution.logs.position(run)
+        if position is None:
+            raise SpoolCorrupt(f"Run {run} has no log.")
+        yield from self._replay.restore_at(run, position, last)
+        self.copies.backlogs[run] = ReplayBacklog(done, used_at=time.monotonic(), is_rewound=True)
 
     def reload_state(self, run: RunId) -> bool:
         """Restore the state of a run before its step, after any rewind; return False if its bits may differ.
 
         Raises ReplayDiverged, SpoolCorrupt.
         """
-        self._residents.forget_state(run)
-        is_exact = self._note_restored(run, run_to_end(self._residents.ensure(run)))
+        self.forget_state(run)
+        is_exact = self._note_restored(run, run_to_end(self.ensure(run)))
         if run in self._rewound:
-            run_to_end(self._residents.rewind(run, self._rewound[run]))
+            run_to_end(self._rewind_to(run, self._rewound[run]))
         return is_exact
-
-    def await_writes(self) -> None:
-        """Wait until no save and no copy is in progress, at most WRITES_S."""
-        until = time.monotonic() + WRITES_S
-        self._weights.await_writes(until)
-        self._residents.await_writes(until)
 
     def stop(self, run: RunId, tenant: TenantId, broken: ReplayDiverged | SpoolCorrupt) -> Failure:
         """Stop a run that cannot continue."""
         log.error("run_failed", run=run, tenant=tenant, reason=str(broken))
         self.uncounted["diverged_runs"] += isinstance(broken, ReplayDiverged)
         self._execution.fail_run(run, tenant)
-        self._residents.forget_state(run)
+        self.forget_state(run)
         return Failure(RUN_STOPPED.json()["error"], "server")
 
-    def _forget_unless(self, run: RunId, done: int) -> None:
-        """Drop a run from memory unless its state is that after seq `done`: another worker may have changed it."""
-        if self._residents.done(run) != done:
-            self._residents.forget_state(run)
+    def await_writes(self) -> None:
+        """Wait until no save and no copy is in progress, at most WRITES_S."""
+        until = time.monotonic() + WRITES_S
+        self._weights.await_writes(until)
+        self.copies.await_writes(until)
 
-    @contextmanager
-    def _counted(self, runs: Iterable[RunId]) -> Iterator[None]:
-        """Count the progress of the runs among these that have a state to restore."""
-        ops = {run: self._residents.to_replay(run) for run in runs}
-        self.progress.begin({run: count for run, count in ops.items() if count is not None})
-        try:
-            yield
-        finally:
-            self.progress.end()
+    def done(self, run: RunId) -> int:
+        """Return the last seq whose effect is in memory; -1 for a run that is not in memory."""
+        backlog = self.copies.backlogs.get(run)
+        return backlog.seq if backlog else -1
 
-    def _recreate_sources(self, ops: Iterable[QueuedOp]) -> Yielding[None]:
-        """Recreate lost weights that loads among these ops need: forks of a run that was not stored."""
-        loads = [op for op in ops if op.kind is OpKind.LOAD]
-        if not loads:
+    def forget_state(self, run: RunId) -> None:
+        """Drop a run from memory, so that `ensure` restores it from its log."""
+        self._engine.adapters.drop(run)
+        self.copies.forget(run)
+
+    def maintain(self) -> None:
+        """Run periodic maintenance: register snapshots, start new ones, evict runs, sweep."""
+        now = time.monotonic()
+        self.copies.copy_due()
+        for run, backlog in list(self.copies.backlogs.items()):
+            if self._policy.may_evict(backlog, now) and run not in self.copies.writing:
+                self.forget_state(run)
+                log.info("run_evicted", run=run)
+        for name in self._engine.adapters.runs_to_evict():
+            # A pass that loses its run here would start anew in every cycle.
+            if name not in self._engine.open_passes.runs:
+                self._evict(RunId(name))
+        for run in self._execution.runs_to_drop():
+            if run not in self.copies.writing and self._execution.forget(run):
+                self.forget_state(run)
+                remove_snapshots(self._snapshots, run)
+                log.info("run_dropped", run=run)
+        self._sweep.maintain(now, self.copies.writing)
+
+    def _evict(self, run: RunId) -> None:
+        """Drop a run that does not fit into host memory, as soon as a copy contains all of it."""
+        backlog = self.copies.backlogs.get(run)
+        if backlog is None or run in self.copies.writing:
             return
-        self._weights.reload()
-        lost = {record.ref: record for record in self._weights.lost()}
-        for body in self._execution.bodies(loads) if lost else ():
-            for source in LoadRequest.parse(body).sources if body else ():
-                if source.ref in lost and self._weights.is_lost(source.ref):
-                    yield from self.recreate_lost_weights(lost[source.ref])
+        if backlog.ops:
+            self.copies.start(run, backlog)
+        else:
+            self.forget_state(run)
+            log.info("run_evicted", run=run, reason="host_bytes")
 
-    def _ensure(self, run: RunId, tenant: TenantId) -> Yielding[bool | RolledBack | Failure]:
-        """Load one run into memory; return False if its bits may differ.
-
-        If it cannot be restored, roll it back, or stop it and return the failure of all its requests.
-        """
-        try:
-            yield from self._recreate_sources(self._residents.logged(run))
-            restored = yield from self._residents.ensure(run)
-        except ReplayDiverged as diverged:
-            return self.stop(run, tenant, diverged)
-        except SpoolCorrupt as lost:
-            if not self._residents.roll_back(run):
-                return self.stop(run, tenant, lost)
-            for record in self._weights.lost():
-                if record.run == run:  # the log that would have recreated them was removed
-                    self._weights.give_up(record.ref)
-            return RolledBack()
-        finally:
-            self.progress.finish(run)
-        if restored is not None:
-            yield  # a copy of the restored run may be due
-        return self._note_restored(run, restored)
-
-    def _note_restored(self, run: RunId, restored: Restored | None) -> bool:
-        """Count the replayed ops; return True if the state has this engine's bits."""
-        failpoint("worker.replayed", run)
-        replayed = restored.replayed if restored else 0
-        self.replayed_ops += replayed
-        self.uncounted["replayed_ops"] += replayed
-        return restored is None or restored.is_exact
+    def hand_over(self) -> None:
+        """Copy out changed runs and release completely copied ones, because another worker continues them."""
+        for run, backlog in list(self.copies.backlogs.items()):
+            if backlog.ops:
+                self.copies.start(run, backlog)
+            elif run not in self.copies.writing:
+                self.forget_state(run)
+                log.info("run_handed_over", run=run)

@@ -27,8 +27,8 @@ from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import NewTokens, Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, HostWeights
-from cotrain_workers.recovery.bisection import CRASHED, MAX_CRASHES, POISON
-from cotrain_workers.sampling.codec import sample_request, sample_result
+from cotrain_workers.op_codec import sample_request, sample_result
+from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 

@@ -36,20 +36,18 @@ from cotrain_workers.engine.ops import Create, Datum, HostWeights, OptimStep, Pa
 from cotrain_workers.engine.spec import AdapterSpec, lora_widths
 from cotrain_workers.engine.training.memory_model import ENOUGH_TOKENS
 from cotrain_workers.group.engine import GroupEngine, Trainer
-from cotrain_workers.group.followers import follow
-from cotrain_workers.group.links import Links
-from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.lock_step import GroupLockStep, follow
+from cotrain_workers.group.processes import Links
 from cotrain_workers.group.sharded_base import load_sharded
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.recovery.snapshot_file import ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.recovery_copies import ReplayCost, SnapshotPolicy
+from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
+from cotrain_workers.sampling.tokenizer import PublishedTokenizer
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder
-from cotrain_workers.sampling.vllm.requests import VllmSampler
+from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
 from cotrain_workers.worker.loop import WorkerLoop
-from cotrain_workers.worker.tokenizer import PublishedTokenizer
 
 log = structlog.get_logger()
 
@@ -312,8 +310,8 @@ def enter_pool(
     )
     exact = record.device == "cpu"
     policy = replace(tuning.snapshots, replay_s=settings.replay_backlog_s)
-    residents = ResidentRuns(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
-    return WorkerLoop(engine, execution, residents, weights, sampler, recorder, record, settings, metrics)
+    runs = RunLifecycle(engine, execution, weights, settings, policy, metrics, cost, exact=exact)
+    return WorkerLoop(engine, execution, runs, weights, sampler, recorder, record, settings, metrics)
 
 
 def decoder_factory(

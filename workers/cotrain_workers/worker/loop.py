@@ -31,17 +31,14 @@ from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.resident_runs import ResidentRuns
 from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
-from cotrain_workers.worker.drain import Drain, RunMoves
-from cotrain_workers.worker.heartbeat import Heartbeat, WorkerReport
-from cotrain_workers.worker.prefetch import Prefetcher
+from cotrain_workers.worker.membership import Drain, Heartbeat, RunMoves, WorkerReport
 from cotrain_workers.worker.self_check import SelfCheck
-from cotrain_workers.worker.step_runner import StepRunner
+from cotrain_workers.worker.step_runner import Prefetcher, StepRunner
 
 log = structlog.get_logger()
 
@@ -70,7 +67,7 @@ class WorkerLoop:
         self,
         engine: Trainer,
         execution: Execution,
-        residents: ResidentRuns,
+        runs: RunLifecycle,
         weights: WeightsStore,
         sampler: SamplingService,
         recorder: Recorder,
@@ -80,11 +77,10 @@ class WorkerLoop:
     ) -> None:
         self._engine = engine
         self._execution = execution
-        self._residents = residents
+        self._runs = runs
         self._weights = weights
-        self._runs = RunLifecycle(execution, residents, weights)
         self._prefetcher = Prefetcher(execution)
-        self._runner = StepRunner(engine, execution, self._runs, weights, self._prefetcher)
+        self._runner = StepRunner(engine, execution, runs, weights, self._prefetcher)
         self._sampler = sampler
         self._recorder = recorder
         self._record = record
@@ -98,14 +94,13 @@ class WorkerLoop:
         self._device_time = DeviceTime()
         self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping, self._device_time)
         self._maintained_at = -math.inf
-        self._handover = Drain(execution.drain, residents, weights, sampler)
-        self._moves = RunMoves(execution, residents)
+        self._handover = Drain(execution.drain, runs, weights, sampler)
+        self._moves = RunMoves(execution, runs)
         self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
         report = WorkerReport(
-            execution, engine, record, residents, weights, sampler,
-            self._runs, self._throughput, self._device_time, self._handover,
-            self._self_check,
+            execution, engine, record, runs, weights, sampler,
+            self._throughput, self._device_time, self._handover, self._self_check,
         )  # fmt: skip
         self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
         self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
@@ -162,7 +157,7 @@ class WorkerLoop:
         self._sampler.drain()
         # Before snapshots: a snapshot is valid only after the saves that it covers.
         self._weights.drain(self._left_s())
-        self._residents.drain(self._left_s())
+        self._runs.copies.drain(self._left_s())
         self._heartbeat.end()
         self._execution.leave_in_order()
         self._handover.end(self._execution.epoch)
@@ -193,7 +188,7 @@ class WorkerLoop:
     def _maintain(self) -> None:
         self._sampler.forget(self._weights.maintain())
         self._backpressure.publish()
-        self._residents.maintain()
+        self._runs.maintain()
         self._handover.go_on()
         self._moves.go_on()
         if self._self_check.go_on(self._run_self_check):
@@ -251,7 +246,7 @@ class WorkerLoop:
             # The commit may or may not have reached Redis, so the state in memory may be ahead of
             # the log. Reload it.
             for run in {op.run for op in step.ops}:
-                self._residents.forget_state(run)
+                self._runs.forget_state(run)
             raise
         self._recorder.finish(step, ran.outputs)
         if ran.cost:
@@ -260,7 +255,7 @@ class WorkerLoop:
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
         count_cycle(self._metrics, step, commit)
         self._runner.committed(commit.device_s)
-        self._residents.committed(step, commit.results, commit.device_s)
+        self._runs.copies.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
         log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
         if traces:
@@ -272,7 +267,7 @@ class WorkerLoop:
         def at_micro_batch() -> None:
             if self._stopping.is_set() and time.monotonic() > self._restores_until:
                 raise RestoreStopped(restoring_text(self._runs.progress.now))
-            self._residents.copy_due()
+            self._runs.copies.copy_due()
             at_yield()
 
         return drive(work, at_micro_batch)[0]

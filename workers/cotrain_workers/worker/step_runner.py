@@ -4,7 +4,11 @@ There are three ways, from the fastest to the safest. All ops run in one cycle. 
 executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -13,54 +17,28 @@ import structlog
 from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import OpId, RunId, request_id, run_of, seq_of
-from cotrain_store.messages.ops import QueuedOp, Step
+from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
-from cotrain_workers.recovery.bisection import MAX_CRASHES, POISON, Answers, Risks, run_alone, run_in_groups
-from cotrain_workers.recovery.large_passes import LargePasses
+from cotrain_workers.op_codec import Decoded, decode_shared_pass, decoding_shared_pass, engine_op
+from cotrain_workers.recovery.crashes import MAX_CRASHES, POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.results import StepRun, history_by
-from cotrain_workers.worker.prefetch import PASSES, Prefetcher
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True)
-class OpenOp:
-    """Worker's state of a pass that takes several steps; the engine has its own."""
-
-    body: bytes
-    request: Op  # decoded request, so that the body is read and decoded once
-    device_s: float = 0.0
-    """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
-    resolves the pass; work that a crash repeats is never charged.
-    """
-
-
-@dataclass
-class CrashHistory:
-    """Crash history of a step, until this process commits it."""
-
-    cycle: int
-    count: int  # number of processes that crashed with this step open
-    _execution: Execution
-    _runs: RunLifecycle
-
-    @cached_property
-    def risks(self) -> Risks:
-        """Return the crash risks recorded in the store."""
-        return Risks(self._execution, self._runs.await_writes)
-
-    @property
-    def is_deadly(self) -> bool:
-        """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
-        return self.count >= MAX_CRASHES
+#: Interval in s of looking for queued ops during a step. Shorter steps have no prefetch.
+LOOK_S = 0.1
+#: Maximum number of ops per run, and of bytes of all bodies.
+MAX_OPS, MAX_BYTES = 8, 256 * 1024**2
+#: Maximum number of runs passed to the engine: more adapters than fit on a device.
+MAX_RUNS = 256
+PASSES = (OpKind.FORWARD, OpKind.FORWARD_BACKWARD)
 
 
 class StepRunner:
@@ -266,6 +244,38 @@ class StepRunner:
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
 
 
+@dataclass(frozen=True)
+class OpenOp:
+    """Worker's state of a pass that takes several steps; the engine has its own."""
+
+    body: bytes
+    request: Op  # decoded request, so that the body is read and decoded once
+    device_s: float = 0.0
+    """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
+    resolves the pass; work that a crash repeats is never charged.
+    """
+
+
+@dataclass
+class CrashHistory:
+    """Crash history of a step, until this process commits it."""
+
+    cycle: int
+    count: int  # number of processes that crashed with this step open
+    _execution: Execution
+    _runs: RunLifecycle
+
+    @cached_property
+    def risks(self) -> Risks:
+        """Return the crash risks recorded in the store."""
+        return Risks(self._execution, self._runs.await_writes)
+
+    @property
+    def is_deadly(self) -> bool:
+        """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
+        return self.count >= MAX_CRASHES
+
+
 def allowances_of(step: Step) -> dict[tuple[str, int], int]:
     """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
     return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}
@@ -284,3 +294,72 @@ def finished_outputs(
         elif op.run not in unfinished:
             finished[op.run, op.seq] = output
     return finished
+
+
+class Prefetcher:
+    """Decoder of queued ops in a thread of its own, for one step at a time."""
+
+    def __init__(self, execution: Execution) -> None:
+        self._execution = execution
+        self._decoded: dict[QueuedOp, tuple[bytes, Pass | Failure]] = {}
+        self._ready: list[RunId] = []
+
+    @contextmanager
+    def during(self, step: Step) -> Iterator[None]:
+        """Prefetch while a step runs. An error is ignored here, because it repeats when the op itself runs."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._look, args=(step, is_over), name="prefetch")
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def ready_runs(self) -> list[RunId]:
+        """Return the runs that were last seen ready for a plan, once."""
+        found, self._ready = self._ready, []
+        return found
+
+    def take(self, op: QueuedOp, body: bytes) -> Pass | Failure | None:
+        """Return the decoded request of exactly this body, once; None if there is none."""
+        known = self._decoded.pop(op, None)
+        return known[1] if known and known[0] == body else None
+
+    def _look(self, step: Step, is_over: threading.Event) -> None:
+        # a new thread has an empty context
+        structlog.contextvars.bind_contextvars(cycle=step.cycle)
+        try:
+            while not is_over.wait(LOOK_S):
+                self._ready = self._execution.logs.ready_runs(MAX_RUNS)
+                self._decode(step, is_over)
+        except CONNECTION_LOST as lost:
+            log.info("prefetch_stopped", reason=str(lost))
+        except Exception:  # prefetching is best effort
+            log.exception("prefetch_failed")
+
+    def _decode(self, step: Step, is_over: threading.Event) -> None:
+        queued = [op for op in self._execution.logs.behind(step, MAX_OPS) if op.kind in PASSES]
+        # Drop decoded ops that were abandoned, or that belong to a run of an earlier step.
+        self._decoded = {op: self._decoded[op] for op in queued if op in self._decoded}
+        taken = sum({_body_key(op): op.size for op in self._decoded}.values())
+        known = {op.ref: each for op, each in self._decoded.items() if op.ref != "inline"}
+        for op in queued:
+            shared = known.get(op.ref)  # runs of a sweep share bodies
+            size = 0 if shared else op.size
+            if op in self._decoded or taken + size > MAX_BYTES:
+                continue
+            if is_over.is_set():
+                return
+            body = shared[0] if shared else self._execution.bodies([op])[0]
+            if body is None:
+                continue
+            decoded = {op.ref: shared[1]} if shared else {}
+            self._decoded[op] = body, decode_shared_pass(op, body, decoded)
+            taken += size
+            if op.ref != "inline":
+                known[op.ref] = self._decoded[op]
+
+
+def _body_key(op: QueuedOp) -> str:
+    return op.request_id if op.ref == "inline" else op.ref

@@ -27,7 +27,7 @@ from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.errors import CheckpointNotFound, Reason, SpoolCorrupt, StoreUnavailable, UnsafeRedis
 from cotrain_store.redis_client.connection import open_sync_connection
-from cotrain_workers.worker.tokenizer import publish_tokenizer
+from cotrain_workers.sampling.tokenizer import publish_tokenizer
 from tests.support.http_api import POOL
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.processes import ended, settings_of

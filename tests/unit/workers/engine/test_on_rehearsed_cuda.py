@@ -25,8 +25,7 @@ from cotrain_workers.engine.model import attention
 from cotrain_workers.engine.model.activation_checkpointing import Choice
 from cotrain_workers.engine.ops import CycleOutput, Failure, HostWeights, Op, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
-from cotrain_workers.engine.training import batch_runner
-from cotrain_workers.engine.training import memory_probe as probe
+from cotrain_workers.engine.training import batch_runner, memory_model
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import MAX_TOKENS
 from tests.support.decoding import finish, graph_report, request
@@ -123,7 +122,7 @@ def test_a_reverse_kl_does_not_wait_for_the_device(cuda: Rehearsal, model_folder
 
 
 def test_sizes_are_measured(cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "FIRST_LENGTH", 64)
+    monkeypatch.setattr(memory_model, "FIRST_LENGTH", 64)
     sizes = {"micro_batch_tokens": "auto", "recompute": "auto", "head_chunk_rows": 64}
 
     engine = load(model_folder("qwen3", layers=1), **sizes)
@@ -134,20 +133,20 @@ def test_sizes_are_measured(cuda: Rehearsal, model_folder: ModelFolder, monkeypa
 def test_sequences_of_any_length_fit_into_the_measured_memory(
     cuda: Rehearsal, model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (probe, batch_runner):
+    for module in (memory_model, batch_runner):
         monkeypatch.setattr(module, "CHUNK_ROWS", 32)
     engine = load(model_folder("qwen3", layers=1))
     base, lora = engine._base, engine._forward_backward._lora
     passes = partial(ForwardBackward, base, lora, head_chunk_rows=32)
     bank = AdapterBank(base.targets, DEVICE, torch.bfloat16)
-    peak = partial(probe.cuda_peak, DEVICE)
+    peak = partial(memory_model.cuda_peak, DEVICE)
 
-    found = probe.measure(base, passes, bank, peak)
+    found = memory_model.measure(base, passes, bank, peak)
 
     choices: dict[Choice, Any] = {"never": found.kept, "always": found.recomputed}
     for (choice, line), length in product(choices.items(), (256, 32)):
         sizes = {"length": length, "tokens": 256, "vocab": base.vocab_size}
-        used = peak(partial(probe.probe, passes, bank, choice, **sizes))
+        used = peak(partial(memory_model.probe, passes, bank, choice, **sizes))
         assert used is not None
         assert used <= 1.02 * (line.fixed_bytes + 256 * line.bytes_per_token), length
 
@@ -155,7 +154,7 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
     assert saving is not None
     cuda.waits.clear()
     sizes = {"length": 256, "tokens": 256, "vocab": base.vocab_size, "saves": True}
-    used = peak(partial(probe.probe, passes, bank, "always", **sizes))
+    used = peak(partial(memory_model.probe, passes, bank, "always", **sizes))
     assert used is not None
     assert used <= 1.02 * (saving.fixed_bytes + 256 * saving.bytes_per_token)
     assert cuda.waits == ["synchronize", "copy to cuda", "copy to cpu"]  # none for an input

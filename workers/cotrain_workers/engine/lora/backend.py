@@ -17,8 +17,7 @@ from cotrain_workers.engine.lora.fused.tables import ModuleGroup, plan_groups
 from cotrain_workers.engine.lora.grouped import MIN_RANK, ROWS, GroupedLora, stack_class
 from cotrain_workers.engine.lora.quantized import QuantizedWeight
 from cotrain_workers.engine.lora.segmented import SegmentLora
-from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement
-from cotrain_workers.engine.lora.speed import faster_than_fused, layer_seconds
+from cotrain_workers.engine.lora.self_check import TARGETS, WIDE_TARGETS, disagreement, faster_than_fused, layer_seconds
 from cotrain_workers.engine.routing import LinearWeights, Segment, Source, TrainingLora
 from cotrain_workers.engine.spec import Target, has_experts
 

@@ -1,28 +1,36 @@
-"""Computation of one micro-batch: the base model forward, the log-prob head, and the backward."""
+"""Computation of one micro-batch: the base model forward, the log-prob head, and the backward.
 
-from collections.abc import Mapping, Sequence
+The packed row holds the results of the vision tower for images, and each shared prompt once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import torch
 
 from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.cycle import Yielding
+from cotrain_workers.engine.device import is_out_of_memory, release_memory, to_device
+from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS
 from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states, token_row
 from cotrain_workers.engine.model.expert_choice import experts_of_rows
 from cotrain_workers.engine.model.families import UNEMBED
 from cotrain_workers.engine.model.unembedding import NewSoftmax
-from cotrain_workers.engine.ops import Pass, ReverseKl
-from cotrain_workers.engine.routing import Route, RowChunks, Segment, SequenceTable
-from cotrain_workers.engine.training.batch_images import BatchImages
-from cotrain_workers.engine.training.logprob_head import Head, HeadInput, HeadResult
+from cotrain_workers.engine.model.vision import ImageUnusable, Vision, image_rows, rotary_positions
+from cotrain_workers.engine.ops import Datum, Failure, Pass, ReverseKl
+from cotrain_workers.engine.routing import ImageRows, Route, RowChunks, Segment, SequenceTable
+from cotrain_workers.engine.training.heads import Head, HeadInput, HeadResult, KlHead, References, Referred
 from cotrain_workers.engine.training.long_slices import LongSlice
-from cotrain_workers.engine.training.memory_model import BatchLimits
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
-from cotrain_workers.engine.training.pass_state import PassState, collect
-from cotrain_workers.engine.training.reverse_kl import KlHead, References, Referred
-from cotrain_workers.engine.training.shared_prompts import fold, repeat
+from cotrain_workers.engine.training.micro_batches import BatchLimits, MicroBatch, OpSlice, PassesCost, Span
+from cotrain_workers.engine.training.pass_state import PassState, collect, give_up, needs_memory
 
 
 class BatchRunner:
@@ -143,7 +151,7 @@ class BatchRunner:
             if (of_slice := passes[op_slice.owner].spans(op_slice, start))
         }
         row_count = len(hidden)
-        hidden, starts = repeat(hidden, spans)
+        hidden, starts = _repeat(hidden, spans)
         hidden_grad = torch.zeros_like(hidden) if batch.needs_grad else hidden.new_empty(0)
         part_by_start = {part.start: part for part in route.lora.parts(UNEMBED)}
         inputs: dict[OpSlice, HeadInput] = {}
@@ -162,5 +170,111 @@ class BatchRunner:
         found = self._head.run(list(inputs.values()), hidden, hidden_grad)
         results.update(zip(inputs, found, strict=True))
         if batch.needs_grad:
-            fold(hidden_grad, spans, starts)
+            _fold(hidden_grad, spans, starts)
         return results, hidden_grad[:row_count]
+
+
+class BatchImages:
+    """Images of the micro-batch that runs next."""
+
+    def __init__(self, vision: Vision | None, device: torch.device) -> None:
+        self._vision = vision
+        self._device = device
+        self._features: dict[tuple[str, bytes], torch.Tensor] = {}  # by tenant and digest
+
+    def compute(self, batch: MicroBatch, passes: Sequence[PassState], cost: PassesCost) -> Yielding[int | None]:
+        """Run the tower for the images of a micro-batch; yield after each one that it computes.
+
+        Return the owner of an image that cannot be computed, after failing its pass; None if there is none.
+        """
+        if self._vision is None:
+            return None
+        wanted = {
+            (_scope(op), image.digest): (op_slice.owner, image)
+            for op_slice, op, datums in _of_passes(batch, passes)
+            for datum in datums
+            for image in datum.images
+        }
+        self._features = {key: self._features[key] for key in wanted if key in self._features}
+        for key, (owner, image) in wanted.items():
+            if key in self._features:
+                continue
+            began, failure = time.perf_counter(), None
+            try:
+                self._features[key] = self._vision.features(key[0], image)
+            except ImageUnusable as unusable:
+                failure = Failure(str(unusable), "user")
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = needs_memory(image.tokens)
+            cost.seconds += time.perf_counter() - began
+            if failure is not None:
+                release_memory(self._device)
+                give_up(passes[owner], failure)
+                return owner
+            yield
+        return None
+
+    def insert(
+        self, batch: MicroBatch, passes: Sequence[PassState], row: TokenRow
+    ) -> tuple[TokenRow, ImageRows | None]:
+        """Return the row with the positions of its images, and the images of its route."""
+        if not self._features:
+            return row, None
+        placed: list[tuple[int, torch.Tensor]] = []
+        positions = np.tile(row.positions, (3, 1))
+        start_by_slice = {op_slice: start for op_slice, (start, _) in zip(batch.op_slices, batch.spans, strict=True)}
+        for op_slice, op, datums in _of_passes(batch, passes):
+            start = start_by_slice[op_slice]
+            shared = passes[op_slice.owner].shared_in(op_slice)
+            for datum, prompt in zip(datums, shared, strict=True):
+                stop = start + len(datum.tokens) - prompt
+                if datum.images:
+                    positions[:, start:stop], _ = rotary_positions(stop - start, datum.images)
+                placed += [(start + image.start, self._features[_scope(op), image.digest]) for image in datum.images]
+                start = stop
+        return replace(row, positions=positions), image_rows(placed, self._device)
+
+
+def _scope(op: Pass) -> str:
+    return op.tenant or op.run
+
+
+def _of_passes(batch: MicroBatch, passes: Sequence[PassState]) -> Iterator[tuple[OpSlice, Pass, Sequence[Datum]]]:
+    """Yield the slices that may have images, each with its pass and its datums."""
+    for op_slice in batch.op_slices:
+        op = passes[op_slice.owner].op
+        if isinstance(op, Pass):
+            yield op_slice, op, op.datums[op_slice.first : op_slice.last]
+
+
+def _repeat(hidden: torch.Tensor, spans: Mapping[int, Sequence[Span]]) -> tuple[torch.Tensor, dict[int, int]]:
+    """Append all rows of all datums of some slices to the hidden states `[T, d]` of a packed row.
+
+    `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row. All
+    other rows stay at their places.
+    """
+    starts, parts = {}, [hidden]
+    rows = len(hidden)
+    for first, of_slice in spans.items():
+        starts[first] = rows
+        parts += [hidden[start:stop] for start, stop, _ in of_slice]
+        rows += sum(stop - start for start, stop, _ in of_slice)
+    return (torch.cat(parts) if starts else hidden), starts
+
+
+def _fold(grad: torch.Tensor, spans: Mapping[int, Sequence[Span]], starts: Mapping[int, int]) -> None:
+    """Write the gradient of the rows that `_repeat` appended to their rows of `grad` `[T + n, d]`.
+
+    Gradients of shared rows add up.
+    """
+    for first, of_slice in spans.items():
+        at = starts[first]
+        for start, stop, is_shared in of_slice:
+            part = grad[at : at + stop - start]
+            if is_shared:
+                grad[start:stop] += part
+            else:
+                grad[start:stop] = part
+            at += stop - start

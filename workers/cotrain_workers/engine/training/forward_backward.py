@@ -17,16 +17,20 @@ from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import ReverseKl, UpcomingBatch
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, RECENT_S, LongSlice
-from cotrain_workers.engine.training.memory_model import (
+from cotrain_workers.engine.training.micro_batches import (
     BatchLimits,
     Budget,
     Fail,
+    MicroBatch,
+    OpSlice,
+    PassesCost,
     Recompute,
     SaveMemory,
     Split,
     after_oom,
+    fill,
+    of_one_kind,
 )
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, PassesCost, fill, of_one_kind
 from cotrain_workers.engine.training.pass_state import PassState, collect, finish, give_up, needs_memory, upcoming_batch
 
 

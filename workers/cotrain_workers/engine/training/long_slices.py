@@ -15,7 +15,7 @@ from cotrain_workers.engine.adapters.copies import Arrival, CopyStream, HostAren
 from cotrain_workers.engine.coordination import Forward, Yielding
 from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states
 from cotrain_workers.engine.routing import Route
-from cotrain_workers.engine.training.logprob_head import HeadResult
+from cotrain_workers.engine.training.heads import HeadResult
 
 #: Return the result of the head on a route, and the gradient `[T, d]` of the hidden states `[T, d]` that it is given.
 HeadWork = Callable[[Route, torch.Tensor], Yielding[tuple[HeadResult, torch.Tensor]]]

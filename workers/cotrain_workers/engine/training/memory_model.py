@@ -1,16 +1,33 @@
-"""Size of micro-batches: a linear model of bytes over tokens, and the handling of running out of
-memory. Pure.
+"""Size of micro-batches: measured on the device, by a linear model of bytes over tokens.
 
-It does not depend on a device: `memory_probe.py` measures, and `Engine.load` applies the model.
+`size_micro_batches` runs two probe passes for each way to compute a layer, and fits a line through them. The model
+itself is pure.
 """
 
-import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from math import inf
+from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.model.activation_checkpointing import Choice
-from cotrain_workers.engine.training.micro_batches import MicroBatch
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
+from cotrain_workers.engine.ops import Datum, Failure, Pass
+from cotrain_workers.engine.routing import up_to
+from cotrain_workers.engine.spec import AdapterSpec
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from cotrain_workers.engine.training.micro_batches import Budget, PassesCost
+from cotrain_workers.engine.training.pass_state import PassState
 
 #: Larger micro-batches make a GPU no faster (Qwen3-8B: the weights are read in 1 % of the time
 #: already).
@@ -27,6 +44,9 @@ FIXED_TOKENS = 184
 #: Mean number of rows left free because the next sequence is longer: half of one of 512 tokens.
 UNFILLED_TOKENS = 256
 LEAST_TOKENS = 256
+#: Value of "auto" on a CPU, whose memory has no fixed shares. Samples wait for the running
+#: micro-batch. Larger ones train hardly faster there, smaller ones slower (figures in ADR 15).
+CPU_TOKENS = 2048
 #: Shares of the memory next to the base model: key-value memory takes a quarter (`kv_cache.py`),
 #: CUDA 2 GB.
 KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
@@ -43,13 +63,183 @@ MARGIN = 0.95
 #: Largest share of the memory for micro-batches that is left free for the vision tower. An image that needs more fails
 #: alone.
 TOWER_SHARE = 0.25
-#: Waves of passes without a failure after which lowered limits double. Each further failure doubles
-#: the number, up to the second one. A retry costs at most one micro-batch.
-FIRST_WAIT, LONGEST_WAIT = 16, 1024
+PROBE_RANK = 16
+#: Tokens of the pass that runs first-use checks.
+FIRST_LENGTH = 512
 
 
 class TooLittleMemory(ValueError):
     """Error: the device has no memory for a micro-batch of the base model. The message states the size."""
+
+
+class NewForwardBackward(Protocol):
+    """Factory of `ForwardBackward`."""
+
+    def __call__(
+        self, *, micro_batch_tokens: int, recompute: Choice, save_tokens: int = sys.maxsize
+    ) -> ForwardBackward:
+        """Return a new one."""
+
+
+Peak = Callable[[Callable[[], bool]], int | None]
+
+
+def size_micro_batches(
+    base: BaseModel,
+    new_forward_backward: NewForwardBackward,
+    asked: int | Literal["auto"],
+    choice: Choice,
+    *,
+    adapter_bytes: int,
+) -> Budget:
+    """Return the limits of a micro-batch. On CUDA they are measured, unless both are configured.
+
+    Raises TooLittleMemory.
+    """
+    weight = base.head_weight
+    device = weight.device
+    unmeasured = 0 if choice == "always" else sys.maxsize
+    if device.type != "cuda":
+        return Budget(CPU_TOKENS if asked == "auto" else asked, unmeasured)
+    taken = torch.cuda.memory_allocated(device)
+    bank = AdapterBank(base.targets, device, weight.dtype)
+    # Run first-use checks here and not within a checkpoint, which would record them.
+    first_use = partial(probe, new_forward_backward, bank, "never", vocab=base.vocab_size, needs_grad=False)
+    first_use(length=FIRST_LENGTH, tokens=FIRST_LENGTH)
+    if asked != "auto" and choice != "auto":
+        return Budget(asked, unmeasured)
+    peak = partial(cuda_peak, device)
+    found = measure(base, new_forward_backward, bank, peak)
+    tower_bytes, feature_bytes = measure_tower(base, peak)
+    found = found.with_images(feature_bytes)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    free_bytes = micro_batch_bytes(total, taken, adapter_bytes, tower_bytes)
+    longest, save_tokens = longest_datum(
+        found, micro_batch_bytes(total, taken, 0, tower_bytes), choice, host_tokens(base)
+    )
+    if asked == "auto":
+        sized = budget(found, free_bytes, choice)
+        return replace(sized, longest_datum=longest, save_tokens=save_tokens)
+    return Budget(asked, kept_tokens(found, free_bytes, choice), longest, save_tokens)
+
+
+def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0) -> int:
+    """Return the bytes for micro-batches on a device of which the base model takes `taken_bytes`.
+
+    The vision tower takes `tower_bytes` for the largest image, while passes of long data are in progress. The result is
+    based on all memory instead of the free memory: sizes move bits, so a restart must find the same size.
+    """
+    left = device_bytes - taken_bytes - OWN_BYTES
+    adapters = adapter_bytes * (1 + STACKED_SHARE + UNDO_SHARE)
+    free = (left * (1 - KV_SHARE) - adapters) * MARGIN
+    return int(free - min(tower_bytes, max(0.0, free) * TOWER_SHARE))
+
+
+def host_tokens(base: BaseModel) -> int:
+    """Return the tokens whose layer inputs take half of the host's free memory."""
+    token_bytes = base.kv.layers * base.hidden_size * base.head_weight.itemsize
+    return free_host_bytes() // 2 // token_bytes
+
+
+def measure(base: BaseModel, new_forward_backward: NewForwardBackward, bank: AdapterBank, peak: Peak) -> Activations:
+    """Measure both ways to run a layer. From one head chunk on, the head's share is constant.
+
+    The tokens are one sequence, if the model reads as many. A single one takes most memory: in deterministic backward
+    FlashAttention 2 divides the sums of a few sequences over all multiprocessors, each part with an fp32 gradient of
+    the queries.
+    """
+    chunk = new_forward_backward(micro_batch_tokens=1, recompute="never").head_chunk_rows
+    lengths = [min(chunk * times, base.context_length) for times in (1, 2)]
+    points = [up_to(chunk * times, length) for times, length in zip((1, 2), lengths, strict=True)]
+
+    ask = partial(probe, new_forward_backward, bank, vocab=base.vocab_size)
+
+    def line(points: Sequence[int], runs: Sequence[Callable[[], bool]]) -> ActivationModel | None:
+        measured = [(tokens, peak(run)) for tokens, run in zip(points, runs, strict=True)]
+        fitting = [(tokens, size) for tokens, size in measured if size is not None]
+        return fit(fitting) if len(fitting) == len(points) else None
+
+    def plain(choice: Choice) -> ActivationModel | None:
+        runs = [
+            partial(ask, choice, length=length, tokens=tokens) for tokens, length in zip(points, lengths, strict=True)
+        ]
+        runs[0]()  # libraries allocate their workspaces in the first call
+        return line(points, runs)
+
+    def saving() -> ActivationModel | None:
+        # Below these lengths, the constant memory of one chunk may be the peak.
+        sizes = (8 * CHUNK_ROWS, 12 * CHUNK_ROWS)
+        if sizes[-1] > base.context_length:
+            return None
+        return line(sizes, [partial(ask, "always", length=each, tokens=each, saves=True) for each in sizes])
+
+    return Activations(kept=plain("never"), recomputed=plain("always"), saving=saving())
+
+
+def measure_tower(base: BaseModel, peak: Peak) -> tuple[int, float]:
+    """Return the peak bytes of the vision tower for the largest image, and the bytes of its results for each token.
+
+    If no memory is left for the largest image, it is the largest of a half, a quarter, … of its tokens. (0, 0.0): no tower.
+    """
+    if base.vision is None:
+        return 0, 0.0
+    vision, tokens, found = base.vision, base.context_length, torch.empty(0)
+
+    def run() -> bool:
+        nonlocal found
+        try:
+            found = vision.compute_blank(tokens)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    while (peak_bytes := peak(run)) is None and tokens > 1:
+        tokens //= 2
+    return peak_bytes or 0, found.nbytes / max(1, found.shape[-2])
+
+
+def probe(
+    new_forward_backward: NewForwardBackward,
+    bank: AdapterBank,
+    choice: Choice,
+    *,
+    vocab: int,
+    length: int,
+    tokens: int,
+    needs_grad: bool = True,
+    saves: bool = False,
+) -> bool:
+    """Run one pass of `tokens` with an adapter on every module; return True if it fitted at once.
+
+    With `saves`, it is a long datum that saves memory.
+    """
+    ids = np.arange(length) % vocab  # equal tokens would all go to the same experts
+    datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
+    datums = [datum] * (tokens // length)
+    op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
+    adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
+    forward_backward = new_forward_backward(
+        micro_batch_tokens=tokens - saves, recompute=choice, save_tokens=0 if saves else sys.maxsize
+    )
+    state, cost = PassState(op, adapter), PassesCost()
+    try:
+        run_to_end(forward_backward.run([state], cost))
+        return cost.halvings == 0 and not isinstance(state.output, Failure)
+    finally:
+        bank.drop("probe")
+
+
+def cuda_peak(device: torch.device, run: Callable[[], bool]) -> int | None:
+    """Return the peak bytes of `run` above the current use; None if it did not fit."""
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    if not run():
+        return None
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 @dataclass(frozen=True)
@@ -73,87 +263,13 @@ class Activations:
     saving: ActivationModel | None = None
     """Recomputed layers, with their inputs on the host and their MLPs in chunks of rows."""
 
-    def with_images(self, bytes_per_token: float) -> "Activations":
+    def with_images(self, bytes_per_token: float) -> Activations:
         """Return the models of rows in which each token belongs to an image and has `bytes_per_token` of results."""
         models = (
             each and replace(each, bytes_per_token=each.bytes_per_token + bytes_per_token)
             for each in (self.kept, self.recomputed, self.saving)
         )
         return Activations(*models)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Limits of a micro-batch."""
-
-    tokens: int
-    keep_tokens: int  # number of tokens above which decoder layers are recomputed; 0: always
-    longest_datum: int = 0  # tokens, if every adapter is offloaded; 0: not measured
-    save_tokens: int = sys.maxsize
-    """Tokens of a long datum above which layer inputs are on the host, and MLPs compute in chunks of rows."""
-
-
-@dataclass
-class BatchLimits:
-    """Limits of micro-batches in use. They fall when memory runs out, and later return to the
-    planned ones.
-
-    No run's bits depend on them, because they only decide which slices run together, and whether
-    layers are recomputed.
-    """
-
-    planned: Budget
-    tokens: int = field(init=False)
-    keep_tokens: int = field(init=False)
-    save_tokens: int = field(init=False)
-    wait: int = 0
-    """Waves without a failure until the limits double; 0 if memory has not run out recently."""
-    _good: int = 0
-    _has_failed: bool = False  # in this wave
-
-    def __post_init__(self) -> None:
-        self.tokens, self.keep_tokens = self.planned.tokens, self.planned.keep_tokens
-        self.save_tokens = self.planned.save_tokens
-
-    def recomputes(self, padded_tokens: int) -> bool:
-        """Return True if a micro-batch of this size recomputes its decoder layers."""
-        return padded_tokens > self.keep_tokens
-
-    def saves_memory(self, tokens: int) -> bool:
-        """Return True if a datum of this length has its layer inputs on the host, and its MLPs in chunks of rows."""
-        return tokens > self.save_tokens
-
-    def lower(self, *, tokens: int = sys.maxsize, keep_tokens: int = sys.maxsize) -> None:
-        """Lower limits after a micro-batch ran out of memory."""
-        self.tokens = min(self.tokens, tokens)
-        self.keep_tokens = min(self.keep_tokens, keep_tokens)
-        self._has_failed = True
-
-    def lower_plan(self, *, tokens: int, keep_tokens: int = sys.maxsize) -> None:
-        """Lower limits for good, because the next failure could end the process."""
-        self.tokens = min(self.tokens, tokens)
-        self.keep_tokens = min(self.keep_tokens, keep_tokens)
-        most = self.planned
-        self.planned = Budget(min(most.tokens, tokens), min(most.keep_tokens, keep_tokens))
-
-    def end_wave(self) -> None:
-        """Count a wave of passes; double lowered limits after enough waves without a failure."""
-        if self._has_failed:
-            self._has_failed, self._good = False, 0
-            self.wait = min(2 * self.wait, LONGEST_WAIT) or FIRST_WAIT
-            return
-        self._good += 1
-        if self._good < self.wait:
-            return
-        self._good = 0
-        most = self.planned
-        if (self.tokens, self.keep_tokens) == (most.tokens, most.keep_tokens):
-            self.wait = 0
-            return
-        self.tokens = min(2 * self.tokens, most.tokens)
-        # Keeping any micro-batch means no limit, which doubling would not reach.
-        more = 2 * self.keep_tokens + 1
-        self.keep_tokens = min(more, most.keep_tokens) if more < most.tokens else most.keep_tokens
 
 
 def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
@@ -167,18 +283,6 @@ def fit(measured: Sequence[tuple[int, int]]) -> ActivationModel:
         raise ValueError(f"Memory does not grow with the tokens of a micro-batch: {measured}.")
     slope = (many - few) / (more_tokens - tokens)
     return ActivationModel(max(0.0, few - slope * tokens), slope)
-
-
-def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0) -> int:
-    """Return the bytes for micro-batches on a device of which the base model takes `taken_bytes`.
-
-    The vision tower takes `tower_bytes` for the largest image, while passes of long data are in progress. It is based on all memory instead of the free memory: sizes move bits, so a restart must find
-    the same size.
-    """
-    left = device_bytes - taken_bytes - OWN_BYTES
-    adapters = adapter_bytes * (1 + STACKED_SHARE + UNDO_SHARE)
-    free = (left * (1 - KV_SHARE) - adapters) * MARGIN
-    return int(free - min(tower_bytes, max(0.0, free) * TOWER_SHARE))
 
 
 def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
@@ -216,8 +320,8 @@ def stepped(tokens: int) -> int:
 
 
 def kept_is_faster(kept: int, recomputed: int) -> bool:
-    """Return True if micro-batches of `kept` tokens that keep all layers take less time per token
-    than recomputed ones of `recomputed` tokens.
+    """Return True if micro-batches of `kept` tokens, with all layers kept, take less time per token than recomputed
+    ones of `recomputed` tokens.
     """
     return kept > 0 and time_of_token(kept) <= RECOMPUTED_TIME * time_of_token(recomputed)
 
@@ -236,9 +340,7 @@ def kept_tokens(activations: Activations, free_bytes: int, choice: Choice) -> in
 
 
 def rounded(tokens: int) -> int:
-    """Round down to one of few distant sizes, so that another measurement on the same hardware
-    yields the same size.
-    """
+    """Round down to one of few distant sizes, so that another measurement on the same hardware yields the same."""
     steps = [LEAST_TOKENS, 512, 768]
     step = 1024
     while step <= MAX_TOKENS:
@@ -258,53 +360,3 @@ def enough(tokens: int, model: ActivationModel | None, free_bytes: int) -> int:
         f"A micro-batch of {LEAST_TOKENS} tokens takes {needed / 1e9:.2f} GB; "
         f"{free_bytes / 1e9:.2f} GB next to the base model, adapters and key-value memory."
     )
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Run the micro-batch again, with decoder layers recomputed in backward."""
-
-
-@dataclass(frozen=True)
-class SaveMemory:
-    """Run the datum again, with layer inputs on the host and MLPs in chunks of rows."""
-
-
-@dataclass(frozen=True)
-class Fail:
-    """Fail the op of the only datum, which has `tokens` tokens."""
-
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Split:
-    """Run both halves, one after the other."""
-
-    first: MicroBatch
-    second: MicroBatch
-    cuts_slice: bool  # True if a slice of an op was cut, which moves the last bits of the op's sums
-
-
-def after_oom(
-    batch: MicroBatch,
-    lengths: Sequence[int],
-    shared: Sequence[int] = (),
-    *,
-    can_recompute: bool,
-    can_save: bool = False,
-) -> Recompute | SaveMemory | Fail | Split:
-    """Choose the remedy that loses least; `lengths` and `shared` are of the datums of the batch's first slice.
-
-    While slices stay whole, the sums are the same to the bit. A slice that does not fit alone is
-    recomputed in backward if possible, and only then cut at a datum.
-    """
-    op_slice, *others = batch.op_slices
-    if others:
-        return Split(*batch.halves(), cuts_slice=False)
-    if can_recompute and op_slice.needs_grad:
-        return Recompute()
-    if len(lengths) == 1:
-        return SaveMemory() if can_save else Fail(op_slice.tokens)
-    first, second = (replace(batch, op_slices=(half,)) for half in op_slice.halves(lengths, shared))
-    return Split(first, second, cuts_slice=True)

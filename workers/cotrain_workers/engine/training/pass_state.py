@@ -23,11 +23,10 @@ from cotrain_workers.engine.ops import (
 )
 from cotrain_workers.engine.training.custom_loss import broken_datum, custom_metrics
 from cotrain_workers.engine.training.drift import drift, lag
-from cotrain_workers.engine.training.logprob_head import HeadResult
+from cotrain_workers.engine.training.heads import HeadResult
 from cotrain_workers.engine.training.long_slices import LongSlice
 from cotrain_workers.engine.training.losses import inputs_of, loss_of, steepest_target
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut
-from cotrain_workers.engine.training.shared_prompts import Span, shared_prompts, spans_of
+from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, Span, cut, shared_prompts, spans_of
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0

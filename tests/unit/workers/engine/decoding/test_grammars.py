@@ -14,7 +14,7 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure, HostWeights
-from cotrain_workers.sampling.grammars import Grammars
+from cotrain_workers.sampling.tokenizer import Grammars
 from tests.support.decoding import VOCAB, request, text
 
 EOS = 0

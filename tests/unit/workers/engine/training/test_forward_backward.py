@@ -16,7 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import segmented as lora
 from cotrain_workers.engine.ops import Create, Failure, Op, OptimStep, Pass, PassOutput, UpcomingBatch
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training import memory_model
+from cotrain_workers.engine.training import micro_batches
 from cotrain_workers.engine.training.pass_state import needs_memory
 from tests.support.draws import variant
 from tests.support.training import MIX, NewEngine, random_datum, relative_error, same_bits
@@ -168,7 +168,7 @@ def test_a_size_that_fitted_is_remembered(new_engine: NewEngine) -> None:
 
 def test_a_size_that_did_not_fit_is_tried_again(new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     first_wait = 3
-    monkeypatch.setattr(memory_model, "FIRST_WAIT", first_wait)
+    monkeypatch.setattr(micro_batches, "FIRST_WAIT", first_wait)
     troubled, untroubled = new_engine(), new_engine()
     free = limit_rows(troubled, 128)
     troubled.run(passes(0))

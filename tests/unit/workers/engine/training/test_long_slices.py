@@ -25,7 +25,7 @@ from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
-from cotrain_workers.engine.training.memory_model import Budget
+from cotrain_workers.engine.training.micro_batches import Budget
 from tests.support import tiny_models
 from tests.support.draws import variant
 from tests.support.open_passes import assert_same_output

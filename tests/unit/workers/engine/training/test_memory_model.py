@@ -1,10 +1,15 @@
-"""Memory model of micro-batches: measured lines, token budgets, and the handling of running out of memory."""
+"""Memory model of micro-batches: measured lines, token budgets, and measurements.
+
+The meter of the measurements counts the tensors saved by autograd instead of CUDA memory.
+"""
 
 from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,12 +17,16 @@ import torch
 from bench.support.model import SHAPES
 from bench.support.roofline import adapter_bytes, adapter_parameters, flops_per_token
 from cotrain_workers.engine.adapters.bank import adapter_budget
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.adapters.residency import adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
+from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import (
+    CPU_TOKENS,
     ENOUGH_TOKENS,
-    FIRST_WAIT,
-    LONGEST_WAIT,
     MAX_TOKENS,
     OWN_BYTES,
     RECOMPUTED_TIME,
@@ -26,23 +35,21 @@ from cotrain_workers.engine.training.memory_model import (
     UNDO_SHARE,
     ActivationModel,
     Activations,
-    BatchLimits,
-    Budget,
-    Fail,
-    Recompute,
-    Split,
     TooLittleMemory,
-    after_oom,
     budget,
     fit,
     kept_is_faster,
     kept_tokens,
     longest_datum,
+    measure,
+    measure_tower,
     micro_batch_bytes,
     rounded,
+    size_micro_batches,
     stepped,
 )
-from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice
+from cotrain_workers.engine.training.micro_batches import Budget
+from tests.support.training import NewEngine
 
 GB = 10**9
 KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6)
@@ -225,90 +232,88 @@ def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(total: int, tokens: int, adap
     assert (decoder - weights) // token_bytes >= kv_tokens
 
 
-ONE_DATUM, TWO_DATUMS = (OpSlice(0, 4, 5, 300, needs_grad=True), OpSlice(0, 4, 6, 300, needs_grad=True))
-FORWARD_ONLY = OpSlice(1, 0, 1, 200, needs_grad=False)
-FIRST, SECOND = OpSlice(0, 4, 5, 100, needs_grad=True), OpSlice(0, 5, 6, 200, needs_grad=True)
+def waves(base: BaseModel) -> partial[ForwardBackward]:
+    backend = find_backend("seg", base.targets, base.head_weight)
+    return partial(ForwardBackward, base, backend, head_chunk_rows=64)
 
 
-def batch(*op_slices: OpSlice) -> MicroBatch:
-    return MicroBatch(op_slices, align=8)
+def saved_bytes(run: Callable[[], bool]) -> int | None:
+    by_storage: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        by_storage[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        fitted = run()
+    return sum(by_storage.values()) if fitted else None
 
 
-OF_OPS = Split(batch(ONE_DATUM), batch(FORWARD_ONLY), cuts_slice=False)
-OF_DATUMS = Split(batch(FIRST), batch(SECOND), cuts_slice=True)
-CASES = {
-    "ops part before anything is recomputed": (batch(ONE_DATUM, FORWARD_ONLY), [300], True, OF_OPS),
-    "ops part": (batch(ONE_DATUM, FORWARD_ONLY), [300], False, OF_OPS),
-    "recomputed before it is cut": (batch(TWO_DATUMS), [100, 200], True, Recompute()),
-    "cut at a datum": (batch(TWO_DATUMS), [100, 200], False, OF_DATUMS),
-    "one datum is recomputed": (batch(ONE_DATUM), [300], True, Recompute()),
-    "one datum fails": (batch(ONE_DATUM), [300], False, Fail(300)),
-    "nothing to recompute in a forward": (batch(FORWARD_ONLY), [200], True, Fail(200)),
-}
+def test_measured_memory_is_linear_and_smaller_with_recomputation(new_engine: NewEngine) -> None:
+    base = new_engine()._base
+    bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
+
+    found = measure(base, waves(base), bank, saved_bytes)
+
+    assert found.kept is not None
+    assert found.recomputed is not None
+    assert found.kept.bytes_per_token > 4 * found.recomputed.bytes_per_token
+    assert "probe" not in bank
 
 
-@pytest.mark.parametrize(("given", "lengths", "can_recompute", "expected"), CASES.values(), ids=CASES)
-def test_running_out_of_memory_is_handled_with_the_least_loss(
-    given: MicroBatch, lengths: list[int], can_recompute: bool, expected: Recompute | Fail | Split
+def test_a_probe_that_does_not_fit_is_reported(new_engine: NewEngine) -> None:
+    base = new_engine()._base
+    bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
+
+    def refuse(*_: object) -> None:
+        if not base.recompute.is_on:
+            raise torch.OutOfMemoryError
+
+    base.backbone.register_forward_pre_hook(refuse)
+
+    found = measure(base, waves(base), bank, saved_bytes)
+
+    assert found.kept is None
+    assert found.recomputed is not None
+
+
+@pytest.mark.parametrize(("fitting", "tokens"), [(10**6, 64), (20, 16)])
+def test_the_tower_is_measured_with_the_largest_image_that_fits(
+    new_engine: NewEngine, monkeypatch: pytest.MonkeyPatch, fitting: int, tokens: int
 ) -> None:
-    assert after_oom(given, lengths, can_recompute=can_recompute) == expected
+    base, sizes = new_engine("qwen3-vl")._base, []
+    assert base.vision is not None
+    run = base.vision._run
+
+    def measured(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        if len(pixels) > 4 * fitting:
+            raise torch.OutOfMemoryError
+        sizes.append(len(pixels) // 4)
+        return run(pixels, grid)
+
+    monkeypatch.setattr(base.vision, "_run", measured)
+
+    peak_bytes, token_bytes = measure_tower(base, lambda run: 7 if run() else None)
+
+    assert (sizes, peak_bytes) == ([tokens], 7)
+    assert token_bytes == 2 * 64 * 4  # of the embedding and of one layer, 64 values in fp32
+    assert measure_tower(new_engine()._base, lambda _: 7) == (0, 0.0)
 
 
-def fall(limits: BatchLimits, tokens: int, keep_tokens: int = sys.maxsize) -> None:
-    """Lower the limits in a wave of their own."""
-    limits.lower(tokens=tokens, keep_tokens=keep_tokens)
-    limits.end_wave()
+@pytest.mark.parametrize(
+    ("asked", "choice", "expected"),
+    [
+        ("auto", "auto", Budget(CPU_TOKENS, sys.maxsize)),
+        (512, "never", Budget(512, sys.maxsize)),
+        (512, "always", Budget(512, 0)),
+    ],
+)
+def test_on_a_cpu_nothing_is_measured(new_engine: NewEngine, asked: int, choice: Choice, expected: Budget) -> None:
+    base = new_engine()._base
+
+    assert size_micro_batches(base, waves(base), asked, choice, adapter_bytes=0) == expected
 
 
-def good_waves_until(limits: BatchLimits, tokens: int) -> int:
-    for waves in range(5 * LONGEST_WAIT):
-        if limits.tokens == tokens:
-            return waves
-        limits.end_wave()
-    raise AssertionError(f"still {limits.tokens}")
-
-
-@pytest.mark.parametrize("keep_tokens", [0, 2048, 4096, sys.maxsize])
-def test_lowered_limits_double_until_they_are_as_planned(keep_tokens: int) -> None:
-    limits = BatchLimits(Budget(4096, keep_tokens))
-    fall(limits, 1000, 600)
-    assert (limits.tokens, limits.keep_tokens) == (1000, min(600, keep_tokens))
-
-    assert good_waves_until(limits, 2000) == FIRST_WAIT
-    assert limits.keep_tokens == min(1201, keep_tokens)
-    assert good_waves_until(limits, 4000) == FIRST_WAIT
-    assert good_waves_until(limits, 4096) == FIRST_WAIT
-    assert limits.keep_tokens == keep_tokens
-
-
-def test_each_further_failure_lengthens_the_wait() -> None:
-    limits, waits = BatchLimits(Budget(4096, 4096)), []
-    for _ in range(9):
-        fall(limits, 2048)
-        waits.append(good_waves_until(limits, 4096))
-
-    assert waits[:3] == [FIRST_WAIT, 2 * FIRST_WAIT, 4 * FIRST_WAIT]
-    assert waits[-1] == LONGEST_WAIT
-
-
-def test_failures_of_one_wave_count_once_and_are_forgotten() -> None:
-    limits = BatchLimits(Budget(4096, 4096))
-    limits.lower(tokens=2048)
-    fall(limits, 1024)
-    assert limits.wait == FIRST_WAIT
-    assert good_waves_until(limits, 4096) == 2 * FIRST_WAIT
-    for _ in range(FIRST_WAIT):
-        limits.end_wave()
-    fall(limits, 2048)
-    assert limits.wait == FIRST_WAIT
-
-
-def test_limits_of_a_lowered_plan_stay() -> None:
-    limits = BatchLimits(Budget(4096, sys.maxsize))
-    limits.lower_plan(tokens=512, keep_tokens=1023)
-    fall(limits, 256)
-
-    assert good_waves_until(limits, 512) == FIRST_WAIT
-    for _ in range(3 * FIRST_WAIT):
-        limits.end_wave()
-    assert (limits.tokens, limits.keep_tokens) == (512, 1023)
+def test_the_measured_size_is_part_of_the_numerics(new_engine: NewEngine) -> None:
+    assert new_engine().facts.numerics.micro_batch_tokens == CPU_TOKENS
+    assert new_engine().facts.numerics_id == new_engine(micro_batch_tokens=CPU_TOKENS).facts.numerics_id

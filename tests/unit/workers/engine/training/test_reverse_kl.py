@@ -23,7 +23,7 @@ from cotrain_workers.engine.ops import (
     ReverseKl,
 )
 from cotrain_workers.engine.spec import AdapterSpec
-from cotrain_workers.engine.training.reverse_kl import KlHead, Referred
+from cotrain_workers.engine.training.heads import KlHead, Referred
 from tests.support.draws import variant
 from tests.support.kl import SPEC, found, kl_datum, kl_datums, kl_parity, random_weights, started
 from tests.support.open_passes import assert_same_output

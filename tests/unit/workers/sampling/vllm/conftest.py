@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cotrain_workers.sampling.vllm import requests as vllm_sampler
+from cotrain_workers.sampling.vllm import decoder as vllm_sampler
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 from tests.support.fake_vllm import FakeVllm
 from tests.support.tiny_models import build_tiny_qwen3

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cotrain_workers.engine.lora.fused.operators import BAND, copies_by_tma, programs_module, programs_of, register
-from cotrain_workers.engine.lora.fused.tile_sizes import (
+from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
     RANK,
     ROWS,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused import tile_sizes
-from cotrain_workers.engine.lora.fused.tile_sizes import (
+from cotrain_workers.engine.lora.fused.tables import (
+    MODULES,
     RANK,
     ROWS,
     SHRINK_ROWS,
@@ -183,7 +183,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _three(given: Sequence[Any]) -> list[Any]:
-    return [*given, *[given[0]] * (tile_sizes.MODULES - len(given))]
+    return [*given, *[given[0]] * (MODULES - len(given))]
 
 
 def programs_module() -> Any:

@@ -1,4 +1,9 @@
-"""Lookup tables of the fused kernels: the adapter of each tile, and addresses of its matrices and gradients."""
+"""Tiles of the fused kernels: their sizes, the adapter of each, and addresses of its matrices and gradients.
+
+Sizes come from a fixed table and not from timing, so that one problem has the same bits everywhere. They depend on the
+model and on the number of modules that read the same `x`, never on the rows of a micro-batch or on the rank of another
+adapter.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.fused.tile_sizes import MODULES, RANK, ROWS
 from cotrain_workers.engine.lora.grouped import shared_input
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Layout, Pair, Target, lay_out_matrices
+
+ROWS = 128  # rows of a tile; a tile belongs to one adapter and starts at a multiple of this in its segment
+RANK = 16  # LoRA columns per product: the minimum of a tensor core
+MODULES = 3  # maximum number of modules that read the same `x`: q, k and v
+SHRINK_ROWS = 64  # rows of one program of a product with LoRA matrices only
+TOKENS = 128  # rows of one product of a weight gradient
+EXPERT_PARTS = 4  # programs that share the rows of an adapter in an expert
+SUM_COLUMNS = 1024  # columns of a program that adds the experts of a token
+#: LoRA columns of a tile, by the number of modules with adjacent columns.
+LOW_COLUMNS = {1: RANK, 2: 2 * RANK, 3: 4 * RANK}
+#: Minimum width that fills the wider tiles.
+_WIDE = 1024
 
 HEAD = 4  # rank, address of the weights, address of the gradient, flags of experts
 WEIGHTS, GRADIENT, FLAGS = 1, 2, 3
@@ -171,3 +188,50 @@ def address_of(views: Mapping[str, Pair], layout: Layout) -> int:
         first: int = pair.a.data_ptr() - layout.offset_by_name[name][0] * pair.a.element_size()
         return first
     return 0
+
+
+class Tiles(NamedTuple):
+    """Tile of one kernel: result columns, depth of one partial sum, and Triton's warps and stages."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+
+def expand_tiles(width: int, item: int, *, tma: bool = False, gated: bool = False) -> Tiles:
+    """Return the tiles of products with the base model's weights; the widest result has `width` columns.
+
+    Values have `item` bytes. `gated` products hold a second tile of values, in registers or in shared memory.
+    Measured on an H200 with the products of an 8B model (docs/adr/0035).
+    """
+    if width < _WIDE:
+        return Tiles(64, 128 if item == 2 else 16, 4, 2)
+    if tma:
+        return Tiles(128, 64, 8, 3) if gated else Tiles(256, 64, 8, 4)
+    # Three stages fit into the shared memory of an A100 (163 KB). A product of fp32 is unrolled by its depth, and
+    # deeper ones take a minute to compile.
+    return Tiles(128, 64 if item == 2 else 16, 8, 3)
+
+
+def expert_tiles(width: int, item: int, *, tma: bool = False) -> Tiles:
+    """Return the tiles of products with the weights of experts, like `expand_tiles`.
+
+    LoRA of one adapter after the other needs a second tile of values, so there are none of 256 columns.
+    """
+    return expand_tiles(_WIDE if width >= _WIDE // 2 else width, item, tma=tma, gated=True)
+
+
+def shrink_tiles(modules: int, width: int, item: int) -> Tiles:
+    """Return the tiles of products with LoRA matrices, for `modules` with adjacent columns.
+
+    `width` is the largest length of the summed dimension.
+    """
+    columns = LOW_COLUMNS[modules]
+    return Tiles(columns, 256 // item, 4, 4) if width >= _WIDE else Tiles(columns, 128, 4, 2)
+
+
+def gradient_tiles(modules: int, width: int, item: int) -> Tiles:
+    """Return the tiles of weight gradients; `depth` is their number of columns, of the largest `width`."""
+    columns = LOW_COLUMNS[modules]
+    return Tiles(columns, 128 // item, 4, 3) if width >= _WIDE else Tiles(columns, 128, 4, 2)

@@ -17,7 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused import expert_operators, fused_experts, fused_lora
-from cotrain_workers.engine.lora.fused.tile_sizes import ROWS
+from cotrain_workers.engine.lora.fused.tables import ROWS
 from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.model.kernel_check import (
     RandomExperts,

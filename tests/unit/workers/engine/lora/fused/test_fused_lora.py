@@ -14,8 +14,7 @@ from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused import fused_lora, operators
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
-from cotrain_workers.engine.lora.fused.tables import Tables, make_tables
-from cotrain_workers.engine.lora.fused.tile_sizes import ROWS
+from cotrain_workers.engine.lora.fused.tables import ROWS, Tables, make_tables
 from cotrain_workers.engine.lora.self_check import TARGETS, disagreement
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.lora_problem import CPU, Tenant, differences, needs_kernels, same, tenant, work

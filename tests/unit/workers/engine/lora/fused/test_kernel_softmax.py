@@ -13,7 +13,7 @@ from cotrain_workers.engine.model.layer_kernels import KernelSoftmax, find_softm
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.spec import Pair
-from cotrain_workers.engine.training.logprob_head import Head, HeadInput
+from cotrain_workers.engine.training.heads import Head, HeadInput
 from cotrain_workers.engine.training.losses import LOSSES
 from tests.support.lora_problem import needs_kernels
 

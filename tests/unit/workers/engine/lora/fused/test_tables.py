@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cotrain_workers.engine.lora.fused.tables import HEAD, find_owners, find_tiles, make_tables, plan_groups
-from cotrain_workers.engine.lora.fused.tile_sizes import ROWS
+from cotrain_workers.engine.lora.fused.tables import HEAD, ROWS, find_owners, find_tiles, make_tables, plan_groups
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import AdapterSpec
 from tests.support.lora_problem import CPU, TARGETS, tenant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_workers.group.bank import lightest
+from cotrain_workers.group.engine import lightest
 
 
 @pytest.mark.parametrize(("loads", "member"), [([0, 0, 0], 0), ([5, 3, 4], 1), ([5, 3, 3], 1), ([7], 0)])

@@ -10,7 +10,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_workers.worker.tokenizer import PublishedTokenizer, publish_tokenizer
+from cotrain_workers.sampling.tokenizer import PublishedTokenizer, publish_tokenizer
 from tests.support.tiny_models import build_tiny, build_tiny_qwen3
 
 

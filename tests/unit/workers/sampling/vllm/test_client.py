@@ -1,3 +1,5 @@
+"""Bodies of vLLM's `/v1/completions`, and its responses."""
+
 from __future__ import annotations
 
 import json
@@ -9,7 +11,7 @@ import pytest
 
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, NOT_COMPUTED_LOGPROB, SampleRequest
 from cotrain_workers.engine.spec import seed_of
-from cotrain_workers.sampling.vllm.protocol import (
+from cotrain_workers.sampling.vllm.client import (
     Completion,
     ServerFacts,
     completion_body,

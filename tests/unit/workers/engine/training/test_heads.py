@@ -1,3 +1,5 @@
+"""Log-probabilities and gradients of the head, against the same formula over all rows at once."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -9,8 +11,8 @@ import torch
 from cotrain_workers.engine.model import unembedding as projection
 from cotrain_workers.engine.routing import Part
 from cotrain_workers.engine.spec import Pair
-from cotrain_workers.engine.training import logprob_head as head_module
-from cotrain_workers.engine.training.logprob_head import Head, HeadInput
+from cotrain_workers.engine.training import heads
+from cotrain_workers.engine.training.heads import Head, HeadInput
 from cotrain_workers.engine.training.losses import LOSSES, LossSpec, value_and_slope
 
 ROWS, WIDTH, VOCAB, RANK, SCALE = 23, 16, 64, 4, 2.0
@@ -166,7 +168,7 @@ def test_neighbours_share_one_product_with_the_frozen_weight(monkeypatch: pytest
         products.append(len(hidden))
         return real(hidden, weight)
 
-    monkeypatch.setattr(head_module, "raw_logits", counted)
+    monkeypatch.setattr(heads, "raw_logits", counted)
     hidden, weight = torch.randn(320, 64), torch.randn(VOCAB, 64)
     op_slices = [slice_of_op(start, 8, "ppo", needs_grad=True)[0] for start in range(0, 320, 16)]
     Head(weight, None, 1024).run(op_slices[:1], hidden, torch.zeros_like(hidden))

@@ -1,6 +1,10 @@
+"""Requests of the engine, decoded from the bodies of ops and of samples."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,8 +23,19 @@ from cotrain_store.bodies.adapter_bodies import (
 from cotrain_store.messages.ids import RunId, WeightsRef, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
+from cotrain.wire.sample_codec import decode_sample_response
+from cotrain.wire.sampling import PolicySpan
+from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
+from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
+from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode
+from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
+from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers import op_codec as requests
 from cotrain_workers.engine import ops as engine_ops
+from cotrain_workers.engine.decoding.requests import SampledSequence, SampleOutput
 from cotrain_workers.engine.ops import (
     Create,
     CreateOutput,
@@ -35,13 +50,17 @@ from cotrain_workers.engine.ops import (
     OptimStep,
     Pass,
     PassOutput,
+    ReverseKl,
+    ReverseKlOutput,
     Save,
     StepOutput,
     WeightsMissing,
 )
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
+from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, seed_of
+from cotrain_workers.op_codec import reverse_kl_op, sample_request, sample_result
 from cotrain_workers.results import CYCLE_METRIC, result_of
 from tests.support.bodies import optim_body, pass_body
+from tests.support.samples import BODY
 
 
 class Kept:
@@ -218,3 +237,150 @@ def test_a_load_of_a_missing_optimizer_state_fails() -> None:
 def test_a_load_with_unreadable_files_fails_alone() -> None:
     made = engine_op(op(OpKind.LOAD), load_body(LoadSource(FIRST)))
     assert made == Failure(f"Checkpoint {PATH} cannot be read on the server.", "server")
+
+
+REF = WeightsRef("other:train:0:3")
+WEIGHTS = HostWeights(AdapterSpec(2, 0), torch.zeros(0))
+OP = QueuedOp(RunId("run"), 5, OpKind.REVERSE_KL, 10, "inline", 100, 0.0)
+DATUM = KlArrays(np.array([1, 2]), np.array([3]), np.array([7, 8]), np.array([1.0, 0.5], np.float32))
+
+
+class Shelf:
+    """Store with exactly the given checkpoints."""
+
+    def __init__(self, weights: Mapping[WeightsRef, HostWeights]) -> None:
+        self._weights = weights
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        if ref not in self._weights:
+            raise WeightsMissing(ref)
+        return self._weights[ref]
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        return None
+
+    def layout_of(self, spec: AdapterSpec) -> Layout:
+        return plan_layout(spec, ())
+
+
+def read(reference: WeightsRef | None, shelf: Shelf) -> ReverseKl | Failure:
+    body = encode_reverse_kl(ReverseKlBody(reference, 0.5, (DATUM,)))
+    return reverse_kl_op(OP, body, shelf)
+
+
+@pytest.mark.parametrize(("reference", "weights"), [(REF, WEIGHTS), (None, None)])
+def test_a_request_is_read_with_its_reference(reference: WeightsRef | None, weights: HostWeights | None) -> None:
+    op = read(reference, Shelf({REF: WEIGHTS}))
+
+    assert isinstance(op, ReverseKl)
+    assert (op.run, op.seq, op.temperature) == ("run", 5, 0.5)
+    assert op.reference is weights
+    (datum,) = op.datums
+    assert datum.tokens.tolist() == [1, 2, 7]
+    assert datum.reference.tolist() == [3, 7]
+    assert datum.weights.tolist() == [1.0, 0.5]
+
+
+def test_a_missing_reference_is_a_server_error() -> None:
+    assert read(REF, Shelf({})) == Failure("The weights of the reference cannot be read on the server.", "server")
+
+
+def test_an_unreadable_body_fails() -> None:
+    failure = reverse_kl_op(OP, b"no", Shelf({}))
+    assert isinstance(failure, Failure)
+    assert failure.category == "user"
+
+
+def test_the_means_are_over_the_targets_with_a_weight() -> None:
+    losses = [np.array([1.0, 0.0], np.float32), np.array([2.0], np.float32)]
+
+    result = result_of(OP, ReverseKlOutput(losses, 3.0, 1.5, 2), cycle=4)
+
+    assert result.json()["metrics"] == {
+        "loss:sum": 3.0,
+        "loss:mean": 1.5,
+        "reverse_kl:mean": 0.75,
+        "num_samples:sum": 2.0,
+        "num_tokens:sum": 2.0,
+        "clock_cycle:unique": 4.0,
+    }
+
+
+def test_without_weighted_targets_the_means_are_zero() -> None:
+    output = ReverseKlOutput([np.zeros(1, np.float32)], 0.0, 0.0, 0)
+    metrics = result_of(OP, output, cycle=4).json()["metrics"]
+    assert (metrics["loss:mean"], metrics["reverse_kl:mean"]) == (0.0, 0.0)
+
+
+REQUEST = RequestId("s:sample:0:1")
+CLAIMED = ClaimedSample(
+    REQUEST, TenantId("t"), SamplerId("s:sample:0"), None, BODY, accepted_at=0.0, starts=0, deaths=0
+)
+EOS = (7, 9)
+
+
+def test_every_field_is_passed_to_the_decoder() -> None:
+    body = replace(
+        BODY, num_samples=3, max_tokens=None, temperature=0.5, top_k=4, top_p=0.9, seed=11,
+        prompt_logprobs=True, topk_prompt_logprobs=2, topk_sample_logprobs=1,
+        prompt_logprobs_last_n=2, target_prompt_logprobs=((1, -1), (2, 3)),
+    )  # fmt: skip
+    made = sample_request(replace(CLAIMED, weights=WeightsRef("r:1")), body, EOS)
+    assert (made.id, made.tenant, made.weights) == (REQUEST, "t", "r:1")
+    assert (made.num_samples, made.max_tokens) == (3, None)
+    assert (made.temperature, made.top_k, made.top_p, made.seed) == (0.5, 4, 0.9, 11)
+    assert (made.prompt_logprobs, made.prompt_logprobs_last_n) == (True, 2)
+    assert (made.topk_prompt_logprobs, made.topk_sample_logprobs) == (2, 1)
+    assert made.prompt.tolist() == list(BODY.prompt)
+    assert made.prompt.dtype == np.int64
+    assert made.target_prompt_logprobs is not None
+    assert made.target_prompt_logprobs.tolist() == [[1, -1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("stop", "tokens", "strings"),
+    [(None, [7, 9], ()), ((), [], ()), ((3, 4), [3, 4, 7, 9], ()), (("a", "bc"), [7, 9], ("a", "bc"))],
+)
+def test_an_empty_stop_list_is_the_only_one_without_end_of_sequence(
+    stop: tuple[str, ...] | tuple[int, ...] | None, tokens: list[int], strings: tuple[str, ...]
+) -> None:
+    made = sample_request(CLAIMED, replace(BODY, stop=stop), EOS)
+    assert (sorted(made.stop_tokens), made.stop_strings) == (tokens, strings)
+
+
+def test_a_default_seed_depends_only_on_the_request() -> None:
+    unseeded = replace(BODY, seed=None)
+    made = sample_request(CLAIMED, unseeded, EOS)
+    assert made.seed == seed_of(REQUEST) == 8131979140669290372
+    other = replace(CLAIMED, request=RequestId("s:sample:0:2"))
+    assert made.seed != sample_request(other, unseeded, EOS).seed
+    assert sample_request(CLAIMED, replace(BODY, seed=0), EOS).seed == 0
+
+
+@pytest.mark.parametrize(("prompt", "targets"), [((1,), ()), ((1, 2), ((),))])
+def test_targets_of_a_prompt_without_scored_tokens_are_a_matrix(
+    prompt: tuple[int, ...], targets: tuple[tuple[int, ...], ...]
+) -> None:
+    body = replace(BODY, prompt=prompt, target_prompt_logprobs=targets)
+    made = sample_request(CLAIMED, body, EOS)
+    assert made.target_prompt_logprobs is not None
+    assert made.target_prompt_logprobs.shape == (len(prompt) - 1, 0)
+
+
+def test_an_output_is_encoded_in_the_wire_format() -> None:
+    sequence = SampledSequence(np.array([4, 7], np.int32), np.array([-1, -2], np.float32), "stop", None)
+    claimed = replace(CLAIMED, weights=WeightsRef("r:1"))
+    request = sample_request(claimed, replace(BODY, policy_step=5), EOS)
+    output = SampleOutput([sequence], None, None, None, cached_prompt_tokens=2)
+    result = sample_result(request, output)
+    assert result.kind is ResultKind.SAMPLE
+    response = wire_pb2.SampleResponse.FromString(result.payload)
+    assert response.prompt_cache_hit_tokens == 2
+    assert np.frombuffer(response.sequences[0].tokens, "<i4").tolist() == [4, 7]
+    (span,) = response.sequences[0].policy_spans
+    assert (span.start, span.end, span.training_run_id, span.step) == (0, 2, "r", 5)
+    (base,) = decode_sample_response(
+        sample_result(replace(request, weights=None, policy_step=None), output).payload
+    ).sequences
+    assert base.policy_spans == [PolicySpan(start=0, end=2)]
+    assert base.policy_steps == [-1, -1]

@@ -1,0 +1,328 @@
+"""Membership of a worker in its pool: its exclusive id, its heartbeat, and the handover of its runs.
+
+**Id.** A worker id belongs to one process, enforced by a lock on this host and by heartbeats across hosts. Epochs keep
+two processes with one id from harming each other, but the older one would be fenced. A second process is an operator's
+mistake and is reported as one. Without a configured id, each process claims a free one.
+
+**Heartbeat.** A thread sends it, and stops the worker when another process has taken over its id. `WorkerReport`
+collects the contents; it runs on the heartbeat's thread and only reads.
+
+**Drain.** The heartbeat's thread updates the state. The worker loop reads it to decide its next action. A worker hands
+over one run at a time while it continues, after the run's last op is in a snapshot.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import structlog
+
+from cotrain_store.errors import Fenced
+from cotrain_store.failpoints import failpoint
+from cotrain_store.messages.fleet import WorkerHeartbeat
+from cotrain_store.messages.ids import WorkerId
+from cotrain_store.messages.runs import PoolRecord
+from cotrain_store.oplog.execution import Execution
+from cotrain_store.oplog.moves import OwnDrain
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
+from cotrain_workers.group.engine import Trainer
+from cotrain_workers.recovery.run_lifecycle import RunLifecycle
+from cotrain_workers.sampling.service import SamplingService
+from cotrain_workers.worker.device_time import DeviceTime, Duty, Throughput
+from cotrain_workers.worker.self_check import SelfCheck
+
+log = structlog.get_logger()
+
+HEARTBEAT_S = 2.0
+#: Wait in s for a killed process to end and for its last heartbeat to expire.
+PATIENCE_S = 15.0
+POLL_S = 0.1
+#: Observation time in s of a heartbeat from another host. A running process sends five in this
+#: time, and the heartbeat of a crashed one expires.
+WATCHED_S = 12.0
+
+
+class WorkerIdInUse(Exception):
+    """Error: another running process has this worker id."""
+
+
+def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PATIENCE_S) -> int:
+    """Lock a worker id on this host. The returned file descriptor holds the lock until the process ends.
+
+    Raises:
+        WorkerIdInUse: another process has held it for `patience_s`.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = folder / f"worker-{pool}-{worker}.lock"
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(POLL_S)
+                continue
+            os.close(file)
+            raise WorkerIdInUse(
+                f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
+                "own (COTRAIN_WORKER_ID)."
+            ) from None
+        return file
+
+
+def await_absence(holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S) -> None:
+    """Wait until no process on another host sends heartbeats under this worker id.
+
+    Raises:
+        WorkerIdInUse: one did for `patience_s`, which is longer than the expiry of a heartbeat.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        heartbeat = holder()
+        if heartbeat is None or heartbeat.host in ("", host):
+            return
+        if time.monotonic() >= until:
+            raise WorkerIdInUse(
+                f"Another process, on host {heartbeat.host}, is worker {heartbeat.id}. Give each worker an id of "
+                "its own (COTRAIN_WORKER_ID)."
+            )
+        time.sleep(POLL_S)
+
+
+def claim_free_worker_id(
+    folder: Path, pool: str, heartbeat_of: Callable[[WorkerId], WorkerHeartbeat | None], host: str
+) -> WorkerId:
+    """Lock the first of the ids w0, w1, … that no process uses on any host, until this process ends.
+
+    The successor of a process that ended gets its id, and with it its runs.
+    """
+    for number in count():
+        worker = WorkerId(f"w{number}")
+        try:
+            lock = lock_worker_id(folder, pool, worker, patience_s=0)
+        except WorkerIdInUse:
+            continue
+        if not _lives_elsewhere(partial(heartbeat_of, worker), host):
+            return worker
+        os.close(lock)
+    raise AssertionError("There is no last number.")
+
+
+def _lives_elsewhere(holder: Callable[[], WorkerHeartbeat | None], host: str) -> bool:
+    """Return True if another host's process renews the heartbeat, False once its last one has expired."""
+    first, until = holder(), time.monotonic() + WATCHED_S
+    heartbeat = first
+    while heartbeat is not None and heartbeat.host not in ("", host):
+        if heartbeat != first or time.monotonic() >= until:
+            return True
+        time.sleep(POLL_S)
+        heartbeat = holder()
+    return False
+
+
+class Heartbeat:
+    """Thread that sends heartbeats until `end`, also during a drain. It sets `stopping` once this
+    worker was replaced.
+    """
+
+    def __init__(
+        self, execution: Execution, describe: Callable[[], WorkerHeartbeat], stopping: threading.Event
+    ) -> None:
+        self._execution = execution
+        self._describe = describe
+        self._stopping = stopping
+        self._ended = threading.Event()
+        self._one_at_a_time = threading.Lock()
+        self._thread = threading.Thread(target=self._send_until_stopped, name="heartbeat", daemon=True)
+        self.was_replaced = False
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop sending, and wait for the last heartbeat."""
+        self._ended.set()
+        self._thread.join()
+
+    def send(self) -> None:
+        """Send a heartbeat now. A later one never contains older facts.
+
+        Raises:
+            Fenced: this worker was replaced.
+        """
+        with self._one_at_a_time:
+            self._execution.heartbeat(self._describe())
+
+    def _send_until_stopped(self) -> None:
+        try:
+            while True:
+                try:
+                    self.send()
+                except Fenced:
+                    self.was_replaced = True
+                    return
+                except (OSError, *CONNECTION_LOST):  # OSError if no file descriptor is free
+                    log.warning("heartbeat_failed")
+                if self._ended.wait(HEARTBEAT_S):
+                    return
+        # no step is planned for a worker without a heartbeat, so it ends, whatever the reason
+        finally:
+            self._stopping.set()
+
+
+@dataclass
+class WorkerReport:
+    """Collector of the contents of a heartbeat."""
+
+    execution: Execution
+    engine: Trainer
+    record: PoolRecord
+    runs: RunLifecycle
+    weights: WeightsStore
+    sampler: SamplingService
+    throughput: Throughput
+    device_time: DeviceTime
+    drain: Drain
+    self_check: SelfCheck
+    duty: Duty = field(default_factory=Duty)
+    backpressure: SaveBackpressure = field(init=False)
+    """Save backpressure; set before the first heartbeat, because it sends heartbeats itself."""
+
+    def describe(self) -> WorkerHeartbeat:
+        """Return the current heartbeat. Raises connection errors."""
+        self.drain.look()
+        engine = self.engine
+        seconds = self.device_time.seconds
+        memory_bytes, memory_limit_bytes = engine.device_memory
+        adapters = engine.adapters.by_tier
+        snapshot_age_s, snapshot_due_s = self.runs.copies.snapshot_age
+        processes = engine.processes
+        return WorkerHeartbeat(
+            id=self.execution.worker,
+            epoch=self.execution.epoch,
+            state=self.drain.state,
+            is_handing_over=self.drain.is_handing_over or self.drain.leaves,
+            device=self.record.device,
+            tokens_per_s=self.throughput.tokens_per_s(engine.safe_tokens),
+            runs=self.runs.resident,
+            parked_runs=engine.adapters.offloaded,
+            accepts_saves=self.backpressure.accepts_saves,
+            memory_bytes=sum(process.memory_bytes for process in processes),
+            seen_at=time.time(),
+            restored_ops=self.runs.replayed_ops,
+            restoring=self.runs.progress.now,
+            samples_running=self.sampler.running,
+            sample_tokens_per_s=self.sampler.tokens_per_s,
+            samples_waiting=self.sampler.waiting,
+            safe_tokens=engine.safe_tokens,
+            halvings=engine.halvings,
+            lora=engine.facts.numerics.lora,
+            lora_fallback=engine.facts.lora_fallback,
+            host=socket.gethostname(),
+            device_seconds=seconds,
+            duty=self.duty.shares(seconds, time.monotonic()),
+            device_memory_bytes=memory_bytes,
+            device_memory_limit_bytes=memory_limit_bytes,
+            kv_cache_ratio=self.sampler.kv_cache_ratio,
+            adapters={tier: count for tier, (count, _) in adapters.items()},
+            adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
+            adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
+            unstored_bytes=self.weights.unstored_bytes,
+            snapshot_age_s=snapshot_age_s,
+            snapshot_due_s=snapshot_due_s,
+            self_check=self.self_check.last,
+            members=[process._asdict() for process in processes] if len(processes) > 1 else [],
+        )
+
+
+@dataclass
+class Drain:
+    """Drain of one worker, from the operator's request until its withdrawal or the end of the process."""
+
+    own: OwnDrain
+    runs: RunLifecycle
+    weights: WeightsStore
+    sampler: SamplingService
+    is_asked: bool = False
+    leaves: bool = False
+    """True if this process is shutting down. Nothing is planned for it, with or without another worker."""
+    is_handing_over: bool = False
+    """True if another worker exists to take over the runs. Any thread may read it."""
+
+    @property
+    def state(self) -> str:
+        """State as the heartbeat reports it."""
+        if self.leaves:
+            return "draining"
+        if not self.is_asked:
+            return "serving"
+        has_work = self.runs.resident or self.weights.unstored or self.sampler.running
+        return "drained" if self.is_handing_over and not has_work else "draining"
+
+    def look(self) -> None:
+        """Read the operator's request, and check for another worker."""
+        if self.leaves:
+            return
+        is_asked = self.own.is_asked()
+        is_handing_over = is_asked and self.own.has_successor()
+        if self.is_handing_over and not is_handing_over and not self.own.is_listed():
+            self.own.rejoin()
+        if (is_asked, is_handing_over) != (self.is_asked, self.is_handing_over):
+            log.info("drain_changed", asked=is_asked, is_handing_over=is_handing_over)
+        self.is_asked, self.is_handing_over = is_asked, is_handing_over
+
+    def go_on(self) -> None:
+        """Hand over runs between steps during a handover, and claim no samples then."""
+        self.sampler.accepts_requests = not self.is_handing_over
+        if self.is_handing_over:
+            self.runs.hand_over()
+
+    @property
+    def could_end(self) -> bool:
+        """True if another worker can take over this one's work."""
+        return self.own.has_successor()
+
+    def end(self, epoch: int) -> bool:
+        """Deregister the worker if another worker can take its runs, so that they can move anywhere at once.
+
+        Return False if no worker can, or if work is left here: the next process with this worker id continues it.
+        """
+        is_over = self.own.deregister(epoch)
+        log.info("worker_left", runs_go_elsewhere=is_over)
+        return is_over
+
+
+@dataclass
+class RunMoves:
+    """Runs to move away from this worker, checked between steps."""
+
+    execution: Execution
+    runs: RunLifecycle
+
+    def go_on(self) -> None:
+        """Copy out the runs that must move, and hand over those with a complete copy.
+
+        Raises:
+            Fenced: another process took over this worker id.
+        """
+        for move in self.execution.moves.wanted():
+            in_memory = self.runs.done(move.run) >= 0
+            if in_memory and not self.runs.copies.is_copied(move.run):
+                continue
+            failpoint("move.before", move.run)
+            if self.execution.moves.hand_over(move, self.execution.epoch, in_memory=in_memory):
+                failpoint("move.after", move.run)
+                self.runs.forget_state(move.run)
+                log.info("run_moved", run=move.run, to=move.to)
