@@ -1,36 +1,43 @@
-"""A request that breaks the engine fails alone, is never run again, and leaves no mark on anybody."""
+"""Failures of an engine: a broken request, little memory, a lost device. Neighbours continue with the same numbers."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cotrain_store.disk.result_storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.keys import fleet_keys
+from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import request_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
 from cotrain_workers.engine.cycle import Yielding
-from cotrain_workers.engine.device import DeviceLost
+from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput, Op
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from cotrain_workers.recovery.replay import Restored
+from tests.support.bodies import sequences
 from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, live
 from tests.support.draws import variant
+from tests.support.processes import PATIENCE_S, environment_of, settings_of
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import submit_save
 from tests.support.stack import POOL, Stack, make_worker, worker
 from tests.support.waiting import until
+from tests.warm.popen import run
 
 CRASHED = {"error": "Internal error: this request could not be run.", "category": "server"}
 POISON = {"error": "Request repeatedly crashed the worker; it was not applied.", "category": "server"}
@@ -272,3 +279,94 @@ async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_nex
     with worker(url, tmp_path, engine):
         assert await results(server, run, requests) == expected
     assert engine.adapters.state(run.id).digest() == digest
+
+
+#: The real process, but for its model, and with a loop that meets a sticky error of the device.
+WORKER = """
+import atexit
+from unittest.mock import Mock
+import cotrain_workers.__main__ as worker
+from cotrain_workers.worker import bootstrap
+from cotrain_workers.engine.device import DeviceLost
+
+atexit.register(print, "an orderly end")
+lost = Mock(run=Mock(side_effect=DeviceLost("CUDA error: device-side assert triggered")))
+bootstrap.Engine = Mock()
+bootstrap.measure_throughput = lambda *_: 1.0
+worker.publish_tokenizer = lambda *_, **__: None
+worker.pool_record = Mock()
+worker.enter_pool = lambda *_: lost
+worker.main()
+"""
+
+
+def test_a_lost_device_ends_the_process_with_its_own_status(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
+    settings = settings_of(empty_redis.url, tmp_path, tmp_path / "no-model")
+    ended = run([sys.executable, "-c", WORKER], env=environment_of(settings), timeout=PATIENCE_S)
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == EXIT_CODE == 70, said
+    assert "device_lost" in said
+    assert "device-side assert" in said
+    assert "an orderly end" not in said
+    assert "Traceback" not in said
+
+
+LimitRows = Callable[[int], None]
+
+
+@pytest.fixture
+def limit_rows(engine: Engine) -> Iterator[LimitRows]:
+    """Make longer rows exceed the memory of the base model, until the end of the test."""
+    most, before = [1 << 30], engine.safe_tokens
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > most[0]:
+            raise torch.OutOfMemoryError
+
+    def limit(rows: int) -> None:
+        most[0] = rows
+
+    hook = engine._base.backbone.register_forward_pre_hook(refuse, with_kwargs=True)
+    yield limit
+    hook.remove()
+    engine._forward_backward.limits.tokens = before
+
+
+async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, limit_rows: LimitRows
+) -> None:
+    """Its last bits differ there, which is no reason to stop the run."""
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    limit_rows(128)
+    with worker(url, tmp_path, engine, drains=False) as loop:
+        found = await server.result(run, await server.forward_backward(run, 1, sequences(1, 5, 70)))
+        assert found.kind is ResultKind.PASS
+        await server.result(run, await server.optim_step(run, 2))
+        assert loop._heartbeat._describe().safe_tokens <= 128
+    assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
+    limit_rows(1 << 30)
+    engine.adapters.drop(run.id)
+    with worker(url, tmp_path, engine):
+        answer = await server.result(run, await server.optim_step(run, 3))
+        assert "grad_norm" in answer.json()["metrics"]
+
+
+async def test_a_request_that_exceeds_memory_fails_alone_also_in_a_replay(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, limit_rows: LimitRows
+) -> None:
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine, last=4)
+    run = await server.create("a", "a", LORA)
+    limit_rows(64)
+    with worker(url, tmp_path, engine, drains=False):
+        requests = await submit(server, run, 1, 3)
+        large = await server.forward_backward(run, 4, sequences(1, 1, 100), OpKind.FORWARD_BACKWARD)
+        requests += await submit(server, run, 4, 4, place=5)
+        failure = (await server.result(run, large)).json()
+        assert failure["error"].startswith("Request needs more memory than the worker has (")
+        assert failure["category"] == "server"
+        assert await results(server, run, requests) == expected
+    assert engine.adapters.state(run.id).digest() == digest
+    limit_rows(1 << 30)
+    assert restored_digest(url, tmp_path, engine, run.id) == digest
