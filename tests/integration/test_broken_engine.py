@@ -37,7 +37,7 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import submit_save
 from tests.support.stack import POOL, Stack, make_worker, worker
 from tests.support.waiting import until
-from tests.warm.popen import run
+from tests.warm import popen
 
 CRASHED = {"error": "Internal error: this request could not be run.", "category": "server"}
 POISON = {"error": "Request repeatedly crashed the worker; it was not applied.", "category": "server"}
@@ -302,7 +302,7 @@ worker.main()
 
 def test_a_lost_device_ends_the_process_with_its_own_status(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
     settings = settings_of(empty_redis.url, tmp_path, tmp_path / "no-model")
-    ended = run([sys.executable, "-c", WORKER], env=environment_of(settings), timeout=PATIENCE_S)
+    ended = popen.run([sys.executable, "-c", WORKER], env=environment_of(settings), timeout=PATIENCE_S)
     said = ended.stdout + ended.stderr
     assert ended.returncode == EXIT_CODE == 70, said
     assert "device_lost" in said

@@ -101,7 +101,7 @@ async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is
         assert restored_digest(url, tmp_path, engine, run.id) == digest
 
 
-LORA = LoraSpec(rank=32, seed=0, train_mlp=False, train_unembed=False)
+IMPORTED = LoraSpec(rank=32, seed=0, train_mlp=False, train_unembed=False)
 Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
@@ -109,13 +109,13 @@ def an_import(inputs: int = 64) -> bytes:
     """An adapter of rank 32 on one module of the tiny model, in another scale than ours."""
     a, b = (f"base_model.model.{Q_PROJ}.lora_{letter}.weight" for letter in "AB")
     tensors = safetensors({a: (32, inputs), b: (128, 32)})
-    return encode_import(PeftAdapter(LORA, (PeftModule(Q_PROJ, a, b, scale=0.3),), tensors))
+    return encode_import(PeftAdapter(IMPORTED, (PeftModule(Q_PROJ, a, b, scale=0.3),), tensors))
 
 
 async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
     """Queue both ops of an upload, as the route does."""
     session = SessionId("a")
-    run = RunRecord(run_id(session, model_seq), TenantId("a"), session, POOL, MODEL, LORA, time.time())
+    run = RunRecord(run_id(session, model_seq), TenantId("a"), session, POOL, MODEL, IMPORTED, time.time())
     await server.intake.create_run(run, kind=OpKind.IMPORT, body=body)
     save = encode(SaveRequest(name="mine", kind="weights", last=True)).encode()
     await server.intake.submit(run, 1, OpKind.SAVE, save, 0, digest="1")
@@ -147,7 +147,7 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
         assert imported.json()["model_id"] == run.id
         path = (await server.result(run, request_id(run.id, 1))).json()["path"]
         checkpoint = await server.records.checkpoint(run.tenant, path)
-        other = await run_from(server, "a", "b", checkpoint, lora=LORA)
+        other = await run_from(server, "a", "b", checkpoint, lora=IMPORTED)
         await server.result(other, request_id(other.id, 0))
 
     expected = read_import(peft_adapter(body), engine.adapters.layout_of, max_rank=32)

@@ -23,7 +23,6 @@ from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pend
 from cotrain_store.tenants.records import Records
 from tests.support import lives
 from tests.support.full_table import no_descriptor
-from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log, open_log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL
@@ -198,6 +197,11 @@ async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
             await futures.wait(A, request_id(run.id, 0), 0.01)
 
 
+def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
+    """Return the remaining lifetime of a result."""
+    return lives.life_ms(log.redis, result_keys.result(request_id(run.id, seq)))
+
+
 async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     run = await log.new_run()
     await log.submit(run, 1)
@@ -205,7 +209,7 @@ async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
     large = Result(ResultKind.PASS, b"x" * (INLINE_LIMIT_BYTES + 1))
     results = {(run.id, 0): Result.of_json({}), (run.id, 1): large}
     log.execution.commit(step, results, {}, {})
-    lives_ms = [life_ms(log.redis, result_keys.result(request_id(run.id, seq))) for seq in (0, 1)]
+    lives_ms = [life_ms(log, run, seq) for seq in (0, 1)]
     assert lives_ms[0] == pytest.approx(24 * 3600e3, abs=60e3)
     assert lives_ms[1] == pytest.approx(2 * 3600e3, abs=60e3)
 
@@ -269,10 +273,6 @@ async def test_a_poll_says_where_its_request_stands(log: Log) -> None:
 
 NOW = 1_000.0
 LATER = NOW + READ_AFTER_S + 1
-
-
-def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
-    return lives.life_ms(log.redis, result_keys.result(request_id(run.id, seq)))
 
 
 async def test_a_result_whose_client_continued_is_not_kept_for_a_day(log: Log) -> None:

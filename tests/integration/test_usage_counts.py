@@ -26,8 +26,9 @@ from cotrain_store.redis_client.connection import SyncConnection, open_connectio
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.run_list import RunList
 from cotrain_workers.engine.engine import Engine
+from tests.support import http_api
 from tests.support.bodies import sequences
-from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body, sample_body
+from tests.support.http_api import ALICE, BOB, Api, pass_body, sample_body
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import RESULT, Samples
@@ -37,11 +38,13 @@ from tests.support.stand_in import DEVICE_S, FILES, StandIn
 HOUR_S = 3600 * 500_000
 
 
-@pytest.fixture(autouse=True)
-def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def samples(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> Samples:
+    """Sample requests within one hour."""
     monkeypatch.setattr("cotrain_store.keys.tenant_keys.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.weights.saved_weights.usage_hour", lambda _: HOUR_S)
+    return samples
 
 
 def used(samples: Samples, tenant: str = "a") -> dict[str, float]:
@@ -210,7 +213,7 @@ async def test_usage_is_reported_by_hour_and_session(api: Api, worker: StandIn) 
         (sampled, "sampling_prefill", True): 4,
         (sampled, "sampling_sample", None): 2,
     }
-    assert {event["base_model"] for event in body["data"]} == {POOL.base_model}
+    assert {event["base_model"] for event in body["data"]} == {http_api.POOL.base_model}
     assert {event["estimated_cost_usd"] for event in body["data"]} == {None}
     assert body["sessions"].keys() == {trained, sampled}
 
