@@ -258,21 +258,21 @@ async def test_a_run_is_moved_and_an_impossible_move_is_rejected(api: Api) -> No
     assert (await refused("w1"))[0] == 400
 
 
-OWN, AS_OPERATOR = {"X-API-Key": ALICE}, {"X-API-Key": ADMIN_KEY}
+OWN = {"X-API-Key": ALICE}
 TENANT, RUN = "/api/v1/admin/tenants/{tenant}", "/api/v1/training_runs/{run}"
 CHECKPOINT = RUN + "/checkpoints/weights/kept"
 ACTS: list[tuple[Mapping[str, str], str, str, Any]] = [
-    (AS_OPERATOR, "POST", "/api/v1/admin/tenants", {"name": "new"}),
-    (AS_OPERATOR, "PATCH", TENANT, {"limits": {"ops": 7}}),
-    (AS_OPERATOR, "PATCH", TENANT, {"weight": 2.5}),
-    (AS_OPERATOR, "POST", TENANT + "/pause", {"reason": "x"}),
-    (AS_OPERATOR, "POST", TENANT + "/keys", {"name": "laptop"}),
-    (AS_OPERATOR, "DELETE", TENANT + "/keys/{key}", None),
-    (AS_OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}),
-    (AS_OPERATOR, "POST", TENANT + "/runs/{paused}/resume", {}),
-    (AS_OPERATOR, "POST", TENANT + "/runs/{run}/close", {}),
-    (AS_OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/drain", {}),
-    (AS_OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w1/undrain", {}),
+    (OPERATOR, "POST", "/api/v1/admin/tenants", {"name": "new"}),
+    (OPERATOR, "PATCH", TENANT, {"limits": {"ops": 7}}),
+    (OPERATOR, "PATCH", TENANT, {"weight": 2.5}),
+    (OPERATOR, "POST", TENANT + "/pause", {"reason": "x"}),
+    (OPERATOR, "POST", TENANT + "/keys", {"name": "laptop"}),
+    (OPERATOR, "DELETE", TENANT + "/keys/{key}", None),
+    (OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}),
+    (OPERATOR, "POST", TENANT + "/runs/{paused}/resume", {}),
+    (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}),
+    (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/drain", {}),
+    (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w1/undrain", {}),
     (OWN, "POST", CHECKPOINT + "/publish", None),
     (OWN, "PUT", CHECKPOINT + "/ttl", {"ttl_seconds": 3600}),
     (OWN, "DELETE", CHECKPOINT, None),
@@ -338,11 +338,11 @@ async def test_an_action_whose_audit_line_cannot_be_written_is_not_done(
 @pytest.mark.parametrize(
     "act",
     [
-        (AS_OPERATOR, "POST", TENANT + "/resume", {}),
-        (AS_OPERATOR, "POST", TENANT + "/runs/{run}/resume", {}),
-        (AS_OPERATOR, "DELETE", TENANT + "/keys/unknown", None),
-        (AS_OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w9/drain", {}),
-        (AS_OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/undrain", {}),
+        (OPERATOR, "POST", TENANT + "/resume", {}),
+        (OPERATOR, "POST", TENANT + "/runs/{run}/resume", {}),
+        (OPERATOR, "DELETE", TENANT + "/keys/unknown", None),
+        (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w9/drain", {}),
+        (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/undrain", {}),
         (OWN, "DELETE", RUN + "/checkpoints/weights/unknown", None),
         (OWN, "PUT", "/api/v1/sessions/unknown/project", {"project_id": "p"}),
     ],
@@ -359,8 +359,8 @@ async def test_a_rejected_or_ineffective_action_leaves_no_line(
 
 async def test_pausing_a_run_that_has_ended_leaves_no_line(site: tuple[Api, dict[str, str]]) -> None:
     api, names = site
-    await sent(api, names, (AS_OPERATOR, "POST", TENANT + "/runs/{run}/close", {}))
-    answer = await sent(api, names, (AS_OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}))
+    await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}))
+    answer = await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}))
     assert answer.status_code == 400
     tenants_own = await api.services.audit.page(names["tenant"], None, 100)  # type: ignore[arg-type]
     for events in (await api.services.audit.page(None, None, 100), tenants_own):
@@ -414,7 +414,7 @@ def run(server: dict[str, str], *words: str) -> Result:
 def asked(server: dict[str, str], *words: str) -> Any:
     result = run(server, *words, "--json")
     assert result.exit_code == 0, result.output
-    return json.loads(result.output)
+    return json.loads(result.stdout)
 
 
 def test_the_operator_runs_every_command(server: dict[str, str]) -> None:
