@@ -25,8 +25,6 @@ from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, stack
 from tests.support.waiting import until
 
-STEP = 4  # ops of one step of the program
-
 
 @dataclass
 class Host:

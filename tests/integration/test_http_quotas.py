@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from cotrain_store.errors import Reason
-from tests.support.http_api import ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api
+from tests.support.http_api import ALICE, BOB, OPERATOR, Api, pass_body, running_api
+from tests.support.http_api import POOL as API_POOL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
 
@@ -49,7 +50,7 @@ async def test_runs_over_the_byte_quota_are_rejected_on_every_route(empty_redis:
     async with running_api(empty_redis.url, quotas={"run_bytes": 2 * weight}) as api:
         run = await api.new_run()
         session = run.partition(":")[0]
-        body = {"session_id": session, "model_seq_id": 1, "base_model": POOL.base_model, "lora_config": {"rank": 8}}
+        body = {"session_id": session, "model_seq_id": 1, "base_model": API_POOL.base_model, "lora_config": {"rank": 8}}
         over = await api.post("create_model", body)
         assert refusal(over) == (429, "run_bytes_quota_reached")
         assert f"hold {weight} bytes, and this run would hold {2 * weight}" in over.json()["detail"]
@@ -78,7 +79,7 @@ async def test_runs_over_the_byte_quota_are_rejected_on_every_route(empty_redis:
 async def test_samplers_over_the_quota_are_rejected_but_a_repeat_is_not(empty_redis: EmbeddedRedis) -> None:
     async with running_api(empty_redis.url, quotas={"samplers": 1}) as api:
         session = (await api.post("create_session", {})).json()["session_id"]
-        body = {"session_id": session, "base_model": POOL.base_model}
+        body = {"session_id": session, "base_model": API_POOL.base_model}
         first = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})
         assert first.status_code == 200
         over = await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 1})
@@ -142,7 +143,7 @@ async def test_ended_sessions_and_runs_count_permanently_and_repeats_do_not(empt
         run = {
             "session_id": session,
             "model_seq_id": 0,
-            "base_model": POOL.base_model,
+            "base_model": API_POOL.base_model,
             "user_metadata": {"note": "x" * 5_000},
         }
         made = await api.post("create_model", run)
@@ -166,7 +167,7 @@ async def test_a_run_over_the_record_quota_is_rejected_in_a_live_session(empty_r
     async with running_api(empty_redis.url, quotas={"record_bytes": 1_500}) as api:
         await api.new_run()
         session = (await api.get("sessions")).json()["sessions"][0]
-        body = {"session_id": session, "model_seq_id": 1, "base_model": POOL.base_model}
+        body = {"session_id": session, "model_seq_id": 1, "base_model": API_POOL.base_model}
         over = await api.post("create_model", body)
         assert (over.status_code, over.json()["code"]) == (400, "record_quota_reached")
 
@@ -190,7 +191,7 @@ async def test_without_memory_no_permanent_object_is_created(
         session = (await api.post("create_session", {})).json()["session_id"]
         monkeypatch.setattr("cotrain_store.disk.capacity._ASK_MEMORY_EVERY_S", 0.0)
         monkeypatch.setattr("cotrain_store.disk.capacity.MEMORY_SHARE", 1e-9)
-        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": POOL.base_model}
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": API_POOL.base_model}
         for path, body in (("create_session", {}), ("create_sampling_session", sampler)):
             assert refusal(await api.post(path, body)) == (429, "store_full")
 

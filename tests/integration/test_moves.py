@@ -1,7 +1,8 @@
-"""A run goes to another worker while it trains: the same bits, no failed request, and nothing replayed."""
+"""Runs that leave their worker while they train, moved, drained or stopped: no failed request, the same bits, no replay."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,15 +14,16 @@ from cotrain_store.errors import Fenced, Reason, RunClosed
 from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.fleet import Move
 from cotrain_store.messages.runs import RunRecord
-from cotrain_store.oplog.moves import Moves
+from cotrain_store.oplog.moves import Drains, Moves
 from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
+from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, snapshots, worker
-from tests.support.two_workers import NEW, OLD, STEP, heartbeat
+from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
@@ -187,3 +189,150 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
                 break
         assert set(owners) == {OLD, NEW}
         assert moved == owners.count(NEW)
+
+
+async def test_a_worker_is_drained_while_its_runs_train_and_returns(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url, drains = empty_redis.url, Drains(server.dispatch._redis)
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    other = AnotherEngine.load(str(tiny_model))
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        answers = await results(server, run, await submit(server, run, 1, STEP))
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: heartbeat(redis, NEW))
+            under_way = await submit(server, run, STEP + 1, 2 * STEP)
+            await drains.ask(POOL, OLD)
+            await drains.ask(POOL, OLD)
+            answers += await results(server, run, under_way)
+            await until(lambda: not is_listed(redis, OLD))
+            after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
+            answers += await results(server, run, after)
+            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert heartbeat(redis, OLD)["state"] == "drained"
+            assert heartbeat(redis, OLD)["runs"] == 0
+            assert run.id not in engine.adapters
+            assert await drains.take_back(POOL, OLD)
+            await until(lambda: is_listed(redis, OLD))
+            await until(lambda: heartbeat(redis, OLD)["state"] == "serving")
+    assert answers == expected
+    assert other.adapters.state(run.id).digest() == digest
+
+
+async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url, drains = empty_redis.url, Drains(server.dispatch._redis)
+    other = AnotherEngine.load(str(tiny_model))
+    with refused(Reason.WORKER_NOT_FOUND):
+        await drains.ask(POOL, OLD)
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine):
+        await results(server, run, await submit(server, run, 1, 1))
+        await drains.ask(POOL, OLD)
+        await until(lambda: heartbeat(redis, OLD)["state"] == "draining")
+        save = await submit_save(server, run, 2)
+        await server.result(run, save)
+        assert not heartbeat(redis, OLD)["is_handing_over"]
+        sampler = await server.records.sampler(run.tenant, "a:sample:0")
+        await ended(server, sampler, await submit_sample(server, sampler, 1))
+        with worker(url, tmp_path, other, worker_id=NEW):
+            await until(lambda: not is_listed(redis, OLD))
+            await ended(server, sampler, await submit_sample(server, sampler, 2))
+            assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
+        # The other worker is gone: the draining one continues, so that its pool need not wait.
+        await until(lambda: is_listed(redis, OLD))
+        await server.result(run, await server.optim_step(run, 3))
+
+
+async def test_a_drained_worker_that_starts_again_stays_drained(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    redis: Any,
+) -> None:  # fmt: skip
+    from cotrain_workers.engine.engine import Engine as AnotherEngine
+
+    url = empty_redis.url
+    other = AnotherEngine.load(str(tiny_model))
+    with worker(url, tmp_path, other, worker_id=NEW):
+        await until(lambda: heartbeat(redis, NEW))
+        redis.hset(fleet_keys.draining(POOL), OLD, "1.0")
+        with worker(url, tmp_path, engine):
+            await until(lambda: heartbeat(redis, OLD) and not is_listed(redis, OLD))
+            run = await server.create("a", "a", LORA)
+            await results(server, run, await submit(server, run, 1, 1))
+            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+
+
+async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any,
+) -> None:  # fmt: skip
+    url = empty_redis.url
+    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    run = await server.create("a", "a", LORA)
+    with ExitStack() as old, worker(url, tmp_path, other, worker_id=NEW):
+        redis.hset(fleet_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
+        old.enter_context(worker(url, tmp_path, engine))
+        await until(lambda: not is_listed(redis, NEW))
+        answers = await results(server, run, await submit(server, run, 1, STEP))
+        assert redis.hget(run_keys.log(POOL, run.id), "worker") == OLD.encode()
+        redis.hdel(fleet_keys.draining(POOL), NEW)
+        await until(lambda: heartbeat(redis, NEW)["state"] == "serving" and is_listed(redis, NEW))
+        under_way = await submit(server, run, STEP + 1, 2 * STEP)
+        await asyncio.to_thread(old.close)
+        assert not is_listed(redis, OLD)
+        assert not heartbeat(redis, OLD)
+        answers += await results(server, run, under_way)
+        after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
+        answers += await results(server, run, after)
+        assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+        assert heartbeat(redis, NEW)["restored_ops"] == 0
+    assert answers == expected
+    assert other.adapters.state(run.id).digest() == digest
+    assert redis.hget(fleet_keys.counters(POOL), "reassignments") is None
+
+
+async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_process(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+) -> None:
+    url, seen = empty_redis.url, []
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine) as loop:
+        await results(server, run, await submit(server, run, 1, STEP))
+        drain = loop._residents.drain
+
+        def look_and_drain(deadline_s: float) -> None:
+            seen.append(heartbeat(redis, OLD))
+            drain(deadline_s)
+
+        loop._residents.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
+    (last,) = seen
+    assert (last["state"], last["is_handing_over"]) == ("draining", True)
+    assert is_listed(redis, OLD)
+    waiting = await submit(server, run, STEP + 1, 2 * STEP)
+    with worker(url, tmp_path, engine):
+        await results(server, run, waiting)
+        await until(lambda: heartbeat(redis, OLD)["state"] == "serving")
+        assert heartbeat(redis, OLD)["restored_ops"] == 0
+
+
+async def test_workers_that_all_leave_find_their_runs_again(
+    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    redis: Any,
+) -> None:  # fmt: skip
+    url = empty_redis.url
+    run = await server.create("a", "a", LORA)
+    with worker(url, tmp_path, engine), worker(url, tmp_path, other, worker_id=NEW):
+        await results(server, run, await submit(server, run, 1, STEP))
+    waiting = await submit(server, run, STEP + 1, 2 * STEP)
+    with worker(url, tmp_path, engine), worker(url, tmp_path, other, worker_id=NEW):
+        await results(server, run, waiting)
+        await until(lambda: heartbeat(redis, OLD) and heartbeat(redis, NEW))
+        assert heartbeat(redis, OLD)["restored_ops"] + heartbeat(redis, NEW)["restored_ops"] == 0

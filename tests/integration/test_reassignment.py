@@ -20,7 +20,6 @@ from tests.support.log import WORKER, Log
 from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL, pool_record_for_tests
 
-HEIR = WorkerId("w1")
 THIRD = WorkerId("w2")
 
 

@@ -18,8 +18,6 @@ from tests.support.samples import RESULT, Samples, open_samples
 from tests.support.waiting import until
 
 #: Longer than any wait here lasts: running into it is a failure.
-PATIENCE_S = 120.0
-NEVER_S = 1e6
 
 
 async def somebody_waits(completions: Completions, count: int = 1) -> None:

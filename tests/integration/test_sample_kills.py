@@ -18,7 +18,7 @@ from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples
 from tests.support.stack import POOL
 
 REQUESTS = 120
-PATIENCE_S = 300.0
+KILLS_PATIENCE_S = 300.0
 
 
 def work(samples: Samples, stop: threading.Event) -> None:
@@ -62,7 +62,7 @@ async def test_every_request_ends_and_is_published_once_across_kills_of_redis(tm
         async with (
             open_samples(server.url, tmp_path) as samples,
             samples.completions() as completions,
-            asyncio.timeout(PATIENCE_S),
+            asyncio.timeout(KILLS_PATIENCE_S),
         ):
             samplers = [await samples.sampler(tenant) for tenant in ("a", "b")]
             stop = threading.Event()

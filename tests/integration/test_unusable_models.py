@@ -10,7 +10,6 @@ from pathlib import Path
 
 import transformers
 
-from tests.integration.test_serve import serve
 from tests.support.processes import ended, settings_of
 from tests.support.redis_server import EmbeddedRedis
 

@@ -6,15 +6,12 @@ import asyncio
 from pathlib import Path
 
 from cotrain_store.keys import tenant_keys
-from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
 from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.processes import Process
 from tests.support.receiver import receiving
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.waiting import until
-
-A = TenantId("a")
 
 
 async def test_a_killed_process_loses_no_event(
