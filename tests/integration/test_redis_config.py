@@ -38,7 +38,6 @@ OWN_PLACE = {
     "bind", "protected-mode", "port", "aclfile", "dir", "logfile", "unixsocket", "unixsocketperm",
 }  # fmt: skip
 
-pytestmark = pytest.mark.redis
 
 
 def options() -> dict[str, str]:
