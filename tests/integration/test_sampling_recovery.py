@@ -1,4 +1,4 @@
-"""Whatever dies, and whenever: saved weights and accepted sample requests survive, with the same numbers."""
+"""Kills next to sampling, of a worker or of Redis: saved weights and accepted requests survive, with the same numbers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from cotrain_store.keys import run_keys
-from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.runs import RunRecord
+from cotrain_store.keys import fleet_keys, run_keys
+from cotrain_store.messages.ids import RequestId, request_id
+from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord, SamplerRecord
+from cotrain_store.redis_client.connection import CONNECTION_LOST
+from cotrain_store.sampling.completions import Completions
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine
@@ -24,6 +27,7 @@ from tests.support.deaths import Failpoint, Killed, deaths_until, dying_worker, 
 from tests.support.draws import variant
 from tests.support.program import LORA, submit
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.samples import BODY, LARGE_BODY, Samples, open_samples
 from tests.support.sampling import LONG, base_sampler, ended, sample, sampled, saved_sampler, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, make_worker, snapshots, worker
 from tests.support.waiting import PATIENCE_S, until
@@ -249,3 +253,77 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     for request in (requests[0], requests[2]):
         assert await sampled(server, sampler, request) == expected
     assert deaths <= 2 * MAX_CRASHES
+
+
+REQUESTS = 120
+KILLS_PATIENCE_S = 300.0
+
+
+def work(samples: Samples, stop: threading.Event) -> None:
+    """Claim and resolve like a worker: claimed requests are kept until their results are stored."""
+    while not stop.is_set():
+        try:
+            claimed = samples.sampling.claim(5)
+        except CONNECTION_LOST:
+            continue
+        results = {one.request: Result(ResultKind.SAMPLE, one.request.encode()) for one in claimed}
+        while results and not stop.is_set():
+            try:
+                samples.sampling.resolve(results, {"sample_requests": len(results)})
+                break
+            except CONNECTION_LOST:
+                pass
+        if not claimed:
+            stop.wait(0.01)
+
+
+async def accepted(samples: Samples, sampler: SamplerRecord, seq: int) -> RequestId:
+    while True:
+        try:
+            body = LARGE_BODY if seq % 5 == 0 else BODY
+            return await samples.intake.submit(sampler, seq, body)
+        except CONNECTION_LOST:
+            await asyncio.sleep(0.02)
+
+
+async def told(completions: Completions, sampler: SamplerRecord, count: int) -> list[RequestId]:
+    found: list[RequestId] = []
+    cursor = 0
+    while len(found) < count:
+        ended, cursor = await completions.wait(sampler, 0, cursor, 1.0)
+        found += [one.request for one in ended]
+    return found
+
+
+async def test_every_request_ends_and_is_published_once_across_kills_of_redis(tmp_path: Path) -> None:
+    with EmbeddedRedis() as server:
+        async with (
+            open_samples(server.url, tmp_path) as samples,
+            samples.completions() as completions,
+            asyncio.timeout(KILLS_PATIENCE_S),
+        ):
+            samplers = [await samples.sampler(tenant) for tenant in ("a", "b")]
+            stop = threading.Event()
+            worker = threading.Thread(target=work, args=(samples, stop))
+            worker.start()
+            try:
+                submits = [
+                    asyncio.create_task(accepted(samples, sampler, seq))
+                    for seq in range(REQUESTS)
+                    for sampler in samplers
+                ]
+                polls = [asyncio.create_task(told(completions, sampler, REQUESTS)) for sampler in samplers]
+                for _ in range(3):
+                    await asyncio.sleep(0.05)
+                    await asyncio.to_thread(server.kill)
+                    await asyncio.to_thread(server.restart)
+                requests = await asyncio.gather(*submits)
+                ends = [request for poll in polls for request in await poll]
+            finally:
+                stop.set()
+                worker.join()
+            assert sorted(ends) == sorted(requests)
+            assert all(samples.result(request) == Result(ResultKind.SAMPLE, request.encode()) for request in requests)
+            assert (samples.load("a"), samples.load("b")) == ((0, 0, 0), (0, 0, 0))
+            assert samples.log.references() == {}
+            assert float(samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")) == len(requests)
