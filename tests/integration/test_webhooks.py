@@ -1,4 +1,4 @@
-"""Webhooks against a real receiver: signed, at least once, to allowed addresses, one tenant never behind another."""
+"""Webhooks against a real receiver: signed, at least once, to allowed addresses; no tenant waits for another."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ from cotrain_store.errors import Fenced, Reason
 from cotrain_store.keys import tenant_keys
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.webhooks import DueEvent, Outcome
-from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
+from cotrain_store.redis_client.connection import SyncConnection, open_connection, open_sync_connection, stop_tasks
 from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time
 from tests.support.markdown import blocks
+from tests.support.processes import Process
 from tests.support.receiver import Received, Receiver, receiving
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stand_in import stand_in
-from tests.support.waiting import until_true
+from tests.support.waiting import until, until_true
 
 LOCAL = ("127.0.0.0/8",)
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "webhooks.md"
@@ -388,3 +389,29 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(em
         await webhooks.test(A)
     await connection.aclose()
     redis.close()
+
+
+async def test_a_killed_process_loses_no_event(
+    empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path
+) -> None:
+    settings = {
+        "COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path),
+        "COTRAIN_PORT": "0", "COTRAIN_WEBHOOK_NETWORKS": "127.0.0.1",
+        "COTRAIN_API_KEYS": "tml-alice_secret-of-alice",
+    }  # fmt: skip
+    connection = open_connection(empty_redis.url)
+    webhooks = Webhooks(connection, "none of them")
+    async with receiving() as receiver:
+        receiver.answers = [b""]  # the first request is never answered
+        await webhooks.set(A, f"http://127.0.0.1:{receiver.port}/")
+        event = await webhooks.test(A)
+        with Process("cotrain_server", settings, tmp_path / "first.log") as first:
+            await receiver.until(1)
+            await asyncio.to_thread(first.kill)
+            redis.delete(tenant_keys.lease())  # otherwise it expires after ten seconds
+            with Process("cotrain_server", settings, tmp_path / "second.log"):
+                await receiver.until(2)
+                await until(lambda: redis.hget(tenant_keys.webhook(A), "delivered") == b"1")
+        assert [request.headers["webhook-id"] for request in receiver.requests] == [event] * 2
+        assert redis.hlen(tenant_keys.events(A)) == 0
+    await connection.aclose()
