@@ -232,7 +232,6 @@ def _reads(redis: SyncConnection) -> int:
     return reads
 
 
-
 ROOT = Path(__file__).parents[2]
 CARELESS = """
 import redis

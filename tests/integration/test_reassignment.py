@@ -31,6 +31,7 @@ from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
 from tests.support.waiting import until
 
+DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 THIRD = WorkerId("w2")
 
 
@@ -276,7 +277,6 @@ async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:
 
 
 STEP = 4
-DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 
 
 async def inherit(server: Stack, redis: Any) -> None:

@@ -39,7 +39,6 @@ OWN_PLACE = {
 }  # fmt: skip
 
 
-
 def options() -> dict[str, str]:
     lines = (CONFIG / "redis.conf").read_text().splitlines()
     pairs = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]

@@ -51,7 +51,7 @@ TENANTS, STEPS = 8, 3
 KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]
 PATIENCE_S = 300
 #: Command that works with and without installed entry points.
-WORKER = [
+JOINING = [
     sys.executable, "-c", "import typer; from cotrain_server.commands.worker import worker; typer.run(worker)",
 ]  # fmt: skip
 
@@ -184,7 +184,7 @@ def test_remote_workers_join_and_their_runs_continue_when_they_leave(
         serving = at_end.enter_context(Serving(tmp_path, [base_model], KEYS, options, settings))
         joined = Popen(
             [
-                *WORKER, f"--base-model={base_model}", f"--redis-url={redis.url}",
+                *JOINING, f"--base-model={base_model}", f"--redis-url={redis.url}",
                 f"--data-dir={tmp_path}", "--device=cpu", "--torch-threads=1", "--workers=2",
                 "--name=east",
             ],
@@ -210,7 +210,7 @@ def test_remote_workers_join_and_their_runs_continue_when_they_leave(
 
 
 def test_a_folder_of_no_server_is_rejected(tmp_path: Path) -> None:
-    refused = run([*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"])
+    refused = run([*JOINING, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"])
     assert refused.returncode == os.EX_USAGE
     assert "is no server's data folder: it has no file belongs-to." in refused.stderr
 

@@ -101,7 +101,7 @@ async def test_a_worker_stopped_on_a_full_disk_leaves_the_step_to_the_next(
     assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
 
 
-LARGE_BODY = b"large" * 10_000
+LARGE_BYTES = b"large" * 10_000
 
 
 class SlowSpool(ObjectSpool):
@@ -138,11 +138,11 @@ async def test_a_request_with_a_swept_body_is_accepted_only_when_sent_again(
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = await log.new_run()
     with refused(Reason.BODY_SWEPT):
-        await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BODY, 7, digest="d")
+        await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BYTES, 7, digest="d")
     assert log.references() == {}
-    await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BODY, 7, digest="d")
+    await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BYTES, 7, digest="d")
     (segment,) = log.references()
-    assert spools[0].read_each([op.ref for op in (await log.plan()).ops[1:]]) == [LARGE_BODY]
+    assert spools[0].read_each([op.ref for op in (await log.plan()).ops[1:]]) == [LARGE_BYTES]
     assert spools[0].references.close([segment]) == []
 
 
@@ -152,9 +152,9 @@ async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = record_of("a")
     with refused(Reason.BODY_SWEPT):
-        await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BODY)
+        await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
     assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
-    await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BODY)
+    await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
     assert len(log.references()) == 1
 
 
@@ -178,12 +178,12 @@ async def test_results_swept_before_their_commit_are_written_again(
     execution.claim()
     execution.publish(pool_record_for_tests())
     step = await log.plan()
-    results = {(run.id, 0): Result(ResultKind.PASS, LARGE_BODY)}
+    results = {(run.id, 0): Result(ResultKind.PASS, LARGE_BYTES)}
     execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
     assert spools[1].swept
     stored = log.result(run, 0)
     assert stored
-    assert spools[1].read(stored.payload.decode()) == LARGE_BODY
+    assert spools[1].read(stored.payload.decode()) == LARGE_BYTES
 
 
 async def test_samples_swept_before_they_are_stored_are_written_again(
@@ -194,11 +194,11 @@ async def test_samples_swept_before_they_are_stored_are_written_again(
     worker = log.new_worker()
     claims = SampleClaims(log.redis, log.spool, spools[1], POOL, WORKER, worker.epoch)
     claims.claim(1)
-    claims.resolve({request: Result(ResultKind.SAMPLE, LARGE_BODY)}, {})
+    claims.resolve({request: Result(ResultKind.SAMPLE, LARGE_BYTES)}, {})
     assert spools[1].swept
     stored = samples.result(request)
     assert stored
-    assert spools[1].read(stored.payload.decode()) == LARGE_BODY
+    assert spools[1].read(stored.payload.decode()) == LARGE_BYTES
 
 
 async def test_referenced_files_stay_and_later_ones_are_swept(log: Log) -> None:
