@@ -34,7 +34,6 @@ from tests.warm.sources import SOURCES
 PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 
 KEY = "tml-restored_key-of-sixteen-letters"
-PATIENCE_S = 300
 #: Datums of a body that is too long for Redis (16 KB) and lies in the spool.
 MANY = 8
 
