@@ -27,7 +27,6 @@ from tests.support.checkpoints import run_from
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, worker
 from tests.support.uploads import safetensors
 
@@ -61,15 +60,12 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
 )
 async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is_killed(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
     failpoint: Failpoint,
 ) -> None:
-    url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    expected, digest = await undisturbed(server, engine, last=2 * STEP)
 
     def full(*_: object) -> None:
         raise OSError("no space")
@@ -77,7 +73,7 @@ async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is
     with monkeypatch.context() as disk:
         disk.setattr(CheckpointFiles, "write", full)
         parent, other = [await server.create(name, name, LORA) for name in "ab"]
-        with worker(url, tmp_path, engine, drains=False):
+        with worker(server, engine, drains=False):
             await save(server, other, 1)  # a worker recreates its weights first
             await submit(server, parent, 1, STEP)
             saved = await save(server, parent, STEP + 1)
@@ -87,18 +83,18 @@ async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is
             engine.adapters.drop(run.id)
         if failpoint.of_weights:
             disk.undo()
-        async with dying_worker(url, tmp_path, engine, failpoint):
+        async with dying_worker(server, engine, failpoint):
             pass
         assert redis.hget(weights_keys.weights(WeightsRef(saved)), "digest") == b""
     for run in (parent, other, *forks):
         engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         for run, asked in zip(forks, requests, strict=True):
             assert await results(server, run, asked) == expected[STEP:]
         rest = await submit(server, parent, STEP + 1, 2 * STEP, place=STEP + 2)
         assert await results(server, parent, rest) == expected[STEP:]
     for run in (parent, *forks):
-        assert restored_digest(url, tmp_path, engine, run.id) == digest
+        assert restored_digest(server, engine, run.id) == digest
 
 
 IMPORTED = LoraSpec(rank=32, seed=0, train_mlp=False, train_unembed=False)
@@ -134,15 +130,15 @@ async def upload(server: Stack, body: bytes, model_seq: int = 0) -> RunRecord:
     ids=str,
 )
 async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_killed(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint
+    server: Stack, tmp_path: Path, engine: Engine, failpoint: Failpoint
 ) -> None:
-    url, body = empty_redis.url, an_import()
+    body = an_import()
     assert len(body) > INLINE_LIMIT_BYTES
     run = await upload(server, body)
-    async with dying_worker(url, tmp_path, engine, failpoint):
+    async with dying_worker(server, engine, failpoint):
         pass
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         imported = await server.result(run, request_id(run.id, 0))
         assert imported.json()["model_id"] == run.id
         path = (await server.result(run, request_id(run.id, 1))).json()["path"]
@@ -160,9 +156,9 @@ async def test_an_upload_becomes_the_same_checkpoint_wherever_its_worker_is_kill
 
 
 async def test_an_upload_that_does_not_fit_fails_with_the_reason_and_ends_its_run(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+    server: Stack, engine: Engine
 ) -> None:
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         run = await upload(server, an_import(inputs=63))
         refused = (await server.result(run, request_id(run.id, 0))).json()
         not_saved = (await server.result(run, request_id(run.id, 1))).json()

@@ -19,7 +19,6 @@ from cotrain_workers.engine.engine import Engine
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, snapshots, worker
@@ -44,19 +43,19 @@ def moves_and_owners(redis: Any, runs: Sequence[RunRecord]) -> tuple[int, list[s
 
 
 async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothing(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any,
 ) -> None:  # fmt: skip
-    url, moves = empty_redis.url, Moves(server.dispatch._redis)
-    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    moves = Moves(server.connection)
+    expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine, tuning=snapshots(ops=1000)), ExitStack() as second:
+    with worker(server, engine, tuning=snapshots(ops=1000)), ExitStack() as second:
         answers = await results(server, run, await submit(server, run, 1, 2))
         with refused(Reason.CANNOT_MOVE, match="is already on worker w0"):
             await moves.ask(POOL, run.id, OLD)
         with refused(Reason.WORKER_NOT_FOUND):
             await moves.ask(POOL, run.id, NEW)
-        second.enter_context(worker(url, tmp_path, other, worker_id=NEW, tuning=snapshots(ops=1000)))
+        second.enter_context(worker(server, other, worker_id=NEW, tuning=snapshots(ops=1000)))
         await until(lambda: heartbeat(redis, NEW))
         under_way = await submit(server, run, 3, STEP + 2)
         await moves.ask(POOL, run.id, NEW)  # an optimizer step and a gradient that waits lie before it
@@ -77,7 +76,7 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
     assert answers == expected
     assert redis.hget(fleet_keys.counters(POOL), "moves") == b"3"
     assert redis.hget(fleet_keys.counters(POOL), "replayed_ops") in (None, b"0")
-    with worker(url, tmp_path, other, worker_id=NEW):
+    with worker(server, other, worker_id=NEW):
         await results(server, run, [await server.optim_step(run, len(PROGRAM) + 1)])
     assert digest
 
@@ -93,21 +92,21 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
     ids=str,
 )
 async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any, failpoint: Failpoint,
 ) -> None:  # fmt: skip
-    url, moves = empty_redis.url, Moves(server.dispatch._redis)
-    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    moves = Moves(server.connection)
+    expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
     with ExitStack() as second:
-        async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=1000)):
+        async with dying_worker(server, engine, failpoint, tuning=snapshots(ops=1000)):
             answers = await results(server, run, await submit(server, run, 1, STEP))
-            second.enter_context(worker(url, tmp_path, other, worker_id=NEW))
+            second.enter_context(worker(server, other, worker_id=NEW))
             await until(lambda: heartbeat(redis, NEW))
             await moves.ask(POOL, run.id, NEW)
             under_way = await submit(server, run, STEP + 1, len(PROGRAM))
         engine.adapters.drop(run.id)
-        with worker(url, tmp_path, engine):
+        with worker(server, engine):
             answers += await results(server, run, under_way)
             await until(lambda: redis.hlen(fleet_keys.moves(POOL)) == 0)
     assert answers == expected
@@ -116,14 +115,14 @@ async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
 
 
 async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any,
 ) -> None:  # fmt: skip
-    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    moves = Moves(server.connection)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine, tuning=snapshots(ops=1000)) as loop:
+    with worker(server, engine, tuning=snapshots(ops=1000)) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
-        with worker(url, tmp_path, other, worker_id=NEW):
+        with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
             own, epoch, move = loop._execution.moves, loop._execution.epoch, Move(run.id, OLD, NEW)
             assert not own.hand_over(move, epoch, in_memory=False)  # it is not wanted
@@ -148,16 +147,16 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
 
 
 async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any,
 ) -> None:  # fmt: skip
-    url, moves = empty_redis.url, Moves(server.dispatch._redis)
+    moves = Moves(server.connection)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine) as loop:
+    with worker(server, engine) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
         go_on = loop._moves.go_on
         loop._moves.go_on = lambda: None  # type: ignore[method-assign]  # later
-        with worker(url, tmp_path, other, worker_id=NEW):
+        with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
             await moves.ask(POOL, run.id, NEW)
         loop._moves.go_on = go_on  # type: ignore[method-assign]
@@ -167,15 +166,14 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
 
 
 async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_none_goes_twice(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    url = empty_redis.url
     monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
     monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
     monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
-    with worker(url, tmp_path, engine), ExitStack() as second:
+    with worker(server, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)
         for round_ in range(60):
             seq = round_ * STEP
@@ -183,7 +181,7 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
             for run, requests in zip(runs, sent, strict=True):
                 await results(server, run, requests)
             if round_ == 2:
-                second.enter_context(worker(url, tmp_path, other, worker_id=NEW))
+                second.enter_context(worker(server, other, worker_id=NEW))
             moved, owners = moves_and_owners(redis, runs)
             if set(owners) == {OLD, NEW}:
                 break
@@ -192,18 +190,18 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
 
 
 async def test_a_worker_is_drained_while_its_runs_train_and_returns(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    server: Stack, engine: Engine, tiny_model: Path,
     redis: Any,
 ) -> None:  # fmt: skip
     from cotrain_workers.engine.engine import Engine as AnotherEngine
 
-    url, drains = empty_redis.url, Drains(server.dispatch._redis)
-    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    drains = Drains(server.connection)
+    expected, digest = await undisturbed(server, engine)
     other = AnotherEngine.load(str(tiny_model))
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        with worker(url, tmp_path, other, worker_id=NEW):
+        with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
             under_way = await submit(server, run, STEP + 1, 2 * STEP)
             await drains.ask(POOL, OLD)
@@ -224,17 +222,17 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
 
 
 async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    server: Stack, engine: Engine, tiny_model: Path,
     redis: Any,
 ) -> None:  # fmt: skip
     from cotrain_workers.engine.engine import Engine as AnotherEngine
 
-    url, drains = empty_redis.url, Drains(server.dispatch._redis)
+    drains = Drains(server.connection)
     other = AnotherEngine.load(str(tiny_model))
     with refused(Reason.WORKER_NOT_FOUND):
         await drains.ask(POOL, OLD)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         await results(server, run, await submit(server, run, 1, 1))
         await drains.ask(POOL, OLD)
         await until(lambda: heartbeat(redis, OLD)["state"] == "draining")
@@ -243,7 +241,7 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
         assert not heartbeat(redis, OLD)["is_handing_over"]
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await ended(server, sampler, await submit_sample(server, sampler, 1))
-        with worker(url, tmp_path, other, worker_id=NEW):
+        with worker(server, other, worker_id=NEW):
             await until(lambda: not is_listed(redis, OLD))
             await ended(server, sampler, await submit_sample(server, sampler, 2))
             assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
@@ -253,17 +251,16 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
 
 
 async def test_a_drained_worker_that_starts_again_stays_drained(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    server: Stack, engine: Engine, tiny_model: Path,
     redis: Any,
 ) -> None:  # fmt: skip
     from cotrain_workers.engine.engine import Engine as AnotherEngine
 
-    url = empty_redis.url
     other = AnotherEngine.load(str(tiny_model))
-    with worker(url, tmp_path, other, worker_id=NEW):
+    with worker(server, other, worker_id=NEW):
         await until(lambda: heartbeat(redis, NEW))
         redis.hset(fleet_keys.draining(POOL), OLD, "1.0")
-        with worker(url, tmp_path, engine):
+        with worker(server, engine):
             await until(lambda: heartbeat(redis, OLD) and not is_listed(redis, OLD))
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 1))
@@ -271,15 +268,14 @@ async def test_a_drained_worker_that_starts_again_stays_drained(
 
 
 async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any,
 ) -> None:  # fmt: skip
-    url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine)
+    expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
-    with ExitStack() as old, worker(url, tmp_path, other, worker_id=NEW):
+    with ExitStack() as old, worker(server, other, worker_id=NEW):
         redis.hset(fleet_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
-        old.enter_context(worker(url, tmp_path, engine))
+        old.enter_context(worker(server, engine))
         await until(lambda: not is_listed(redis, NEW))
         answers = await results(server, run, await submit(server, run, 1, STEP))
         assert redis.hget(run_keys.log(POOL, run.id), "worker") == OLD.encode()
@@ -300,11 +296,11 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
 
 
 async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_process(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack, engine: Engine, redis: Any
 ) -> None:
-    url, seen = empty_redis.url, []
+    seen = []
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine) as loop:
+    with worker(server, engine) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
         drain = loop._residents.drain
 
@@ -317,22 +313,21 @@ async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_proc
     assert (last["state"], last["is_handing_over"]) == ("draining", True)
     assert is_listed(redis, OLD)
     waiting = await submit(server, run, STEP + 1, 2 * STEP)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         await results(server, run, waiting)
         await until(lambda: heartbeat(redis, OLD)["state"] == "serving")
         assert heartbeat(redis, OLD)["restored_ops"] == 0
 
 
 async def test_workers_that_all_leave_find_their_runs_again(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, other: Engine,
+    server: Stack, engine: Engine, other: Engine,
     redis: Any,
 ) -> None:  # fmt: skip
-    url = empty_redis.url
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine), worker(url, tmp_path, other, worker_id=NEW):
+    with worker(server, engine), worker(server, other, worker_id=NEW):
         await results(server, run, await submit(server, run, 1, STEP))
     waiting = await submit(server, run, STEP + 1, 2 * STEP)
-    with worker(url, tmp_path, engine), worker(url, tmp_path, other, worker_id=NEW):
+    with worker(server, engine), worker(server, other, worker_id=NEW):
         await results(server, run, waiting)
         await until(lambda: heartbeat(redis, OLD) and heartbeat(redis, NEW))
         assert heartbeat(redis, OLD)["restored_ops"] + heartbeat(redis, NEW)["restored_ops"] == 0

@@ -38,10 +38,10 @@ async def until_said(server: Stack, run: RunRecord, request: RequestId, reason: 
 
 
 async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
-    server: Stack, engine: Engine, empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Stack, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses = PauseRecords(server.dispatch._redis)
-    with worker(empty_redis.url, tmp_path, engine):
+    pauses = PauseRecords(server.connection)
+    with worker(server, engine):
         ada, bob = await server.create("ada", "a", LORA), await server.create("bob", "b", LORA)
         before = await server.forward_backward(ada, 1, sequences(1, 1, 8))
         await server.result(ada, before)
@@ -56,10 +56,10 @@ async def test_a_paused_tenant_waits_with_the_reason_until_it_is_resumed(
 
 
 async def test_a_paused_run_waits_alone_and_its_pause_ends_with_it(
-    server: Stack, engine: Engine, empty_redis: EmbeddedRedis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Stack, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses = PauseRecords(server.dispatch._redis)
-    with worker(empty_redis.url, tmp_path, engine):
+    pauses = PauseRecords(server.connection)
+    with worker(server, engine):
         held, free = await server.create("ada", "a", LORA), await server.create("ada", "b", LORA)
         await server.result(held, await server.forward_backward(held, 1, sequences(1, 1, 8)))
         await pauses.pause_run(held)
@@ -69,10 +69,10 @@ async def test_a_paused_run_waits_alone_and_its_pause_ends_with_it(
         await until_said(server, held, waits, "the operator has paused this run")
         await server.intake.close_run(held)
         assert (await server.result(held, waits)).json()["category"] == "user"
-        assert not (await read_pauses(server.dispatch._redis)).runs
+        assert not (await read_pauses(server.connection)).runs
         with pytest.raises(RunClosed):
             await pauses.pause_run(held)
-        assert not (await read_pauses(server.dispatch._redis)).runs
+        assert not (await read_pauses(server.connection)).runs
 
 
 async def test_samples_of_a_paused_tenant_are_not_claimed_and_keep_their_turn(samples: Samples) -> None:
@@ -154,7 +154,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
 ) -> None:
     url = empty_redis.url
     async with (
-        stack(url, tmp_path, workers_min=0, idle_after_s=0.5),
+        stack(url, tmp_path, workers_min=0, idle_after_s=0.5) as server,
         running_api(url, base_models=(MODEL,), long_poll_s=0.05) as api,
     ):
         first, second = await new_session(api), await new_session(api)
@@ -164,7 +164,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
         await wants(api, 1)
         assert (await fleet(api))["pool"] is None
 
-        with worker(url, tmp_path, engine):
+        with worker(server, engine):
             run = (await create(api, first)).json()
             await resolved(api, run["request_id"])
             body = pass_body(run["model_id"], 1)
@@ -193,7 +193,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
         assert (await fleet(api))["ops"] == 2
         assert MISSING in (await api.http.get("/metrics/fleet", headers=OPERATOR)).text
 
-        with worker(url, tmp_path, engine):
+        with worker(server, engine):
             for each in asked:
                 await resolved(api, each["request_id"])
             assert heartbeat(redis, OLD)["restored_ops"] == 0
@@ -203,8 +203,8 @@ async def test_with_a_minimum_of_one_a_pool_without_worker_is_not_ready(
     empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
 ) -> None:
     url = empty_redis.url
-    async with stack(url, tmp_path), running_api(url) as api:
-        with worker(url, tmp_path, engine):
+    async with stack(url, tmp_path) as server, running_api(url) as api:
+        with worker(server, engine):
             pass
         await wants(api, 1)
         assert (await api.get("fleet")).status_code == 404  # hidden from tenants

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.log import WORKER, Log
 from tests.support.program import LORA, restored_digest, results, submit, undisturbed
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples, sampler_record
 from tests.support.sampling import ended, submit_sample, submit_save
 from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
@@ -304,18 +302,17 @@ async def owner(redis: Any, run: RunRecord) -> bytes:
     ids=str,
 )
 async def test_a_successor_continues_with_the_same_numbers_and_saves(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, failpoint: Failpoint
+    server: Stack, engine: Engine, redis: Any, failpoint: Failpoint
 ) -> None:
-    url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    expected, digest = await undisturbed(server, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, STEP)
     save = await submit_state(server, run, STEP + 1)
     requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
-    async with dying_worker(url, tmp_path, engine, failpoint, tuning=snapshots(ops=2)):
+    async with dying_worker(server, engine, failpoint, tuning=snapshots(ops=2)):
         pass
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine, worker_id=HEIR):
+    with worker(server, engine, worker_id=HEIR):
         await inherit(server, redis)
         assert await results(server, run, requests) == expected
         checkpoint = await checkpoint_of(server, run, save)
@@ -328,40 +325,34 @@ async def test_a_successor_continues_with_the_same_numbers_and_saves(
 
 async def test_a_successor_samples_from_weights_that_it_must_still_restore(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its request may reach the successor first; the weights are made again for it."""
-    url = empty_redis.url
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RELOAD_S", 3600.0)
     run = await server.create("a", "a", LORA)
     await submit(server, run, 1, STEP)
     save = await submit_save(server, run, STEP + 1)
-    async with dying_worker(url, tmp_path, engine, Failpoint("stored", of_weights=True)):
+    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
         await server.result(run, save)
     sampler = await server.records.sampler(run.tenant, "a:sample:0")
     request = await submit_sample(server, sampler, 1)
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
+    with worker(server, engine, worker_id=HEIR) as loop:
         await until(lambda: loop._weights._reload_at)
         await inherit(server, redis)
         assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
 
 
-async def test_a_worker_that_was_given_up_can_write_nothing(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
-) -> None:
-    url = empty_redis.url
+async def test_a_worker_that_was_given_up_can_write_nothing(server: Stack, engine: Engine, redis: Any) -> None:
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 1)
-    async with dying_worker(url, tmp_path, engine, Failpoint("bodies")) as zombie:
+    async with dying_worker(server, engine, Failpoint("bodies")) as zombie:
         pass
     engine.adapters.drop(run.id)
     (step,) = zombie._execution.open_steps()
-    with worker(url, tmp_path, engine, worker_id=HEIR):
+    with worker(server, engine, worker_id=HEIR):
         await inherit(server, redis)
         await results(server, run, requests)
     late = {(op.run, op.seq): Result.failed("late", "server") for op in step.ops}
@@ -372,16 +363,15 @@ async def test_a_worker_that_was_given_up_can_write_nothing(
 
 
 async def test_a_run_that_ran_elsewhere_is_not_continued_from_stale_memory(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack, engine: Engine, redis: Any
 ) -> None:
     """The test moves the run without the worker.
 
     In practice, a run returns when the other worker crashes.
     """
-    url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine, last=2 * STEP)
+    expected, digest = await undisturbed(server, engine, last=2 * STEP)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine, worker_id=HEIR) as loop:
+    with worker(server, engine, worker_id=HEIR) as loop:
         answers = await results(server, run, await submit(server, run, 1, STEP))
         await until(lambda: loop._residents._backlogs[run.id].seq == STEP)  # after the results
         stale, debt = engine.adapters.state(run.id), loop._residents._backlogs[run.id]
@@ -393,4 +383,4 @@ async def test_a_run_that_ran_elsewhere_is_not_continued_from_stale_memory(
         loop._residents._backlogs[run.id] = debt_before
         answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
     assert answers == expected
-    assert restored_digest(url, tmp_path, engine, run.id) == digest
+    assert restored_digest(server, engine, run.id) == digest

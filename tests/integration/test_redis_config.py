@@ -17,20 +17,19 @@ import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.errors import StoreUnavailable
 from cotrain_store.keys import fleet_keys, tenant_keys
 from cotrain_store.redis_client.connection import DURABLE, check_store, open_connection, open_sync_connection
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command
-from cotrain_store.results.futures import Futures
 from cotrain_store.settings.store import with_password_of
 from cotrain_store.tenants.api_keys import Tenants
 from tests.support.compose_files import ROOT
 from tests.support.ports import free_port
-from tests.support.processes import WORKER, Process, settings_of, stack_of
+from tests.support.processes import WORKER, Process, settings_of
 from tests.support.program import LORA, results, submit
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, sample, saved_sampler
+from tests.support.stack import accepting
 
 CONFIG = ROOT / "docker" / "redis"
 #: Options for its address and folder, and options that only one of the two needs.
@@ -259,15 +258,12 @@ async def test_each_kind_of_process_works_with_the_rights_of_its_user(
         return settings_of(url_of(user, port), tmp_path, tiny_model)
 
     of_scheduler = {name: settings("cotrain-scheduler")[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
-    connection = open_connection(url_of("cotrain-api", port))
-    spool = Spool(tmp_path / "spool", new_writer("api"))
     with (
         Process("cotrain_scheduler", of_scheduler, tmp_path / "scheduler.log"),
         Process(WORKER, settings("cotrain-worker"), tmp_path / "worker.log") as worker,
     ):
-        async with Futures(connection, spool) as futures:
-            server = stack_of(connection, spool, futures)
-            assert await Tenants(connection).issue("a new tenant")
+        async with accepting(url_of("cotrain-api", port), tmp_path) as server:
+            assert await Tenants(server.connection).issue("a new tenant")
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 4))
             sampler = await saved_sampler(server, run, 5)
@@ -275,8 +271,6 @@ async def test_each_kind_of_process_works_with_the_rights_of_its_user(
         await asyncio.to_thread(worker.stop)
     log = (tmp_path / "worker.log").read_text() + (tmp_path / "scheduler.log").read_text()
     assert "NOPERM" not in log
-    spool.close()
-    await connection.aclose()
 
 
 @pytest.mark.parametrize("user", USERS)

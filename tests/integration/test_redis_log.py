@@ -280,20 +280,20 @@ async def test_a_redis_that_cannot_wait_for_replicas_is_refused(empty_redis: Emb
 
 
 async def test_a_run_that_trains_while_the_master_dies_comes_to_the_same_bits(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+    server: Stack, tmp_path: Path, engine: Engine
 ) -> None:
-    calm, folder = tmp_path / "calm", tmp_path / "disturbed"
-    expected, digest = await undisturbed(server, empty_redis.url, calm, engine)
+    folder = tmp_path / "disturbed"
+    expected, digest = await undisturbed(server, engine)
     # With two replicas: the one that is left without any could promise nothing.
     with RedisReplicas(newer_binary(), replicas=2) as replicas:
         url = replicas.url("?replicas=1")
         async with stack(url, folder) as disturbed:
-            with worker(url, folder, engine, tuning=snapshots(ops=2)):
+            with worker(server, engine, tuning=snapshots(ops=2)):
                 run = await disturbed.create("a", "a", LORA)
                 answers = await results(disturbed, run, await submit(disturbed, run, 1, 3))
                 requests = await submit(disturbed, run, 4, len(PROGRAM))
                 await asyncio.to_thread(replicas.kill_master)
                 answers += await results(disturbed, run, requests)
             await asyncio.to_thread(replicas.new_master)
-            assert restored_digest(url, folder, engine, run.id) == digest
+            assert restored_digest(server, engine, run.id) == digest
     assert answers == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,6 @@ from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.log import Log, record_of
 from tests.support.program import LORA, computed, numbers_of, restored_digest, results, submit, undisturbed
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples
 from tests.support.stack import POOL, Stack, snapshots, worker
 
@@ -56,21 +54,21 @@ async def back_and_on(server: Stack, run: RunRecord) -> tuple[list[RequestId], l
     ids=str,
 )
 async def test_a_run_goes_on_from_an_earlier_step_with_the_same_numbers(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint | None, ops: int
+    server: Stack, engine: Engine, failpoint: Failpoint | None, ops: int
 ) -> None:
-    url, tuning = empty_redis.url, snapshots(ops=ops)
-    expected, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+    tuning = snapshots(ops=ops)
+    expected, digest = await undisturbed(server, engine, LAST)
     run = await server.create("a", "a", LORA)
     before, after = await back_and_on(server, run)
     if failpoint:
-        async with dying_worker(url, tmp_path, engine, failpoint, tuning=tuning):
+        async with dying_worker(server, engine, failpoint, tuning=tuning):
             pass
-    with worker(url, tmp_path, engine, tuning=tuning):
+    with worker(server, engine, tuning=tuning):
         found = await results(server, run, before)
         assert found == [*expected, {"type": "rewind", "step": 1, "seq": 4}]
         assert await results(server, run, after) == expected[4:]
     assert engine.adapters.state(run.id).digest() == digest
-    assert restored_digest(url, tmp_path, engine, run.id) == digest
+    assert restored_digest(server, engine, run.id) == digest
     points = await read_history(server.intake._redis, run.id)
     assert [point[1:] for point in numbers_of(points) if point[0] == "optim_step"] == [
         point[1:] for point in computed_of(expected) if point[0] == "optim_step"
@@ -84,33 +82,29 @@ def computed_of(answers: list[Any]) -> list[Any]:
 
 
 async def test_a_replay_after_a_kill_starts_before_the_abandoned_copies(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack, engine: Engine, redis: Any
 ) -> None:
     """With a log that has a rewind in it, and no copy after the rewind."""
-    url = empty_redis.url
-    _, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+    _, digest = await undisturbed(server, engine, LAST)
     run = await server.create("a", "a", LORA)
     before, after = await back_and_on(server, run)
     never = snapshots(ops=1_000, replay_s=1e9)
-    with worker(url, tmp_path, engine, tuning=never, drains=False) as loop:
+    with worker(server, engine, tuning=never, drains=False) as loop:
         loop._residents._copy_out = lambda *_: None  # type: ignore[method-assign]  # no copy at all
         await results(server, run, [*before, *after])
     row = redis.hgetall(run_keys.log(POOL, run.id))
     assert (row[b"snap"], row[b"rewind:13"], row[b"rewound"]) == (b"-1", b"4", b"13")
     assert sorted(int(name[5:]) for name in row if name.startswith(b"step:")) == [4, 17, 21]
-    assert restored_digest(url, tmp_path, engine, run.id) == digest
+    assert restored_digest(server, engine, run.id) == digest
 
 
-async def test_a_step_out_of_reach_is_refused_and_the_run_continues(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
-    url = empty_redis.url
-    expected, digest = await undisturbed(server, url, tmp_path, engine, LAST)
+async def test_a_step_out_of_reach_is_refused_and_the_run_continues(server: Stack, engine: Engine) -> None:
+    expected, digest = await undisturbed(server, engine, LAST)
     run = await server.create("a", "a", LORA)
-    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)):
+    with worker(server, engine, tuning=snapshots(ops=1)):
         requests = await submit(server, run, 1, 8)
         await results(server, run, requests)
-    with worker(url, tmp_path, engine, tuning=snapshots(ops=1)):
+    with worker(server, engine, tuning=snapshots(ops=1)):
         refused = [await rewind(server, run, 9, step) for step in (9,)]
         requests += await submit(server, run, 9, LAST, place=10)
         [answer] = await results(server, run, refused)
@@ -138,11 +132,11 @@ def test_rewinds_of_a_tenant_take_a_share_of_the_time() -> None:
 
 
 async def test_a_rewind_beyond_its_share_is_refused_and_the_run_continues(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: Stack, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_lifecycle, "REWINDS_S", 0.0)
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine, tuning=snapshots(ops=1_000)):
+    with worker(server, engine, tuning=snapshots(ops=1_000)):
         await results(server, run, await submit(server, run, 1, LAST))
         both = [await rewind(server, run, LAST + seq, 1) for seq in (1, 2)]
         first, second = await results(server, run, both)

@@ -24,7 +24,6 @@ from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import Log, record_of
 from tests.support.program import results, submit
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
 from tests.support.waiting import files_below, until
@@ -158,11 +157,11 @@ async def test_a_disk_without_room_for_copies_takes_no_run(log: Log, monkeypatch
 
 
 async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+    server: Stack, tmp_path: Path, engine: Engine
 ) -> None:
     lora = LoraSpec(rank=32, seed=0, train_unembed=False)
     tuning = snapshots(ops=1)
-    with worker(empty_redis.url, tmp_path, engine, tuning=tuning) as loop:
+    with worker(server, engine, tuning=tuning) as loop:
         redis = loop._execution._redis
         run = await server.create("a", "a", lora)
         for first, last in ((1, 1), (2, 3)):  # a forward alone is copied for nothing
@@ -210,12 +209,10 @@ def described(redis: Any, run: RunRecord | None = None) -> list[str]:
     return sorted(name.replace(run.id, "<run>").replace(run.session, "<session>") for name in of_run)
 
 
-async def test_an_unloaded_run_leaves_only_its_record(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_an_unloaded_run_leaves_only_its_record(server: Stack, tmp_path: Path, engine: Engine) -> None:
     tuning = snapshots(ops=1)
     folder = tmp_path / "snapshots"
-    with worker(empty_redis.url, tmp_path, engine, tuning=tuning) as loop:
+    with worker(server, engine, tuning=tuning) as loop:
         redis = loop._execution._redis
         first = await train(server, redis, "session-0")
         await server.intake.close_run(first)

@@ -27,7 +27,6 @@ from cotrain_workers.engine.training.batch_runner import BatchRunner
 from tests.support.bodies import sequences
 from tests.support.draws import variant
 from tests.support.program import LORA, submit
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import (
     LONG,
     SHORT,
@@ -44,11 +43,9 @@ from tests.support.stack import POOL, Stack, worker
 from tests.support.waiting import PATIENCE_S, until
 
 
-async def test_a_samplers_results_do_not_move_while_its_run_trains_on(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_samplers_results_do_not_move_while_its_run_trains_on(server: Stack, engine: Engine) -> None:
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await submit(server, run, 1, 4)
         sampler = await saved_sampler(server, run, 5)
         before = await sample(server, sampler, 1)
@@ -60,21 +57,17 @@ async def test_a_samplers_results_do_not_move_while_its_run_trains_on(
         assert await sample(server, later, 1) != before
 
 
-async def test_a_request_without_a_seed_gets_one_of_its_own(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_request_without_a_seed_gets_one_of_its_own(server: Stack, engine: Engine) -> None:
     sampler = await base_sampler(server)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         first = await sample(server, sampler, 1, seed=None)
         assert await sample(server, sampler, 2, seed=None) != first
         assert await sample(server, sampler, 3, seed=0) == await sample(server, sampler, 4, seed=0)
 
 
-async def test_what_cannot_run_fails_with_a_reason_and_alone(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_what_cannot_run_fails_with_a_reason_and_alone(server: Stack, engine: Engine) -> None:
     sampler = await base_sampler(server)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         too_long = await submit_sample(server, sampler, 1, prompt=(1,) * 5_000)
         fine = await submit_sample(server, sampler, 2)
         failure = await ended(server, sampler, too_long)
@@ -84,7 +77,7 @@ async def test_what_cannot_run_fails_with_a_reason_and_alone(
 
 
 async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: Stack, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decode, are_running = EngineDecoder.step, threading.Event()
 
@@ -95,7 +88,7 @@ async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
 
     monkeypatch.setattr(EngineDecoder, "step", step)
     sampler = await base_sampler(server)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         alone = await sample(server, sampler, 1, LONG, max_tokens=60)
         gone = await submit_sample(server, sampler, 2, LONG, max_tokens=2_000 - 39)
         stays = await submit_sample(server, sampler, 3, LONG, max_tokens=60)
@@ -105,11 +98,9 @@ async def test_a_running_request_can_be_cancelled_and_its_neighbours_go_on(
         assert await sampled(server, sampler, stays) == alone
 
 
-async def test_a_name_can_be_sampled_from_and_moves_to_newer_weights(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_name_can_be_sampled_from_and_moves_to_newer_weights(server: Stack, engine: Engine) -> None:
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await submit(server, run, 1, 4)
         saved = await server.result(run, await submit_save(server, run, 5, name="best"))
         path = saved.json()["path"]
@@ -124,12 +115,10 @@ async def test_a_name_can_be_sampled_from_and_moves_to_newer_weights(
 
 
 @pytest.mark.parametrize("share", [variant(0.0), 0.5])
-async def test_sampling_leaves_training_as_it_is(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, share: float
-) -> None:
+async def test_sampling_leaves_training_as_it_is(server: Stack, engine: Engine, share: float) -> None:
     sampler = await base_sampler(server, "b")
     alone, beside = [await server.create(name, name, LORA) for name in ("alone", "beside")]
-    with worker(empty_redis.url, tmp_path, engine, sampling_share=share):
+    with worker(server, engine, sampling_share=share):
         requests = await submit(server, alone, 1, 12)
         await server.result(alone, requests[-1])
         busy = [await submit_sample(server, sampler, seq, LONG, seed=seq, max_tokens=100) for seq in range(8)]
@@ -140,11 +129,9 @@ async def test_sampling_leaves_training_as_it_is(
     assert engine.adapters.state(alone.id).weights.equal(engine.adapters.state(beside.id).weights)
 
 
-async def test_tokens_are_told_as_they_come(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_tokens_are_told_as_they_come(server: Stack, engine: Engine) -> None:
     sampler = await base_sampler(server)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         async with TokenStream(server.futures._redis) as stream:
             await sample(server, sampler, 0)  # by now it listens
             with stream.follow(sample_id(sampler.id, 1)) as feed:
@@ -162,12 +149,10 @@ async def test_tokens_are_told_as_they_come(
                         break
 
 
-async def test_what_sampling_did_is_counted(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
-) -> None:
+async def test_what_sampling_did_is_counted(server: Stack, engine: Engine, redis: Any) -> None:
     sampler = await base_sampler(server)
     prompt = tuple(range(1, 101))
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         for seq in range(2):
             await sample(server, sampler, seq, prompt=prompt)
     counted = {name: float(value) for name, value in redis.hgetall(fleet_keys.counters(POOL)).items()}
@@ -242,10 +227,10 @@ def small_steps(tiny_model: Path) -> Engine:
 
 @pytest.mark.parametrize("share", [0.25, variant(0.75)])
 async def test_many_requests_finish_and_training_keeps_its_share(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, small_steps: Engine, processor: Processor, share: float
+    server: Stack, small_steps: Engine, processor: Processor, share: float
 ) -> None:
     """The requests use 8 adapters, and memory holds 16."""
-    with worker(empty_redis.url, tmp_path, small_steps, sampling_share=share, kv_cache_tokens=16 * 64) as loop:
+    with worker(server, small_steps, sampling_share=share, kv_cache_tokens=16 * 64) as loop:
         samplers = []
         for number in range(8):
             run = await server.create(f"t{number}", f"t{number}", LoraSpec(rank=2, seed=number))
@@ -269,13 +254,11 @@ async def test_many_requests_finish_and_training_keeps_its_share(
         assert loop._sampler.running == 0
 
 
-async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(server: Stack, engine: Engine) -> None:
     crowd, single = await base_sampler(server, "crowd"), await base_sampler(server, "single")
     many = [await submit_sample(server, crowd, seq, seed=seq) for seq in range(300)]
     one = await submit_sample(server, single, 0)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await ended(server, single, one)
         behind = server.futures.wait(crowd.tenant, many[-1], 0)
         assert not hasattr(await behind, "kind")
@@ -283,7 +266,7 @@ async def test_a_tenant_with_many_requests_does_not_make_another_wait_for_them(
 
 
 async def test_a_sample_next_to_twenty_long_requests_ends_in_ten_steps(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    server: Stack, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Count its steps from its claim by the worker; memory is full of the other tenant's sequences."""
     steps: list[list[str]] = []
@@ -304,7 +287,7 @@ async def test_a_sample_next_to_twenty_long_requests_ends_in_ten_steps(
     heavy, light = await base_sampler(server, "heavy"), await base_sampler(server, "light")
     for seq in range(20):
         await submit_sample(server, heavy, seq, LONG, num_samples=64, max_tokens=190)
-    with worker(empty_redis.url, tmp_path, engine, kv_cache_tokens=16 * 64):
+    with worker(server, engine, kv_cache_tokens=16 * 64):
         await until(lambda: len(steps) >= 30)
         one = await submit_sample(server, light, 0, max_tokens=8)
         await ended(server, light, one)

@@ -19,15 +19,12 @@ import pytest
 import torch
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
-from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.oplog.reader import read_history
-from cotrain_store.redis_client.connection import open_connection
-from cotrain_store.results.futures import Futures
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.bisection import MAX_CRASHES
 from tests.support.bodies import sequences
 from tests.support.draws import variant
-from tests.support.processes import WORKER, Process, settings_of, stack_of
+from tests.support.processes import scheduler_and_worker, settings_of
 from tests.support.program import (
     LORA,
     PROGRAM,
@@ -41,7 +38,7 @@ from tests.support.program import (
 )
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
-from tests.support.stack import stack, worker
+from tests.support.stack import Home, accepting, stack, worker
 from tests.support.tiny_models import build_tiny
 from tests.support.waiting import wait_until
 from tests.warm.popen import Popen, run
@@ -242,18 +239,12 @@ async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
     with EmbeddedRedis() as redis_server:
         url, folder = redis_server.url, tmp_path / "alone"
         async with stack(url, folder) as alone:
-            expected = [await train_undisturbed(alone, url, folder, engine, lora=lora) for lora in loras]
+            expected = [await train_undisturbed(alone, engine, lora=lora) for lora in loras]
         redis_server.flush()
 
         settings = settings_of(url, tmp_path, model)
-        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
-        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
-        with (
-            Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
-            Process(WORKER, settings, tmp_path / "worker.log") as trainer,
-        ):
-            async with Futures(connection, spool) as futures:
-                server = stack_of(connection, spool, futures)
+        with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
+            async with accepting(url, tmp_path) as server:
                 runs = [await server.create(lora.optimizer, lora.optimizer, lora) for lora in loras]
                 answers: list[list[Any]] = [[] for _ in runs]
                 for first, last, victims in (
@@ -270,15 +261,13 @@ async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
                         process.start()
                     for run, own, asked in zip(runs, answers, requests, strict=True):
                         own += await results(server, run, asked[1:])
+                for run, own in zip(runs, answers, strict=True):
+                    assert numbers_of(await read_history(server.connection, run.id)) == computed(own)
             assert answers == [undisturbed for undisturbed, _ in expected]
-            for run, own in zip(runs, answers, strict=True):
-                assert numbers_of(await read_history(connection, run.id)) == computed(own)
             await asyncio.to_thread(trainer.stop)
             await asyncio.to_thread(scheduler.stop)
-        spool.close()
-        await connection.aclose()
         for run, (_, digest) in zip(runs, expected, strict=True):
-            assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, run.id) == digest
+            assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, run.id) == digest
 
 
 async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left_out(
@@ -288,8 +277,8 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
     with EmbeddedRedis() as redis_server:
         url = redis_server.url
         async with stack(url, tmp_path / "alone") as alone:
-            expected, digest = await undisturbed(alone, url, tmp_path / "alone", engine, last=3)
-            with worker(url, tmp_path / "alone", engine):
+            expected, digest = await undisturbed(alone, engine, last=3)
+            with worker(alone, engine):
                 without = await alone.create("without", "without", LORA)
                 await results(alone, without, await submit(alone, without, 3, 4, place=1))
         redis_server.flush()
@@ -297,17 +286,11 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
         poison = "a:train:0:1"
         kills = f"worker.before_run~{poison}=kill@*,worker.before_risk~{poison}=kill@*"
         settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
-        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
-        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
-        async with Futures(connection, spool) as futures:
-            server = stack_of(connection, spool, futures)
+        async with accepting(url, tmp_path) as server:
             guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
             requests = await submit(server, guilty, 1, 1)
             others = await submit(server, neighbour, 1, 3)
-            with (
-                Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
-                Process(WORKER, settings, tmp_path / "worker.log") as trainer,
-            ):
+            with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
                 # As planned, twice; its run's part of the step, once; alone, twice.
                 for _ in range(2 + 1 + MAX_CRASHES):
                     await asyncio.to_thread(trainer.await_kill)
@@ -317,11 +300,9 @@ async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left
                 await results(server, guilty, await submit(server, guilty, 3, 4, place=2))
                 await asyncio.to_thread(trainer.stop)
                 await asyncio.to_thread(scheduler.stop)
-        spool.close()
-        await connection.aclose()
-        mine = await asyncio.to_thread(restored_digest, url, tmp_path, engine, guilty.id)
+        mine = await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, guilty.id)
         assert mine == engine.adapters.state(without.id).digest()
-        assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
+        assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, neighbour.id) == digest
 
 
 async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at_most(
@@ -331,23 +312,17 @@ async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at
     with EmbeddedRedis() as redis_server:
         url = redis_server.url
         async with stack(url, tmp_path / "alone") as alone:
-            expected, digest = await undisturbed(alone, url, tmp_path / "alone", engine, last=4)
+            expected, digest = await undisturbed(alone, engine, last=4)
         redis_server.flush()
 
         kills = "worker.before_large_pass~a:train:0:1=kill@*"
         settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
-        shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
-        connection, spool = open_connection(url), Spool(tmp_path / "spool", new_writer("api"))
-        async with Futures(connection, spool) as futures:
-            server = stack_of(connection, spool, futures)
+        async with accepting(url, tmp_path) as server:
             guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
             requests = [await server.forward_backward(guilty, 1, sequences(1, 1, 400))]
             requests += await submit(server, guilty, 3, 4, place=2)
             others = await submit(server, neighbour, 1, 4)
-            with (
-                Process("cotrain_scheduler", shared, tmp_path / "scheduler.log") as scheduler,
-                Process(WORKER, settings, tmp_path / "worker.log") as trainer,
-            ):
+            with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
                 await asyncio.to_thread(trainer.await_kill)
                 trainer.start()
                 await asyncio.to_thread(trainer.await_kill)
@@ -363,6 +338,4 @@ async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at
                 assert all("error" not in answer for answer in after if isinstance(answer, dict))
                 await asyncio.to_thread(trainer.stop)
                 await asyncio.to_thread(scheduler.stop)
-        spool.close()
-        await connection.aclose()
-        assert await asyncio.to_thread(restored_digest, url, tmp_path, engine, neighbour.id) == digest
+        assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, neighbour.id) == digest

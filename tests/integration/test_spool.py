@@ -31,7 +31,6 @@ from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import WORKER, Log, record_of
 from tests.support.program import LORA, results
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.samples import LARGE_BODY, Samples
 from tests.support.stack import POOL, Stack, pool_record_for_tests, worker
@@ -61,42 +60,38 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
     return fill
 
 
-async def trained(server: Stack, url: str, folder: Path, engine: Engine) -> tuple[RunRecord, Any]:
+async def trained(server: Stack, engine: Engine) -> tuple[RunRecord, Any]:
     """Make a run and its first gradient while there is free space.
 
     Return the run and the answer.
     """
     run = await server.create("a", "a", LORA)
-    with worker(url, folder, engine):
+    with worker(server, engine):
         return run, await results(server, run, [await server.forward_backward(run, 1, LARGE)])
 
 
-async def test_a_result_waits_for_free_space(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, disk: Callable[[float], list[int]]
-) -> None:
-    url = empty_redis.url
-    other, expected = await trained(server, url, tmp_path, engine)
+async def test_a_result_waits_for_free_space(server: Stack, engine: Engine, disk: Callable[[float], list[int]]) -> None:
+    other, expected = await trained(server, engine)
     run = await server.create("b", "b", LORA)
     request = await server.forward_backward(run, 1, LARGE)
     failed = disk(3)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         assert await results(server, run, [request]) == expected
     assert failed == [3]
     assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
 
 
 async def test_a_worker_stopped_on_a_full_disk_leaves_the_step_to_the_next(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, disk: Callable[[float], list[int]]
+    server: Stack, engine: Engine, disk: Callable[[float], list[int]]
 ) -> None:
-    url = empty_redis.url
-    other, expected = await trained(server, url, tmp_path, engine)
+    other, expected = await trained(server, engine)
     run = await server.create("b", "b", LORA)
     request = await server.forward_backward(run, 1, LARGE)
     failed = disk(float("inf"))
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         await until(lambda: failed[0] >= 2)
     disk(0)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         assert await results(server, run, [request]) == expected
     assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
 

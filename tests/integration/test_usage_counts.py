@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -320,10 +319,8 @@ async def test_the_busiest_tenants_of_all_pools_come_first(empty_redis: Embedded
         await connection.aclose()
 
 
-async def test_the_phases_add_up_to_the_lifetime_of_the_worker(
-    empty_redis: EmbeddedRedis, tmp_path: Path, server: Stack, engine: Engine
-) -> None:
-    loop, opened = make_worker(empty_redis.url, tmp_path, engine)
+async def test_the_phases_add_up_to_the_lifetime_of_the_worker(server: Stack, engine: Engine) -> None:
+    loop, opened = make_worker(server, engine)
     began = loop._device_time._lap_at
     ended: list[float] = []
 
@@ -338,8 +335,8 @@ async def test_the_phases_add_up_to_the_lifetime_of_the_worker(
     for step in range(20):  # longer than a thread may have to wait for a core
         await server.forward_backward(run, 2 * step + 1, sequences(1, 8, 100))
         await server.result(run, await server.optim_step(run, 2 * step + 2))
-    records = await cycle_records(server.dispatch._redis, POOL, 100)
-    heartbeat = (await pool_status(server.dispatch._redis, POOL)).workers[0]
+    records = await cycle_records(server.connection, POOL, 100)
+    heartbeat = (await pool_status(server.connection, POOL)).workers[0]
     loop.stop()
     await asyncio.to_thread(thread.join)
     opened.close()
