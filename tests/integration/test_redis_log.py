@@ -288,12 +288,12 @@ async def test_a_run_that_trains_while_the_master_dies_comes_to_the_same_bits(
     with RedisReplicas(newer_binary(), replicas=2) as replicas:
         url = replicas.url("?replicas=1")
         async with stack(url, folder) as disturbed:
-            with worker(server, engine, tuning=snapshots(ops=2)):
+            with worker(disturbed, engine, tuning=snapshots(ops=2)):
                 run = await disturbed.create("a", "a", LORA)
                 answers = await results(disturbed, run, await submit(disturbed, run, 1, 3))
                 requests = await submit(disturbed, run, 4, len(PROGRAM))
                 await asyncio.to_thread(replicas.kill_master)
                 answers += await results(disturbed, run, requests)
             await asyncio.to_thread(replicas.new_master)
-            assert restored_digest(server, engine, run.id) == digest
+            assert restored_digest(disturbed, engine, run.id) == digest
     assert answers == expected
