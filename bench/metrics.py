@@ -42,7 +42,7 @@ from cotrain_workers.worker.device_time import DeviceTime
 from tests.support.decoding import request as sample
 from tests.support.http_api import running_api
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import stack, worker
+from tests.support.stack import Home, stack, worker
 
 Work = Callable[[], Awaitable[None]]
 REQUESTS, STEPS, SEQUENCES = 200, 10, 64
@@ -131,7 +131,7 @@ async def requests(url: str, _: Path) -> AsyncIterator[Work]:
 async def cycles(url: str, folder: Path) -> AsyncIterator[Work]:
     """Yield a block that trains one run, a forward_backward and an optim_step per cycle."""
     engine = Engine.load(str(build(folder / "model", "tiny")))
-    with worker(url, folder, engine):
+    with worker(Home(url, folder), engine):
         async with stack(url, folder) as server:
             run = await server.create("a", "s", LoraSpec(rank=8, seed=0))
             data = np.random.default_rng(0).integers(0, 128, (4, 64)).tolist()

@@ -42,7 +42,7 @@ from cotrain_server.app import create_app
 from cotrain_server.settings import ServerSettings
 from tests.support.ports import free_port
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import make_worker, pool_record_for_tests, stack
+from tests.support.stack import Home, make_worker, pool_record_for_tests, stack
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.support.waiting import until
 
@@ -139,7 +139,7 @@ async def walk(folder: Path, url: str, recorder: Recorder) -> None:
     port = free_port()
     settings = ServerSettings.model_validate({"redis_url": url, "data_dir": folder, "port": port, "api_keys": [KEY]})
     api = uvicorn.Server(uvicorn.Config(create_app(settings), port=port, log_config=None))
-    loop, opened = make_worker(url, folder, engine)
+    loop, opened = make_worker(Home(url, folder), engine)
     working = threading.Thread(target=loop.run, name="worker")
     async with stack(url, folder):
         serving = asyncio.create_task(api.serve())

@@ -53,7 +53,7 @@ BEGINS_FIRST = (
     "tests/faults/test_directed.py",
     "tests/acceptance/test_examples.py",
     "tests/unit/workers/engine/test_other_capability.py",
-    "tests/integration/test_group_server.py",
+    "tests/integration/test_groups.py",
     "tests/unit/workers/engine/test_cost.py",
     "tests/integration/test_distribution.py",
     "tests/integration/test_serve.py",

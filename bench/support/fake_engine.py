@@ -21,9 +21,14 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
 from cotrain_workers.engine.lora.fused import tables
 from cotrain_workers.engine.lora.fused.operators import SILU
-from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, layer_kernels
-from cotrain_workers.engine.training import adamw, memory_probe, pass_state
-from cotrain_workers.engine.model import attention, base_model, experts, fused_layers, kernel_check, kernel_softmax
+from cotrain_workers.engine.model import (
+    attention,
+    base_model,
+    experts,
+    fused_layers,
+    kernel_check,
+    layer_kernels,
+)
 from cotrain_workers.engine.training import adamw, memory_model, pass_state
 from tests.support import fake_cuda
 

@@ -1,25 +1,39 @@
-"""A server that was copied goes on elsewhere as docs/operate/recovery.md tells it, with the same numbers."""
+"""Servers that are replaced: by a copy elsewhere with the same numbers, or by another API process behind the same port."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import httpx
+from cotrain_store.keys import result_keys
+
 from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput, OptimStepResponse
+from cotrain_store.redis_client.connection import SyncConnection
+from tests.support.http_api import ALICE, publish_pool, running_api
+from tests.support.plain_http import NO_TLS
 from tests.support.ports import free_port
+from tests.support.processes import PATIENCE_S
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
+from tests.support.waiting import until
+from tests.warm.popen import Popen
+from tests.warm.sources import SOURCES
 
 PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 
 KEY = "tml-restored_key-of-sixteen-letters"
-PATIENCE_S = 300
 #: Datums of a body that is too long for Redis (16 KB) and lies in the spool.
 MANY = 8
 
@@ -97,3 +111,105 @@ def paused(serving: Serving) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+POLLS = 40
+CLIENTS = 4
+#: Requests answered by the successor alone, before the load ends.
+AFTERWARDS = 40
+
+
+async def test_what_a_draining_process_answers_asks_for_another_connection(empty_redis: EmbeddedRedis) -> None:
+    async with running_api(empty_redis.url) as api:
+        assert "connection" not in (await api.post("create_session", {})).headers
+        api.services.drain()
+        answer = await api.post("create_session", {})
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+
+
+async def test_a_rolling_restart_fails_no_request(
+    empty_redis: EmbeddedRedis, tmp_path: Path, redis: SyncConnection
+) -> None:
+    publish_pool(empty_redis.url, tmp_path)
+    statuses = Counter[int]()
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with _api(empty_redis.url, tmp_path, listener) as first:
+            await _listening(redis, 1)
+            run = await _new_run(url)
+            load = [asyncio.create_task(_poll(url, run, statuses)) for _ in range(POLLS)]
+            load += [asyncio.create_task(_open_sessions(url, statuses)) for _ in range(CLIENTS)]
+            await _count(statuses, 200, CLIENTS)
+            with _api(empty_redis.url, tmp_path, listener):
+                await _listening(redis, 2)
+                first.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(first.wait, PATIENCE_S) == 0
+                await _count(statuses, 200, statuses[200] + AFTERWARDS)
+                for task in load:
+                    task.cancel()
+                outcomes = await asyncio.gather(*load, return_exceptions=True)
+    assert {type(outcome) for outcome in outcomes} == {asyncio.CancelledError}
+    assert set(statuses) == {200, 408}
+    assert statuses[408] >= POLLS
+
+
+@contextlib.contextmanager
+def _api(redis_url: str, folder: Path, listener: socket.socket) -> Iterator[Popen]:
+    """Run an API process that listens on a socket of ours, as under `cotrain serve`."""
+    settings = {
+        "COTRAIN_REDIS_URL": redis_url,
+        "COTRAIN_DATA_DIR": str(folder),
+        "COTRAIN_DISK_RESERVE_BYTES": "0",
+        "COTRAIN_API_KEYS": ALICE,
+        "PYTHONPATH": os.pathsep.join(SOURCES),
+    }
+    descriptor = str(listener.fileno())
+    with (folder / "api.log").open("ab") as log:
+        process = Popen(
+            [sys.executable, "-m", "cotrain_server", "--listen-fd", descriptor, "--long-poll-s", "40"],
+            env={**os.environ, **settings},
+            stdout=log, stderr=log, pass_fds=(listener.fileno(),),
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+
+
+async def _new_run(url: str) -> str:
+    async with httpx.AsyncClient(
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S, verify=NO_TLS
+    ) as client:
+        session = (await client.post("/create_session", json={})).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/model"}
+        answer = await client.post("/create_model", json={**body, "lora_config": {"rank": 4}})
+        run: str = answer.json()["request_id"]
+        return run
+
+
+async def _poll(url: str, request: str, statuses: Counter[int]) -> None:
+    await _repeat(url, "/retrieve_future", {"request_id": request}, statuses)
+
+
+async def _open_sessions(url: str, statuses: Counter[int]) -> None:
+    await _repeat(url, "/create_session", {}, statuses)
+
+
+async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[int]) -> None:
+    """Ask again and again on a kept connection; a broken one is a failure."""
+    async with httpx.AsyncClient(
+        base_url=f"{url}/api/v1", headers={"X-API-Key": ALICE}, timeout=PATIENCE_S, verify=NO_TLS
+    ) as client:
+        while True:
+            statuses[(await client.post(path, json=body)).status_code] += 1
+            await asyncio.sleep(0.01)
+
+
+async def _listening(redis: SyncConnection, processes: int) -> None:
+    channel = result_keys.notify_results()
+    await until(lambda: redis.pubsub_numsub(channel)[0][1] >= processes)
+
+
+async def _count(statuses: Counter[int], status: int, at_least: int) -> None:
+    await until(lambda: statuses[status] >= at_least)

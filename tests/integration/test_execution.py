@@ -1,22 +1,31 @@
-"""Worker side of the log: effects of a commit, and commits that must be rejected."""
+"""Log of a pool: effects of a commit, and writes of a replaced worker or scheduler, which are rejected."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from dataclasses import replace
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
+from cotrain_store.keys import fleet_keys
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.disk.storage import RUN_STOPPED, encoded_results
-from cotrain_store.errors import PlanOutdated, Reason, SpoolCorrupt
+from cotrain_store.errors import Fenced, PlanOutdated, Reason, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import encode, request_id
+from cotrain_store.messages.ids import TenantId, WorkerId, encode, request_id
 from cotrain_store.messages.ops import OpKind, Result, ResultKind, Step
 from cotrain_store.messages.runs import RunRecord, RunState
+from cotrain_store.monitoring.fleet import read_fleet
+from cotrain_store.oplog.dispatch import Dispatch
 from tests.support.lives import life_ms
 from tests.support.log import WORKER, Log
+from tests.support.processes import PATIENCE_S, Process
+from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stack import POOL, pool_record_for_tests
 
@@ -328,3 +337,119 @@ async def test_a_log_names_the_numerics_of_its_results(log: Log) -> None:
     assert await committed_by("y", 4) == "mixed"
     assert log.execution.register_snapshot(run.id, 4, "file", "sha")
     assert await committed_by("y", 5) == "y"
+
+
+async def test_a_replaced_worker_can_write_nothing(log: Log) -> None:
+    run = await log.new_run()
+    log.commit(await log.plan())
+    await log.submit(run, 1)
+    step = await log.plan()
+    old = log.execution
+    log.new_worker()
+    before = log.everything()
+    beat = WorkerHeartbeat(WORKER, old.epoch, "serving", "cpu", 1.0, 0, 0, time.time())
+
+    with pytest.raises(Fenced):
+        log.commit(step)
+    with pytest.raises(Fenced):
+        old.register_snapshot(run.id, 0, "file", "sha")
+    with pytest.raises(Fenced):
+        old.fail_run(run.id, run.tenant)
+    with pytest.raises(Fenced):
+        old.forget(run.id)
+    with pytest.raises(Fenced):
+        old.heartbeat(beat)
+    assert log.everything() == before
+
+
+async def test_a_replaced_scheduler_can_write_nothing(log: Log) -> None:
+    run = await log.new_run()
+    old = log.dispatch
+    await old.resign()
+    log.dispatch = Dispatch(log.connection, "successor")
+    assert await log.dispatch.lead()
+    before = log.everything()
+    queue = (await old.ready(POOL))[0]
+
+    with pytest.raises(Fenced):
+        await old.plan(POOL, Step(1, WORKER, queue.ops, 0.0, {run.id: run.tenant}))
+    with pytest.raises(Fenced):
+        await old.expire_gap(POOL, run.id, TenantId("a"))
+    assert not await old.lead()
+    await old.resign()
+    assert log.everything() == before
+    assert log.redis.get(fleet_keys.scheduler_lease()) == b"successor"
+
+
+async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> None:
+    await log.new_run()
+    step = await log.plan()
+    successor = log.new_worker()
+    assert successor.open_steps() == [step]
+    log.execution = successor
+    log.commit(step)
+    assert successor.open_steps() == []
+
+
+async def test_another_workers_start_does_not_fence_this_one(log: Log) -> None:
+    run = await log.new_run()
+    step = await log.plan()
+    log.redis.incr(fleet_keys.worker_epoch(POOL, WorkerId("w1")))
+    log.commit(step)
+    assert log.result(run, 0)
+
+
+async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_epoch(log: Log) -> None:
+    first, second = log.dispatch, Dispatch(log.connection, "second")
+    epoch = first.epoch
+    assert await first.lead()
+    assert first.epoch == epoch
+    assert not await second.lead()
+    log.redis.delete(fleet_keys.scheduler_lease())  # it ran out
+    assert await second.lead()
+    assert second.epoch > epoch
+    assert not await first.lead()
+    await second.resign()
+    assert await first.lead()
+    assert first.epoch > second.epoch
+
+
+async def ran(log: Log, run: RunRecord, seq: int) -> int:
+    """Commit an op once somebody has planned it, and name its cycle."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (steps := log.execution.open_steps()):
+            await asyncio.to_thread(log.execution.wait, 1.0)
+    [step] = steps
+    assert [(op.run, op.seq) for op in step.ops] == [(run.id, seq)]
+    log.commit(step)
+    return step.cycle
+
+
+async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
+    log: Log, empty_redis: EmbeddedRedis, tmp_path: Path
+) -> None:
+    beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
+    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    await log.dispatch.resign()
+    epoch = log.dispatch.epoch
+    settings = {"COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path)}
+    with Process("cotrain_scheduler", settings, tmp_path / "first.log") as first:
+        run = await log.new_run()
+        cycles = [await ran(log, run, 0)]
+        assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 1
+        first.send(signal.SIGSTOP)
+        with Process("cotrain_scheduler", settings, tmp_path / "second.log") as second:
+            await log.submit(run, 1)
+            cycles.append(await ran(log, run, 1))
+            assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 2
+            first.send(signal.SIGCONT)
+            await log.submit(run, 2)
+            cycles.append(await ran(log, run, 2))
+            assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 2
+            await asyncio.to_thread(second.kill)
+            await log.submit(run, 3)
+            cycles.append(await ran(log, run, 3))
+        assert (await read_fleet(log.connection)).scheduler_epoch == epoch + 3
+        await asyncio.to_thread(first.stop)
+    assert cycles == [1, 2, 3, 4]
+    assert log.queued() == (0, 0, 0)

@@ -14,7 +14,6 @@ from cotrain_workers.recorder.recorder import SUFFIX, Compared, compared, engine
 from tests.support.checkpoints import checkpoint_of, run_from, submit_load, submit_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.program import LORA, results, submit
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import POOL, Stack, worker
 
 REJECTED = {"error": "datum 0 has no tokens.", "category": "user"}
@@ -31,10 +30,10 @@ def replayed(cycle: RecordedCycle, model: Path) -> list[Compared]:
 
 
 async def test_all_recorded_cycles_replay_to_the_same_bits(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
+    server: Stack, tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
     a, b = await server.create("a", "a", LORA), await server.create("b", "b", LoraSpec(2, 1))
-    with worker(empty_redis.url, tmp_path, engine, record_cycles=100):
+    with worker(server, engine, record_cycles=100):
         requests = await submit(server, a, 1, 4)
         saved = await submit_state(server, a, 5)
         answers = await results(server, b, await submit(server, b, 1, 3))
@@ -63,15 +62,14 @@ async def test_all_recorded_cycles_replay_to_the_same_bits(
 
 
 async def test_the_cycle_of_a_crashed_worker_is_kept_next_to_its_successors(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path
+    server: Stack, tmp_path: Path, engine: Engine, tiny_model: Path
 ) -> None:
     run = await server.create("a", "a", LORA)
     requests = await submit(server, run, 1, 4)
-    url = empty_redis.url
-    async with dying_worker(url, tmp_path, engine, Failpoint("commit", 1), record_cycles=9):
+    async with dying_worker(server, engine, Failpoint("commit", 1), record_cycles=9):
         pass
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine, record_cycles=9):
+    with worker(server, engine, record_cycles=9):
         await results(server, run, requests)
     first, second = recordings(tmp_path)[:2]
     assert first.found is None

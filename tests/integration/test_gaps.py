@@ -1,22 +1,33 @@
-"""A missing seq_id: later ops wait, are never skipped, and fail only with an error."""
+"""Order of a run's ops: a missing seq_id, and ops without one, which take a position of their own."""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+from cotrain_store.keys import run_keys
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cotrain_scheduler.clock import Clock
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
-from cotrain_store.messages.ids import request_id
+from cotrain_store.errors import Reason, RunClosed, SeqConflict
+from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import RunRecord
+from cotrain_store.oplog.execution import DIGESTS_KEPT
+from cotrain_store.oplog.intake import MAX_SEQ_GAP
+from cotrain_store.results.futures import Pending
+from cotrain_store.results.queue_notice import still_waiting
 from cotrain_store.settings import SchedulerSettings
+from tests.support.draws import examples
 from tests.support.log import Log, open_log
 from tests.support.redis_server import EmbeddedRedis
+from tests.support.refusals import refused
 from tests.support.stack import POOL
 
 LARGE = b"x" * (INLINE_LIMIT_BYTES + 1)
@@ -169,3 +180,210 @@ async def test_the_scheduler_expires_old_gaps_only(empty_redis: EmbeddedRedis, t
         clock.stop()
         await ticking
         assert log.result(young, 2) is None
+
+
+A = TenantId("a")
+
+
+async def ride(log: Log, run: RunRecord, content: str = "r", key: str = "") -> int:
+    """Submit an unnumbered op. Return its position."""
+    request = await log.intake.submit(run, None, OpKind.REVERSE_KL, content.encode(), 3, content, idempotency_key=key)
+    return place(request)
+
+
+async def send(log: Log, run: RunRecord, seq: int) -> int:
+    """Submit the client's op of that seq. Return its position."""
+    content = f"op {seq}"
+    request = await log.intake.submit(run, seq, OpKind.FORWARD_BACKWARD, content.encode(), 3, content)
+    return place(request)
+
+
+def place(request: RequestId) -> int:
+    return int(request.rpartition(":")[2])
+
+
+async def executed(log: Log) -> list[str]:
+    """Run all runnable ops. Return the contents in the order of their execution."""
+    contents: list[str] = []
+    while await log.dispatch.ready(POOL):
+        step = await log.plan()
+        contents += [(body or b"").decode() for body in log.execution.bodies(step.ops)]
+        log.commit(step)
+    return [content for content in contents if not content.startswith("{")]
+
+
+async def test_an_unnumbered_op_runs_after_accepted_ops_and_before_later_ones(log: Log) -> None:
+    run = await log.new_run()
+    assert await send(log, run, 1) == 1
+    assert await ride(log, run, "one") == 2
+    assert await ride(log, run, "two") == 3
+    assert await send(log, run, 2) == 4
+    assert await ride(log, run, "three") == 5
+    assert await send(log, run, 3) == 6
+    assert await executed(log) == ["op 1", "one", "two", "op 2", "three", "op 3"]
+
+
+async def test_a_missing_seq_keeps_its_position(log: Log) -> None:
+    run = await log.new_run()
+    assert await send(log, run, 3) == 3
+    assert await send(log, run, 2) == 2
+    assert await ride(log, run) == 4
+    assert await executed(log) == []  # it waits for earlier ops of the client
+    assert await send(log, run, 4) == 5
+    assert await send(log, run, 1) == 1
+    assert await executed(log) == ["op 1", "op 2", "op 3", "r", "op 4"]
+
+
+async def test_unnumbered_ops_with_one_key_are_one(log: Log) -> None:
+    run = await log.new_run()
+    once = await ride(log, run, key="k")
+    await send(log, run, 1)
+    before = log.everything()
+    assert await ride(log, run, key="k") == once
+    with pytest.raises(SeqConflict, match="This request was already used"):
+        await ride(log, run, "other", key="k")
+    assert log.everything() == before
+    assert await ride(log, run, key="l") == 3
+    assert await ride(log, run) == 4
+    assert await ride(log, run) == 5  # without a key, these two count as different
+    await executed(log)
+    assert await ride(log, run, key="k") == once  # while its digest is kept
+
+
+async def test_a_repeated_seq_after_unnumbered_ops_gets_the_same_request(log: Log) -> None:
+    run = await log.new_run()
+    await ride(log, run)
+    once = await send(log, run, 1)
+    await ride(log, run)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 3, "file", "sha")
+    before = log.everything()
+    assert await send(log, run, 1) == once == 2
+    assert await log.intake.repeated(run, 1, "op 1") == f"{run.id}:2"
+    assert log.everything() == before
+
+
+async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain_store.oplog.execution.DIGESTS_KEPT", 2)
+    assert DIGESTS_KEPT > 2
+    run = await log.new_run()
+    await ride(log, run, key="k")
+    for seq in (1, 2):
+        await send(log, run, seq)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 2, "older", "sha")
+    log.execution.register_snapshot(run.id, 3, "newer", "sha")
+    fields = set(log.redis.hkeys(run_keys.digests(POOL, run.id)))
+    assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
+    await send(log, run, 3)
+    await executed(log)
+    log.execution.register_snapshot(run.id, 4, "newest", "sha")
+    assert set(log.redis.hkeys(run_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
+
+
+async def test_an_unnumbered_op_counts_against_the_limit_of_ops_ahead(log: Log) -> None:
+    run = await log.new_run()
+    await send(log, run, MAX_SEQ_GAP - 1)
+    before = log.everything()
+    with refused(Reason.SEQ_TOO_FAR, match="This request is too far ahead"):
+        await ride(log, run)
+    assert log.everything() == before
+
+
+async def test_a_closed_run_rejects_unnumbered_ops(log: Log) -> None:
+    run = await log.new_run()
+    behind = await ride(log, run, key="k")
+    await log.intake.close_run(run)
+    with pytest.raises(RunClosed):
+        await ride(log, run)
+    assert await ride(log, run, key="k") == behind
+    result = log.result(run, behind)
+    assert result
+    assert "unloaded" in result.json()["error"]
+    await executed(log)
+    assert log.execution.forget(run.id)
+    assert not log.redis.exists(run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id))
+
+
+async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await log.new_run()
+    await ride(log, run)
+    waiting = await send(log, run, 2)
+    assert waiting == 3
+    await executed(log)
+    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
+    async with log.futures() as futures:
+        pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
+    assert isinstance(pending, Pending)
+    assert pending.reason == still_waiting(1, 0.0)
+    await log.dispatch.expire_gap(POOL, run.id, A)
+    assert log.result(run, waiting)
+    assert await send(log, run, 1) == 2  # if it arrives after all, it runs
+    assert await executed(log) == ["op 1"]
+
+
+#: The client's seqs in the order of their arrival, by their distance from the sorted order; then
+#: the events between them: unnumbered ops (by key), repeats, cycles.
+_ARRIVALS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+_EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ride"), st.sampled_from(["", "k", "l", "m"])),
+        st.tuples(st.just("repeat"), st.integers(1, 12)),
+        st.tuples(st.just("cycle"), st.just(0)),
+        st.tuples(st.just("next"), st.just(0)),
+    ),
+    max_size=24,
+)
+
+
+@given(arrivals=_ARRIVALS, events=_EVENTS)
+@settings(max_examples=examples(60), deadline=None)
+def test_any_interleaving_gives_one_order_with_every_op_once(
+    redis_server: EmbeddedRedis, arrivals: list[int], events: list[tuple[str, str | int]]
+) -> None:
+    redis_server.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_interleave(redis_server.url, Path(folder), arrivals, events))
+
+
+async def _interleave(url: str, folder: Path, arrivals: list[int], events: list[tuple[str, str | int]]) -> None:
+    count = len(arrivals)
+    waiting = sorted(range(1, count + 1), key=lambda seq: (seq + arrivals[seq - 1], seq))
+    order: list[str] = []
+    places: dict[str, int] = {}  # content → position
+    # unnumbered op → accepted contents before it, and their highest seq
+    bounds: dict[str, tuple[set[str], int]] = {}
+
+    async with open_log(url, folder) as log:
+        run = await log.new_run()
+
+        async def accept_next() -> None:
+            seq = waiting.pop(0)
+            places[f"op {seq}"] = await send(log, run, seq)
+
+        for number, (what, which) in enumerate([*events, *[("next", 0)] * count]):
+            if what == "ride":
+                content = f"rider {which or number}"
+                found = await ride(log, run, content, key=str(which))
+                if content not in places:
+                    accepted = set(places)
+                    highest = max((int(c[3:]) for c in accepted if c.startswith("op")), default=0)
+                    bounds[content] = (accepted, highest)
+                assert places.setdefault(content, found) == found
+            elif what == "repeat" and f"op {which}" in places:
+                assert await send(log, run, int(which)) == places[f"op {which}"]
+            elif what == "cycle":
+                order += await executed(log)
+            elif what == "next" and waiting:
+                await accept_next()
+        order += await executed(log)
+
+    assert sorted(places.values()) == list(range(1, len(places) + 1))  # one each, none free
+    assert order == sorted(places, key=places.__getitem__)  # each once, in that order
+    sent = [content for content in order if content.startswith("op")]
+    assert sent == [f"op {seq}" for seq in range(1, count + 1)]  # the client's own in its order
+    for rider, (accepted, highest) in bounds.items():
+        assert all(places[before] < places[rider] for before in accepted)
+        assert all(places[rider] < places[f"op {seq}"] for seq in range(highest + 1, count + 1))

@@ -1,16 +1,43 @@
-"""Operator actions over HTTP: effective at once in every API process, or rejected."""
+"""Actions of operators, over HTTP and by command: effective at once, or rejected; recorded before they act."""
 
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import uvicorn
+from cotrain_store.keys import fleet_keys
+from typer.testing import CliRunner, Result
 
+from cotrain.cli import command_line
+from cotrain_server.app import create_app
+from cotrain_server.settings import ServerSettings
 from cotrain_store import redis_keys
+from cotrain_store.errors import StoreUnavailable
 from cotrain_store.messages.ids import RunId, WorkerId
-from tests.support.http_api import ADMIN_KEY, ALICE, BOB, OPERATOR, POOL, Api, pass_body, running_api, sample_body
+from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.tenants.audit_log import Audit
+from tests.support.http_api import (
+    ADMIN_KEY,
+    ALICE,
+    BOB,
+    OPERATOR,
+    POOL,
+    Api,
+    pass_body,
+    publish_pool,
+    running_api,
+    sample_body,
+)
+from tests.support.lists import save
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import stand_in
+from tests.support.ui import log_in, send
 from tests.support.waiting import until_true
 
 ADMIN = "/api/v1/admin/"
@@ -230,3 +257,211 @@ async def test_a_run_is_moved_and_an_impossible_move_is_rejected(api: Api) -> No
     assert event["details"] == {"run": run, "worker": "w1"}
     await ask(api, "POST", f"tenants/{tenant}/runs/{run}/close")
     assert (await refused("w1"))[0] == 400
+
+
+OWN = {"X-API-Key": ALICE}
+TENANT, RUN = "/api/v1/admin/tenants/{tenant}", "/api/v1/training_runs/{run}"
+CHECKPOINT = RUN + "/checkpoints/weights/kept"
+ACTS: list[tuple[Mapping[str, str], str, str, Any]] = [
+    (OPERATOR, "POST", "/api/v1/admin/tenants", {"name": "new"}),
+    (OPERATOR, "PATCH", TENANT, {"limits": {"ops": 7}}),
+    (OPERATOR, "PATCH", TENANT, {"weight": 2.5}),
+    (OPERATOR, "POST", TENANT + "/pause", {"reason": "x"}),
+    (OPERATOR, "POST", TENANT + "/keys", {"name": "laptop"}),
+    (OPERATOR, "DELETE", TENANT + "/keys/{key}", None),
+    (OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}),
+    (OPERATOR, "POST", TENANT + "/runs/{paused}/resume", {}),
+    (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}),
+    (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/drain", {}),
+    (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w1/undrain", {}),
+    (OWN, "POST", CHECKPOINT + "/publish", None),
+    (OWN, "PUT", CHECKPOINT + "/ttl", {"ttl_seconds": 3600}),
+    (OWN, "DELETE", CHECKPOINT, None),
+    (OWN, "PATCH", RUN, {"note": "n"}),
+    (OWN, "PUT", "/api/v1/sessions/{session}/project", {"project_id": "p"}),
+    (OWN, "PUT", "/api/v1/webhook", {"url": "https://a.example/"}),
+    (OWN, "DELETE", "/api/v1/webhook", None),
+]
+
+
+@pytest.fixture
+async def site(empty_redis: EmbeddedRedis) -> AsyncIterator[tuple[Api, dict[str, str]]]:
+    """A server with one of every object that can be changed, and the names of these objects."""
+    async with running_api(empty_redis.url) as api:
+        services = api.services
+        tenant = (await services.tenants.authenticate(ALICE)).id
+        with stand_in(services) as worker:
+            run, paused = await api.new_run(), await api.new_run()
+            await save(api, worker, run, "kept")
+        laptop = await services.tenants.issue("old laptop", tenant=tenant)
+        await services.pauses.pause_run(await services.records.run(tenant, paused))
+        await services.webhooks.set(tenant, "https://b.example/")
+        await services.connection.sadd(fleet_keys.workers(POOL.id), "w0", "w1")
+        await services.connection.hset(fleet_keys.draining(POOL.id), "w1", "1.0")
+        yield api, {
+            "tenant": tenant, "run": run, "paused": paused, "pool": POOL.id,
+            "session": run.partition(":")[0], "key": (await services.tenants.key(laptop)).id,
+        }  # fmt: skip
+
+
+def everything(url: str) -> dict[bytes, bytes]:
+    """Copy the content of Redis, without the last uses of keys and the leases, which expire without a write."""
+    with open_sync_connection(url) as redis:
+        names = [name for name in sorted(redis.keys()) if b"last_use" not in name]
+        return {name: redis.dump(name) for name in names if not name.endswith(b":lease")}
+
+
+async def sent(api: Api, names: Mapping[str, str], act: tuple[Any, ...]) -> httpx.Response:
+    headers, method, path, body = act
+    return await api.http.request(method, path.format(**names), json=body, headers=headers)
+
+
+async def test_an_action_whose_audit_line_cannot_be_written_is_not_done(
+    site: tuple[Api, dict[str, str]], empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, names = site
+
+    async def refuses(*_: object) -> list[bytes]:
+        raise StoreUnavailable
+
+    for act in ACTS:
+        before = everything(empty_redis.url)
+        with monkeypatch.context() as broken:
+            broken.setattr(Audit, "_write", refuses)
+            assert (await sent(api, names, act)).status_code == 503, act
+        assert everything(empty_redis.url) == before, act
+        known = len(await api.services.audit.page(None, None, 100))
+        assert (await sent(api, names, act)).is_success, act
+        assert everything(empty_redis.url) != before, act
+        assert len(await api.services.audit.page(None, None, 100)) > known, act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        (OPERATOR, "POST", TENANT + "/resume", {}),
+        (OPERATOR, "POST", TENANT + "/runs/{run}/resume", {}),
+        (OPERATOR, "DELETE", TENANT + "/keys/unknown", None),
+        (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w9/drain", {}),
+        (OPERATOR, "POST", "/api/v1/admin/pools/{pool}/workers/w0/undrain", {}),
+        (OWN, "DELETE", RUN + "/checkpoints/weights/unknown", None),
+        (OWN, "PUT", "/api/v1/sessions/unknown/project", {"project_id": "p"}),
+    ],
+    ids=lambda act: f"{act[1]}-{act[2]}",
+)
+async def test_a_rejected_or_ineffective_action_leaves_no_line(
+    site: tuple[Api, dict[str, str]], act: tuple[Any, ...]
+) -> None:
+    api, names = site
+    known = await api.services.audit.page(None, None, 100)
+    await sent(api, names, act)
+    assert await api.services.audit.page(None, None, 100) == known
+
+
+async def test_pausing_a_run_that_has_ended_leaves_no_line(site: tuple[Api, dict[str, str]]) -> None:
+    api, names = site
+    await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/close", {}))
+    answer = await sent(api, names, (OPERATOR, "POST", TENANT + "/runs/{run}/pause", {}))
+    assert answer.status_code == 400
+    tenants_own = await api.services.audit.page(names["tenant"], None, 100)  # type: ignore[arg-type]
+    for events in (await api.services.audit.page(None, None, 100), tenants_own):
+        assert [event.event for event in events] == ["run_close"]
+
+
+async def test_changes_by_forms_of_the_pages_are_audited_first_too(
+    site: tuple[Api, dict[str, str]], empty_redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, names = site
+    await log_in(api.http, ALICE)
+    fields = {"path": f"tinker://{names['run']}/weights/kept", "do": "publish"}
+    before = everything(empty_redis.url)
+
+    async def refuses(*_: object) -> list[bytes]:
+        raise StoreUnavailable
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Audit, "_write", refuses)
+        assert (await send(api.http, "/ui/checkpoints", fields)).status_code == 503
+    assert everything(empty_redis.url) == before
+    assert (await send(api.http, "/ui/checkpoints", fields)).status_code == 303
+    assert [event.event for event in await api.services.audit.page(None, None, 9)] == ["checkpoint_publish"]
+
+
+@pytest.fixture
+def server(empty_redis: EmbeddedRedis, tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Address and key of a server, as environment variables."""
+    settings = ServerSettings.model_validate(
+        {
+            "redis_url": empty_redis.url, "data_dir": tmp_path, "disk_reserve_bytes": 0,
+            "api_keys": (ALICE,), "admin_key": ADMIN_KEY,
+        }
+    )  # fmt: skip
+    publish_pool(empty_redis.url, tmp_path)
+    running = uvicorn.Server(uvicorn.Config(create_app(settings), port=0, log_config=None))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    while not running.started:
+        assert thread.is_alive()
+    port = running.servers[0].sockets[0].getsockname()[1]
+    yield {"COTRAIN_BASE_URL": f"http://127.0.0.1:{port}", "COTRAIN_ADMIN_KEY": ADMIN_KEY}
+    running.should_exit = True
+    thread.join()
+
+
+def run(server: dict[str, str], *words: str) -> Result:
+    return CliRunner().invoke(command_line([]), ["admin", *words], env=server)
+
+
+def asked(server: dict[str, str], *words: str) -> Any:
+    result = run(server, *words, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_operator_runs_every_command(server: dict[str, str]) -> None:
+    made = asked(server, "tenants", "create", "lab")
+    tenant = made["tenant"]
+    shown = asked(server, "tenants", "set", tenant, "--limit", "ops=7", "--weight", "2")
+    assert (shown["weight"], shown["quotas"][0]["limit"]) == (2.0, 7)
+    shown = asked(server, "tenants", "set", tenant, "--limit", "ops=default")
+    assert not shown["quotas"][0]["is_own"]
+    guest = asked(server, "keys", "create", tenant, "guest", "--role", "viewer", "--days", "1")
+    asked(server, "keys", "revoke", tenant, made["id"])
+    assert [key["id"] for key in asked(server, "keys", "list", tenant)] == [guest["id"]]
+    asked(server, "tenants", "pause", tenant, "--reason", "[red]why[/]")
+    assert "paused: [red]why[/]" in run(server, "tenants", "show", tenant).output
+    asked(server, "tenants", "resume", tenant)
+    assert asked(server, "workers", "list")["workers"][0]["state"] == "away"
+    asked(server, "workers", "drain", POOL.id, "w0")
+    (worker,) = asked(server, "workers", "list")["workers"]
+    assert worker["drain_asked_at"] is not None
+    asked(server, "workers", "undrain", POOL.id, "w0")
+    events = [event["event"] for event in asked(server, "audit")["events"]]
+    assert events[:2] == ["worker_undrain", "worker_drain"]
+    assert len(events) == 11
+    (pool,) = asked(server, "fleet")["pools"]
+    assert (pool["base_model"], pool["workers"]) == (POOL.base_model, [])
+    assert POOL.base_model in run(server, "fleet").output
+    for words in (("tenants", "list"), ("keys", "list", tenant), ("workers", "list"), ("audit",)):
+        assert run(server, *words).exit_code == 0
+
+
+def test_errors_are_one_sentence(server: dict[str, str]) -> None:
+    for words, says in (
+        (("tenants", "show", "t-none"), "Tenant not found."),
+        (("workers", "drain", "p-none", "w0"), "Worker not found."),
+        (("runs", "move", "t-none", "r:train:0", "w0"), "Tenant not found."),
+        (("tenants", "create", "\x1b[2J"), "name: String should match pattern"),
+    ):
+        result = run(server, *words)
+        assert result.exit_code == 1
+        assert says in result.output, result.output
+    tenant = asked(server, "tenants", "create", "x")["tenant"]
+    for limit, says in (("ops=0", "limits.ops: "), ("opps=1", "limits.opps: Extra inputs")):
+        result = run(server, "tenants", "set", tenant, "--limit", limit)
+        assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert run(server, "tenants", "set", tenant, "--limit", "ops=-1").exit_code == 2
+    wrong = run(server | {"COTRAIN_ADMIN_KEY": "not-this-one-at-all"}, "tenants", "list")
+    assert "does not take this admin key" in wrong.output
+    none = run(server | {"COTRAIN_ADMIN_KEY": "", "COTRAIN_DATA_DIR": "/nowhere"}, "tenants", "list")
+    assert "The admin key is needed" in none.output

@@ -1,16 +1,20 @@
-"""Lists of runs, checkpoints and sessions over HTTP and a real Redis."""
+"""Lists of runs, checkpoints and sessions over HTTP: pages, searches, labels, and the history of a run."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from itertools import product
 from typing import Any
 
 import httpx
 import pytest
+from cotrain_store.keys import fleet_keys, tenant_keys
 
-from tests.support.http_api import ALICE, BOB, POOL, Api
+from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 from tests.support.lists import got, save
-from tests.support.stand_in import StandIn
+from tests.support.stand_in import NORM, StandIn, loss_of
 
 
 async def runs(api: Api, query: str = "", key: str = ALICE) -> list[str]:
@@ -218,3 +222,241 @@ async def test_sdks_that_know_no_external_checkpoints_see_none(
     listed, total = await names(api, "checkpoints", **agent)
     assert (len(listed), total) == (sees, sees)
     assert len((await names(api, f"training_runs/{run}/checkpoints", **agent))[0]) == sees
+
+
+async def new_session(api: Api, key: str = ALICE, **fields: Any) -> str:
+    return str((await api.post("create_session", fields, key)).json()["session_id"])
+
+
+async def test_sessions_are_listed_the_newest_first(api: Api) -> None:
+    made = [await new_session(api) for _ in range(3)]
+    await new_session(api, BOB)
+    assert (await got(api, "sessions"))["sessions"] == made[::-1]
+    page = await got(api, "sessions?limit=1&offset=1&access_scope=accessible")
+    assert page["sessions"] == [made[1]]
+
+
+async def test_a_session_is_shown_with_its_runs_and_samplers(api: Api) -> None:
+    session = await new_session(api, user_metadata={"git": {"dirty": True}}, display_name="nightly")
+    body = {"session_id": session, "base_model": POOL.base_model}
+    for number in range(11):
+        await api.post("create_model", {**body, "model_seq_id": number})
+    sampler = (await api.post("create_sampling_session", {**body, "sampling_session_seq_id": 0})).json()
+    assert await got(api, f"sessions/{session}") == {
+        "training_run_ids": [f"{session}:train:{number}" for number in range(11)],
+        "sampler_ids": [sampler["sampling_session_id"]],
+        "user_metadata": {"git": '{"dirty": true}'},
+        "display_name": "nightly",
+    }
+
+
+def cycle_of(number: int, *runs: str) -> dict[str, Any]:
+    """Make a cycle's record as a worker does."""
+    rows = [{"run": run, "tenant": "t", "tokens": 3, "ops": {"save": 1}, "failed": 0} for run in runs]
+    times = {"planned_at": 1.0, "started_at": 2.0, "duration_ms": 3.0}
+    waves = {"wave_ms": 1.0, "optim_ms": 1.0, "sampling_ms": 0.0}
+    return {"cycle": number, "outcome": "ok", "runs": rows, **times, **waves}
+
+
+async def test_a_session_without_a_kept_cycle_has_no_trace_and_says_why(api: Api) -> None:
+    session = await new_session(api)
+    answer = await got(api, f"sessions/{session}/trace_export")
+    assert answer["status"] == "failed"
+    assert "1,000 cycles" in answer["error"]
+
+
+async def test_a_trace_shows_the_cycles_of_its_own_session_alone(api: Api) -> None:
+    own, foreign = await api.new_run(), await api.new_run(BOB)
+    for record in (cycle_of(1, own, foreign), cycle_of(2, foreign), cycle_of(3, own)):
+        await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps(record))
+    answer = await got(api, f"sessions/{own.partition(':')[0]}/trace_export")
+    assert answer["status"] == "ready"
+    trace = await api.http.get(answer["url"])  # with no key
+    shown = [event["name"] for event in trace.json()["traceEvents"] if event["ph"] == "X"]
+    assert [name for name in shown if name != "planned"] == ["cycle 1", "cycle 3"]
+    assert foreign not in trace.text
+
+
+async def test_a_link_to_a_checkpoint_is_none_to_a_trace_and_the_other_way_round(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a", call="save_weights_external")
+    await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle_of(1, run)))
+    trace = (await got(api, f"sessions/{run.partition(':')[0]}/trace_export"))["url"]
+    path = f"training_runs/{run}/checkpoints/external_weights/a/external_weights_urls"
+    file = (await got(api, path))["urls"]["adapter_config.json"]
+    crossed = await api.http.get(f"/api/v1/traces/{file.split('/')[-2]}")
+    assert crossed.status_code == 403
+    crossed = await api.http.get(f"/api/v1/files/{trace.rpartition('/')[2]}/trace.json")
+    assert crossed.status_code == 400
+
+
+async def search(api: Api, key: str = ALICE, **wanted: Any) -> Any:
+    answer = await api.post("sessions/search", wanted, key)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def found(api: Api, **wanted: Any) -> list[str]:
+    return [session["session_id"] for session in (await search(api, **wanted))["sessions"]]
+
+
+async def test_a_search_walks_through_all_sessions_while_others_are_opened(api: Api) -> None:
+    made = [await new_session(api) for _ in range(5)]
+    walked: list[str] = []
+    cursor = None
+    for _ in range(3):
+        page = await search(api, limit=2, **({"cursor": cursor} if cursor else {}))
+        walked += [session["session_id"] for session in page["sessions"]]
+        cursor = page["next_cursor"]
+        await new_session(api)
+    assert (walked, cursor) == (made[::-1], None)
+
+
+async def test_a_search_finds_by_status_project_and_name(api: Api, worker: StandIn) -> None:
+    active = await new_session(api, display_name="Nightly SFT", project_id="p1")
+    done = await new_session(api, display_name="nightly RL")
+    model = {"session_id": done, "model_seq_id": 0, "base_model": POOL.base_model}
+    await api.post("create_model", model)  # that its session's end closes
+    await api.post(f"sessions/{done}/finish", {"reason": {"type": "errored"}})
+    failed = (run := await api.new_run()).partition(":")[0]
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    worker.execution.fail_run(run, tenant)
+    assert await found(api, statuses=[{"type": "active"}]) == [active]
+    assert await found(api, statuses=[{"type": "failed"}]) == [failed]
+    finished = {"type": "client_finished", "reasons": ["errored"]}
+    assert await found(api, statuses=[finished]) == [done]
+    assert await found(api, display_name="NIGHT") == [done, active]
+    assert await found(api, project_ids=["p1"]) == [active]
+    assert await found(api, session_id=done) == [done]
+    assert await found(api, owner={"type": "user", "owner_urns": [tenant]}) == [failed, done, active]
+    assert (await search(api, BOB, owner={"type": "accessible"}))["sessions"] == []
+
+
+async def test_a_search_tells_what_is_stored(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    await save(api, worker, run, "a", "b")
+    (session,) = (await search(api))["sessions"]
+    sizes = [one["size_bytes"] for one in (await got(api, "checkpoints"))["checkpoints"]]
+    assert (session["checkpoints_count"], session["checkpoint_storage_bytes"]) == (2, sum(sizes))
+
+
+async def label(api: Api, run: str, key: str = ALICE, **changes: Any) -> httpx.Response:
+    path = f"/api/v1/training_runs/{run}"
+    return await api.http.patch(path, json=changes, headers={"X-API-Key": key})
+
+
+async def listed(api: Api, query: str, key: str = ALICE) -> list[str]:
+    page = await got(api, f"training_runs?{query}", key)
+    assert page["cursor"]["total_count"] == len(page["training_runs"])
+    return [run["training_run_id"] for run in page["training_runs"]]
+
+
+async def searched(api: Api, **wanted: Any) -> list[str]:
+    answer = await api.post("sessions/search", wanted)
+    assert answer.status_code == 200, answer.text
+    return [session["session_id"] for session in answer.json()["sessions"]]
+
+
+async def test_runs_are_found_by_their_tags_and_the_words_of_their_notes(api: Api) -> None:
+    first, second, third = [await api.new_run() for _ in range(3)]
+    await label(api, first, tags=["base", "paper", "base"], note="Longer <b>Warm-up</b>")
+    await label(api, second, tags=["base"])
+    shown = await got(api, f"training_runs/{first}")
+    assert (shown["note"], shown["tags"]) == ("Longer <b>Warm-up</b>", ["base", "paper"])
+    assert await listed(api, "tag=base") == [second, first]
+    assert await listed(api, "tag=base&tag=paper") == [first]
+    assert await listed(api, "text=warm-UP%20paper") == [first]
+    assert await listed(api, "text=warm-up&tag=other") == []
+    assert await listed(api, "tag=base", BOB) == []
+    assert await listed(api, "") == [third, second, first]
+    assert await searched(api, tags=["base"], text="longer") == [first.partition(":")[0]]
+    assert await searched(api, tags=["none"]) == []
+
+    await label(api, first, note="")
+    assert await listed(api, "text=warm-up") == []
+    assert (await got(api, f"training_runs/{first}"))["tags"] == ["base", "paper"]
+    await label(api, first, tags=[])
+    assert await listed(api, "tag=paper") == []
+
+
+async def test_a_run_is_made_with_a_note_and_tags(api: Api) -> None:
+    session = (await api.post("create_session", {})).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model, "note": "first", "tags": ["x"]}
+    for _ in range(2):
+        run = (await api.post("create_model", body)).json()["model_id"]
+        assert await listed(api, "tag=x&text=first") == [run]
+
+
+async def test_labels_have_limits_and_belong_to_their_tenant(api: Api) -> None:
+    run = await api.new_run()
+    assert (await label(api, run, BOB, note="mine")).status_code == 404
+    for wrong in ({"note": "x" * 2_001}, {"tags": ["x" * 65]}, {"tags": [""]}, {"tags": ["x"] * 17}):
+        assert (await label(api, run, **wrong)).status_code == 422
+    assert (await label(api, run, note="\U0001f600" * 2_000)).status_code == 200
+
+
+async def test_labels_count_as_records(api: Api) -> None:
+    run = await api.new_run()
+    tenant = (await api.services.tenants.authenticate(ALICE)).id
+    name = tenant_keys.record_bytes(tenant)
+    before = int(await api.services.connection.get(name) or 0)
+    await label(api, run, note="x" * 100)
+    assert int(await api.services.connection.get(name) or 0) == before + 100
+    record = await api.services.records.run(tenant, run)
+    await label(api, run, note="")
+    assert int(await api.services.connection.get(name) or 0) == before
+    with pytest.raises(Exception, match="record_bytes"):
+        await api.services.run_labels.set(record, before, note="x")
+
+
+RATE = 1e-4 / 3
+
+
+async def trained(api: Api, worker: StandIn, steps: int = 3) -> str:
+    run = await api.new_run()
+    for seq in range(1, 2 * steps, 2):
+        await api.post("forward_backward", pass_body(run, seq))
+        adam = {"model_id": run, "seq_id": seq + 1, "adam_params": {"learning_rate": RATE}}
+        await api.post("optim_step", adam)
+    await worker.run_log()
+    return run
+
+
+async def answer_of(api: Api, path: str, **headers: str) -> Any:
+    return await api.http.get(f"/api/v1/{path}", headers={"X-API-Key": ALICE, **headers})
+
+
+async def test_a_history_has_a_point_for_each_step_to_the_last_digit(api: Api, worker: StandIn) -> None:
+    run = await trained(api, worker)
+    history = await got(api, f"training_runs/{run}/history")
+    assert history["training_run_id"] == run
+    points = history["points"]
+    assert [(p["kind"], p["step"], p["steps"], p["seq"]) for p in points] == [
+        ("optim_step", 1, 1, 2), ("optim_step", 2, 1, 4), ("optim_step", 3, 1, 6),
+    ]  # fmt: skip
+    assert [p["loss_sum"] for p in points] == [loss_of(seq) for seq in (1, 3, 5)]
+    assert {(p["grad_norm"], p["learning_rate"], p["weight_sum"]) for p in points} == {(NORM, RATE, 3.0)}
+    later = await got(api, f"training_runs/{run}/history?after_step=2")
+    assert later["points"] == points[2:]
+
+
+async def test_a_table_has_the_same_numbers(api: Api, worker: StandIn) -> None:
+    run = await trained(api, worker)
+    points = (await got(api, f"training_runs/{run}/history"))["points"]
+    asked = await answer_of(api, f"training_runs/{run}/history?format=csv")
+    by_header = await answer_of(api, f"training_runs/{run}/history", Accept="text/csv")
+    assert asked.text == by_header.text
+    assert asked.headers["content-type"].startswith("text/csv")
+    rows = list(csv.DictReader(io.StringIO(asked.text)))
+    assert [list(row) for row in rows] == [list(point) for point in points]
+    assert [float(row["loss_sum"]) for row in rows] == [point["loss_sum"] for point in points]
+
+
+async def test_a_run_without_steps_has_no_points_and_another_tenants_is_not_there(api: Api, worker: StandIn) -> None:
+    run = await api.new_run()
+    assert (await got(api, f"training_runs/{run}/history"))["points"] == []
+    foreign = await api.get(f"training_runs/{run}/history", BOB)
+    unknown = await api.get("training_runs/nothing:train:0/history", BOB)
+    assert foreign.status_code == unknown.status_code == 404
+    assert (await api.get(f"training_runs/{run}/history?after_step=-2")).status_code == 422
+    assert (await api.get(f"training_runs/{run}/history?format=xml")).status_code == 422

@@ -1,21 +1,28 @@
-"""Values of `model` in an OpenAI or Anthropic request, and the required ownership."""
+"""Values of `model` in requests of other APIs, the required ownership, and a fuzz test: no request is a server error."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.core.result import Ok
+from schemathesis.specs.openapi.checks import response_schema_conformance
 
 from cotrain_store.sampling.claims import ClaimedSample
+from tests.support.draws import examples
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import count_waiting
 from tests.support.stand_in import StandIn, stand_in
-from tests.support.talking import write_language
-from tests.support.waiting import until
+from tests.support.talking import talking_api, write_language
+from tests.support.waiting import PATIENCE_S, until
 
 
 @asynccontextmanager
@@ -114,3 +121,27 @@ async def test_a_stopping_server_cancels_its_requests(empty_redis: EmbeddedRedis
         assert answer.status_code == 503
         assert float(answer.headers["retry-after"]) > 0
         await until(lambda: not count_waiting(worker.sampling._redis, POOL.id))  # cancelled concurrently
+
+
+CHECKS = [not_a_server_error, response_schema_conformance]
+
+
+def test_no_request_in_another_apis_words_is_our_error(empty_redis: EmbeddedRedis, tmp_path: Path) -> None:
+    headers = {"Authorization": f"Bearer {ALICE}"}
+    with talking_api(empty_redis.url, tmp_path) as talking:
+        url = f"{talking.address}/openapi.json"
+        api = schemathesis.openapi.from_url(url, timeout=PATIENCE_S)
+        found = api.include(path_regex="^/(oai|anthropic)/").get_all_operations()
+        operations = [operation.ok() for operation in found if isinstance(operation, Ok)]
+        assert len(operations) == 10
+        for operation in operations:
+
+            @settings(max_examples=examples(12, at_least=4), suppress_health_check=list(HealthCheck))
+            @given(case=operation.as_strategy())
+            def ask(case: Any) -> None:
+                if isinstance(case.body, dict):  # past the 404, where there is more to break
+                    case.body["model"] = POOL.base_model
+                case.call_and_validate(headers=headers, checks=CHECKS, timeout=PATIENCE_S)
+
+            ask()
+        assert talking.script.seen, "nothing came as far as the worker"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from tests.support.checkpoints import saved_state
 from tests.support.deaths import Failpoint, dying_worker
 from tests.support.draws import variant
 from tests.support.program import results
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.stack import MODEL, POOL, Stack, make_worker, worker
 
 LORA = LoraSpec(rank=4, seed=7)
@@ -99,33 +97,28 @@ FAILPOINTS = [
 )
 async def test_a_worker_that_dies_leaves_no_trace_in_a_distillation(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     failpoint: Failpoint,
     targets: Sequence[int],
 ) -> None:
-    url = empty_redis.url
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         teacher = await taught(server, "teacher")
         calm, calm_requests = await distill(server, "calm", teacher.weights, targets)
         expected = await results(server, calm, calm_requests)
     digest = engine.adapters.state(calm.id).digest()
     run, requests = await distill(server, "troubled", teacher.weights, targets)
-    async with dying_worker(url, tmp_path, engine, failpoint):
+    async with dying_worker(server, engine, failpoint):
         pass
     engine.adapters.drop(run.id)
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         assert await results(server, run, requests) == expected
     assert engine.adapters.state(run.id).digest() == digest
     assert expected[0]["metrics"]["reverse_kl:mean"] > 0
 
 
-async def test_a_large_answer_is_whole(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_large_answer_is_whole(server: Stack, engine: Engine) -> None:
     run = await server.create("a", "a", LORA)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         result = await server.result(run, await pull(server, run, None, targets=LARGE))
 
     assert result.kind is ResultKind.JSON
@@ -134,19 +127,16 @@ async def test_a_large_answer_is_whole(
     assert tuple(len(output["token_losses"]["data"]) for output in outputs) == LARGE
 
 
-async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
-) -> None:
-    url = empty_redis.url
-    with worker(url, tmp_path, engine):
+async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(server: Stack, engine: Engine, redis: Any) -> None:
+    with worker(server, engine):
         teacher = await taught(server, "teacher")
     run = await server.create("a", "b", LORA)
     request = await pull(server, run, teacher.weights)
-    redis.delete(redis_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
-    loop, opened = make_worker(url, tmp_path, engine)
+    redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
+    loop, opened = make_worker(server, engine)
     assert loop._weights.sweep() == []
     opened.close()
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         answer = (await server.result(run, request)).json()
 
     assert answer["metrics"]["num_tokens:sum"] == sum(SMALL)
@@ -170,18 +160,17 @@ async def interpolate(
 
 @pytest.mark.parametrize("failpoint", [None, variant(FAILPOINTS[0]), FAILPOINTS[1]], ids=str)
 async def test_an_interpolation_is_the_exact_mix_and_ends_its_run(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, failpoint: Failpoint | None
+    server: Stack, engine: Engine, failpoint: Failpoint | None
 ) -> None:
-    url = empty_redis.url
-    with worker(url, tmp_path, engine):
+    with worker(server, engine):
         one, other = [
             await taught(server, name, LoraSpec(rank=rank, seed=rank)) for name, rank in (("one", 4), ("other", 2))
         ]
     run, request = await interpolate(server, "mix", [(0.75, one), (0.25, other)], rank=6)
     if failpoint:
-        async with dying_worker(url, tmp_path, engine, failpoint):
+        async with dying_worker(server, engine, failpoint):
             pass
-    with worker(url, tmp_path, engine) as loop:
+    with worker(server, engine) as loop:
         answer = (await server.result(run, request)).json()
         sources = [(0.75, loop._weights.host(one.weights)), (0.25, loop._weights.host(other.weights))]
         found = loop._weights.host(ref := WeightsRef(request))

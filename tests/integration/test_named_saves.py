@@ -1,4 +1,4 @@
-"""Saves under a name: what their commit writes, what appears once their files are durable."""
+"""Saves under a name and loads of them: effects of their commits, and weights that stay while a log needs them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from cotrain_store import redis_keys
-from cotrain_store.errors import CheckpointNotFound, Fenced
-from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, run_id
-from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.errors import CheckpointNotFound, Fenced, RunClosed, SeqConflict, WeightsDeleted
+from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
+from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, encode, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ops import Result
+from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
 from cotrain_store.messages.runs import (
     CheckpointKind,
     CheckpointRecord,
-    RunRecord,
-    RunState,
+    LoadRequest,
+    LoadSource,
     SaveRecords,
     external_folder,
 )
@@ -24,6 +26,10 @@ from cotrain_store.results.futures import Pending
 from cotrain_store.weights import Checkpoints, SavedWeights
 from tests.support.log import WORKER
 from tests.support.samples import Samples
+from cotrain_store.weights import Checkpoints
+from cotrain_store.weights import SavedWeights
+from tests.support.log import WORKER, record_of
+from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL
 from tests.support.waiting import until
 
@@ -363,3 +369,175 @@ async def test_whatever_a_tenant_notes_is_kept_as_far_as_it_is_unicode(samples: 
     other = replace(run, id=run_id(SessionId("other"), 0))
     await samples.log.intake.create_run(other)
     assert (await samples.records.run(A, other.id)).user_metadata == {kept: kept}
+
+
+UNKNOWN = WeightsRef("nobody:train:0:1")
+
+
+def body_of(*refs: WeightsRef, lora: LoraSpec | None = None) -> bytes:
+    sources = tuple(LoadSource(ref) for ref in refs)
+    return encode(LoadRequest("tinker://…", sources, optimizer=True, lora=lora)).encode()
+
+
+async def load(samples: Samples, run: RunRecord, seq: int, *refs: WeightsRef, digest: str = "d") -> RequestId:
+    return await samples.log.intake.submit(run, seq, OpKind.LOAD, body_of(*refs), 0, digest, uses=refs)
+
+
+def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
+    samples.log.redis.delete(weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
+
+
+def unused(samples: Samples) -> list[WeightsRef]:
+    return [weights.ref for weights in samples.saved.unused_weights()]
+
+
+async def test_a_load_keeps_its_weights_until_two_recovery_copies_cover_it(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
+    await load(samples, other, 1, checkpoint.weights)
+    delete(samples, checkpoint)
+    assert unused(samples) == []  # waiting
+    await samples.log.run_all()
+    assert unused(samples) == []  # done: a replay would need them
+    assert not samples.saved.forget_weights(checkpoint.weights)
+    assert samples.log.execution.register_snapshot(other.id, 0, "file", "sha")
+    assert unused(samples) == []
+    assert samples.log.execution.register_snapshot(other.id, 1, "newer", "sha")
+    assert unused(samples) == []  # should that copy be lost, the log is replayed from the older one
+    await samples.log.submit(other, 2)
+    await samples.log.run_all()
+    assert samples.log.execution.register_snapshot(other.id, 2, "newest", "sha")
+    assert unused(samples) == [checkpoint.weights]
+    samples.saved.forget_weights(checkpoint.weights)
+    assert samples.saved.weights(checkpoint.weights) is None
+
+
+async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    checkpoint = await samples.checkpoint(run, 1, "x")
+    sampler = sampler_record(weights=checkpoint.weights)
+    await samples.records.create_sampler(sampler)
+    await load(samples, other, 1, checkpoint.weights)
+    delete(samples, checkpoint)
+    await samples.log.run_all()
+    assert unused(samples) == []
+    await samples.log.cover(other, 1)
+    assert unused(samples) == []
+    samples.log.redis.delete(run_keys.sampler(sampler.id))
+    assert unused(samples) == [checkpoint.weights]
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+async def test_a_closed_run_needs_its_loads_no_more_once_its_log_is_gone(samples: Samples, is_planned: bool) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    checkpoint = await samples.checkpoint(run, 1, "x")
+    await samples.log.run_all()
+    await load(samples, other, 1, checkpoint.weights)
+    if is_planned:
+        await samples.log.run_all()
+    delete(samples, checkpoint)
+    await samples.log.intake.close_run(other)
+    assert unused(samples) == ([] if is_planned else [checkpoint.weights])
+    assert samples.log.execution.forget(other.id)
+    assert unused(samples) == [checkpoint.weights]
+
+
+async def test_a_repeated_load_does_not_ask_for_its_weights_again(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    checkpoint = await samples.checkpoint(run, 1, "x")
+    once = await load(samples, other, 1, checkpoint.weights)
+    await samples.log.run_all()
+    await samples.log.cover(other, 1)
+    delete(samples, checkpoint)
+    samples.saved.forget_weights(checkpoint.weights)
+    before = samples.log.everything()
+    assert await load(samples, other, 1, checkpoint.weights) == once
+    assert await samples.log.intake.repeated(other, 1, "d") == once
+    assert await samples.log.intake.repeated(other, 1, "e") is None
+    assert await samples.log.intake.repeated(other, 2, "d") is None
+    with pytest.raises(SeqConflict):
+        await load(samples, other, 1, checkpoint.weights, digest="e")
+    assert samples.log.everything() == before
+
+
+async def test_weights_that_are_gone_or_owed_cannot_be_loaded(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    stored = await samples.checkpoint(run, 1, "x")
+    _, saves = await samples.save(run, 2, name="y")
+    owed = saves[run.id, 2].weights.ref
+    before = samples.log.everything()
+    for refs in ((owed,), (stored.weights, owed), (UNKNOWN,)):
+        with pytest.raises(WeightsDeleted):
+            await load(samples, other, 1, *refs)
+    with pytest.raises(WeightsDeleted):
+        await samples.log.intake.create_run(record_of("a", "new"), kind=OpKind.LOAD, body=body_of(owed), uses=[owed])
+    assert samples.log.everything() == before
+
+
+async def test_a_merge_keeps_every_source(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    sources = [await samples.checkpoint(run, seq, f"n{seq}") for seq in (1, 2)]
+    await load(samples, other, 1, *(source.weights for source in sources))
+    for source in sources:
+        delete(samples, source)
+    assert unused(samples) == []
+    await samples.log.run_all()
+    await samples.log.cover(other, 1)
+    assert unused(samples) == [source.weights for source in sources]
+
+
+@pytest.mark.parametrize("kind", [OpKind.LOAD, OpKind.IMPORT])
+async def test_a_run_is_made_once_of_other_weights(samples: Samples, kind: OpKind) -> None:
+    run = await samples.log.new_run()
+    checkpoint = await samples.checkpoint(run, 1, "x", kind="weights")
+    made = record_of("a", "new", LoraSpec(rank=3, seed=5))
+    body = body_of(checkpoint.weights, lora=made.lora) if kind is OpKind.LOAD else b"adapter"
+    uses = [checkpoint.weights] if kind is OpKind.LOAD else []
+    create = samples.log.intake.create_run
+    request = await create(made, kind=kind, body=body, uses=uses, digest="d")
+    assert request == f"{made.id}:0"
+    before = samples.log.everything()
+    assert await create(made, kind=kind, body=body + b"!", uses=uses, digest="d") == request
+    assert await samples.log.intake.repeated(made, 0, "d") == request
+    for digest in ("e", ""):
+        with pytest.raises(SeqConflict):
+            await create(made, kind=kind, body=body, uses=uses, digest=digest)
+    assert samples.log.everything() == before
+    found = await samples.records.run(made.tenant, made.id)
+    assert found.lora == made.lora
+    step = await samples.log.plan()
+    assert [(op.kind, op.seq) for op in step.ops] == [(kind, 0)]
+    assert samples.log.execution.bodies(step.ops) == [body]
+
+
+async def test_the_body_tells_two_imports_apart(samples: Samples) -> None:
+    made = record_of("a", "new")
+    create = samples.log.intake.create_run
+    request = await create(made, kind=OpKind.IMPORT, body=b"one")
+    assert await create(made, kind=OpKind.IMPORT, body=b"one") == request
+    with pytest.raises(SeqConflict):
+        await create(made, kind=OpKind.IMPORT, body=b"two")
+
+
+async def test_nothing_is_loaded_into_a_closed_run(samples: Samples) -> None:
+    run, other = await samples.log.new_run(), await samples.log.new_run(session="other")
+    checkpoint = await samples.checkpoint(run, 1, "x")
+    await samples.log.intake.close_run(other)
+    with pytest.raises(RunClosed):
+        await load(samples, other, 1, checkpoint.weights)
+
+
+async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was(samples: Samples) -> None:
+    run = await samples.log.new_run()
+    redis = samples.log.redis
+    listed = redis.zrange(tenant_keys.training_runs(run.tenant), 0, -1, withscores=True)
+    assert listed == [(run.id.encode(), run.created_at)]
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
+    assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5
+    await samples.log.submit(run, 2)
+    later = (await samples.records.run(run.tenant, run.id)).last_request_at
+    assert later
+    assert later > 1.5
+    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
+    await samples.log.submit(run, 2)  # a repeat is no request
+    assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5

@@ -112,14 +112,14 @@ async def answers_of(server: Stack, run: RunRecord, requests: list[RequestId]) -
 
 
 async def test_a_neighbour_of_a_pass_of_many_cycles_waits_for_at_most_one(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, whole: tuple[list[Any], str]
+    server: Stack, engine: Engine, redis: Any, whole: tuple[list[Any], str]
 ) -> None:
     """Its ops run at the latest in the cycle after the one that is running when they are accepted."""
     expected, digest = whole
     large = await server.create("large", "large", LORA)
     requests = await submit_two_steps(server, large)
     late = []
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await until(lambda: begun(redis, large) is not None)
         small = await server.create("small", "small", LORA)
         await server.result(small, request_id(small.id, 0))
@@ -154,8 +154,6 @@ KILLS = [
 @pytest.mark.parametrize("failpoint", KILLS, ids=str)
 async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_partial_result(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     redis: Any,
     failpoint: Failpoint,
@@ -165,9 +163,9 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_partial_result(
     expected, digest = whole
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
-    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint):
+    async with dying_worker(server, engine, failpoint):
         pass
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert engine.adapters.state(run.id).digest() == digest
@@ -175,29 +173,27 @@ async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_partial_result(
     assert counted(redis, "resolved_ops") == 7
 
 
-async def test_a_crashed_step_runs_its_pass_to_the_end(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_a_crashed_step_runs_its_pass_to_the_end(server: Stack, engine: Engine) -> None:
     """Otherwise a request that crashes after its third slice would crash in a new step each time,
     and the crashes would not be counted."""
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, DATA)
-    async with dying_worker(empty_redis.url, tmp_path, engine, Failpoint("commit", 4)):
+    async with dying_worker(server, engine, Failpoint("commit", 4)):
         pass
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         assert cycle_of(await server.result(run, request)) == 4
 
 
 async def test_a_worker_replaced_in_the_middle_of_a_pass_restarts_it(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any, whole: tuple[list[Any], str]
+    server: Stack, engine: Engine, redis: Any, whole: tuple[list[Any], str]
 ) -> None:
     expected, digest = whole
     run = await server.create("a", "a", LORA)
     requests = await submit_two_steps(server, run)
     for _ in range(2):
-        with worker(empty_redis.url, tmp_path, engine):
+        with worker(server, engine):
             await until(lambda: begun(redis, run) is not None)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert engine.adapters.state(run.id).digest() == digest
@@ -205,11 +201,11 @@ async def test_a_worker_replaced_in_the_middle_of_a_pass_restarts_it(
 
 
 async def test_a_run_closed_in_the_middle_of_a_pass_leaves_memory_at_once(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, redis: Any
+    server: Stack, engine: Engine, redis: Any
 ) -> None:
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, sequences(2, 400, SLICE))
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await until(lambda: begun(redis, run) is not None)
         await server.intake.close_run(run)
         assert (await server.result(run, request)).kind is ResultKind.FAILURE
@@ -219,13 +215,11 @@ async def test_a_run_closed_in_the_middle_of_a_pass_leaves_memory_at_once(
     assert used(redis, "a")["training_tokens"] == 0
 
 
-async def test_the_body_of_a_pass_is_read_once(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
-) -> None:
+async def test_the_body_of_a_pass_is_read_once(server: Stack, engine: Engine) -> None:
     run = await server.create("a", "a", LORA)
     request = await server.forward_backward(run, 1, DATA)
     read: list[QueuedOp] = []
-    with worker(empty_redis.url, tmp_path, engine) as loop:
+    with worker(server, engine) as loop:
         bodies = loop._execution.bodies
 
         def noted(ops: Any) -> Any:
@@ -262,7 +256,7 @@ async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
     async with stack(empty_redis.url, tmp_path, period_s=10.0) as server:
         runs = [await server.create(name, name, LORA) for name in "abc"]
         requests = [await server.forward_backward(run, 1, DATA) for run in runs]
-        with worker(empty_redis.url, tmp_path, engine) as loop:
+        with worker(server, engine) as loop:
             begin = loop._execution.begin
 
             def begun(step: Step) -> None:
@@ -278,7 +272,7 @@ async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
 
 
 async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, tiny_model: Path,
+    server: Stack, engine: Engine, tiny_model: Path,
     redis: Any,
     whole: tuple[list[Any], str],
 ) -> None:  # fmt: skip
@@ -286,10 +280,10 @@ async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
     other = Engine.load(str(tiny_model), micro_batch_tokens=64)
     run = await server.create("large", "large", LORA)
     target = WorkerId("w1")
-    with worker(empty_redis.url, tmp_path, engine) as owner:
+    with worker(server, engine) as owner:
         await server.result(run, request_id(run.id, 0))
-        with worker(empty_redis.url, tmp_path, other, worker_id=target):
-            await until(lambda: redis.exists(redis_keys.worker(POOL, target)))
+        with worker(server, other, worker_id=target):
+            await until(lambda: redis.exists(fleet_keys.worker(POOL, target)))
             requests = await submit_two_steps(server, run)
             await until(lambda: begun(redis, run) is not None)
             await server.dispatch.moves.ask(POOL, run.id, target)
@@ -335,8 +329,6 @@ def long_answers(engine: Engine) -> tuple[list[Any], str]:
 
 async def test_passes_of_a_neighbour_run_between_the_layers_of_a_long_datum(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     redis: Any,
     long_answers: tuple[list[Any], str],
@@ -345,7 +337,7 @@ async def test_passes_of_a_neighbour_run_between_the_layers_of_a_long_datum(
     large = await server.create("large", "large", LORA)
     requests = await submit_long(server, large)
     small = await server.create("small", "small", LORA)
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await until(lambda: begun(redis, large) is not None)
         passed = await server.result(small, await server.forward_backward(small, 1, DATA[:1]))
         results = await answers_of(server, large, requests)
@@ -366,8 +358,6 @@ LONG_KILLS = [
 @pytest.mark.parametrize("failpoint", LONG_KILLS, ids=str)
 async def test_a_kill_between_layers_of_a_long_datum_leaves_no_partial_result(
     server: Stack,
-    empty_redis: EmbeddedRedis,
-    tmp_path: Path,
     engine: Engine,
     redis: Any,
     failpoint: Failpoint,
@@ -376,9 +366,9 @@ async def test_a_kill_between_layers_of_a_long_datum_leaves_no_partial_result(
     expected, digest = long_answers
     run = await server.create("a", "a", LORA)
     requests = await submit_long(server, run)
-    async with dying_worker(empty_redis.url, tmp_path, engine, failpoint):
+    async with dying_worker(server, engine, failpoint):
         pass
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         results = await answers_of(server, run, requests)
     assert [without_cycle(result) for result in results] == expected
     assert engine.adapters.state(run.id).digest() == digest

@@ -24,7 +24,7 @@ from cotrain_workers.worker.step_runner import Prefetcher
 from tests.support.bodies import pass_body, sequences
 from tests.support.log import Log
 from tests.support.redis_server import EmbeddedRedis
-from tests.support.stack import make_worker, stack, worker
+from tests.support.stack import Home, make_worker, stack, worker
 from tests.support.tiny_models import build_tiny_qwen3
 
 BODY = pass_body("r", 1, sequences(0, 2, 9))
@@ -146,7 +146,7 @@ async def losses(url: str, folder: Path, engine: Engine) -> list[float]:
         for step in range(6):
             sent.append(await server.forward_backward(run, 2 * step + 1, sequences(step, 4, 40)))
             await server.optim_step(run, 2 * step + 2)
-        with worker(url, folder, engine):
+        with worker(server, engine):
             results = [await server.result(run, request) for request in sent]
     engine.adapters.drop(run.id)
     outputs = [wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in results]
@@ -220,7 +220,7 @@ def test_adapters_of_waiting_runs_are_prefetched_while_memory_lasts(
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(engine.adapters, "prefetch", prefetch)
-    loop, opened = make_worker(empty_redis.url, tmp_path, engine)
+    loop, opened = make_worker(Home(empty_redis.url, tmp_path), engine)
     loop._prefetcher._ready = [RunId("b"), RunId("c")]
 
     loop._at_yield_point()

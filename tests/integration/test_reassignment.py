@@ -1,8 +1,9 @@
-"""Reassignment: the work of a worker id without a heartbeat goes to another worker."""
+"""Work of a worker id without a heartbeat: another worker of its pool takes over its runs and pending saves."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,24 @@ from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.ops import OpKind, Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.weights import SavedWeights
+from cotrain_workers.engine.engine import Engine
+from tests.support.checkpoints import checkpoint_of, run_from, submit_state
+from tests.support.deaths import Failpoint, dying_worker
+from tests.support.draws import variant
 from tests.support.log import WORKER, Log
+from tests.support.program import LORA, restored_digest, results, submit, undisturbed
 from tests.support.samples import Samples, sampler_record
-from tests.support.stack import POOL, pool_record_for_tests
+from tests.support.sampling import ended, submit_sample, submit_save
+from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
+from tests.support.waiting import until
 
-HEIR = WorkerId("w1")
+DEAD, HEIR = WorkerId("w0"), WorkerId("w1")
 THIRD = WorkerId("w2")
 
 
@@ -262,3 +271,115 @@ async def test_a_step_of_any_content_is_moved_whole(log: Log) -> None:
     await reassign(log)
     assert log.redis.hvals(redis_keys.open_steps(POOL, HEIR)) == [text]
     assert json.loads(text)["cycle"] == step.cycle
+
+
+STEP = 4
+
+
+async def inherit(server: Stack, redis: Any) -> None:
+    """Reassign the runs of the dead worker to the other one, without waiting for the timeout."""
+    redis.delete(fleet_keys.worker(POOL, DEAD))
+    await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
+    (place,) = [place for place in (await server.dispatch.view(POOL)).slots if place.worker == DEAD]
+    assert await server.dispatch.reassign(POOL, place, HEIR)
+
+
+async def owner(redis: Any, run: RunRecord) -> bytes:
+    found: bytes = redis.hget(run_keys.log(POOL, run.id), "worker")
+    return found
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        variant(Failpoint("bodies")),
+        Failpoint("commit", 1),
+        Failpoint("commit", 1, after=True),
+        variant(Failpoint("commit", 2)),
+        variant(Failpoint("stored", of_weights=True)),
+    ],
+    ids=str,
+)
+async def test_a_successor_continues_with_the_same_numbers_and_saves(
+    server: Stack, engine: Engine, redis: Any, failpoint: Failpoint
+) -> None:
+    expected, digest = await undisturbed(server, engine, last=2 * STEP)
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, STEP)
+    save = await submit_state(server, run, STEP + 1)
+    requests += await submit(server, run, STEP + 1, 2 * STEP, place=STEP + 2)
+    async with dying_worker(server, engine, failpoint, tuning=snapshots(ops=2)):
+        pass
+    engine.adapters.drop(run.id)
+    with worker(server, engine, worker_id=HEIR):
+        await inherit(server, redis)
+        assert await results(server, run, requests) == expected
+        checkpoint = await checkpoint_of(server, run, save)
+        assert await owner(redis, run) == HEIR.encode()
+        twin = await run_from(server, "a", "twin", checkpoint)
+        await results(server, twin, await submit(server, twin, STEP + 1, 2 * STEP, place=1))
+    assert engine.adapters.state(run.id).digest() == digest
+    assert engine.adapters.state(twin.id).weights.equal(engine.adapters.state(run.id).weights)
+
+
+async def test_a_successor_samples_from_weights_that_it_must_still_restore(
+    server: Stack,
+    engine: Engine,
+    redis: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its request may reach the successor first; the weights are made again for it."""
+    monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RELOAD_S", 3600.0)
+    run = await server.create("a", "a", LORA)
+    await submit(server, run, 1, STEP)
+    save = await submit_save(server, run, STEP + 1)
+    async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
+        await server.result(run, save)
+    sampler = await server.records.sampler(run.tenant, "a:sample:0")
+    request = await submit_sample(server, sampler, 1)
+    engine.adapters.drop(run.id)
+    with worker(server, engine, worker_id=HEIR) as loop:
+        await until(lambda: loop._weights._reload_at)
+        await inherit(server, redis)
+        assert (await ended(server, sampler, request)).kind is ResultKind.SAMPLE
+
+
+async def test_a_worker_that_was_given_up_can_write_nothing(server: Stack, engine: Engine, redis: Any) -> None:
+    run = await server.create("a", "a", LORA)
+    requests = await submit(server, run, 1, 1)
+    async with dying_worker(server, engine, Failpoint("bodies")) as zombie:
+        pass
+    engine.adapters.drop(run.id)
+    (step,) = zombie._execution.open_steps()
+    with worker(server, engine, worker_id=HEIR):
+        await inherit(server, redis)
+        await results(server, run, requests)
+    late = {(op.run, op.seq): Result.failed("late", "server") for op in step.ops}
+    with pytest.raises(Fenced):
+        zombie._execution.commit(step, late, {}, {})
+    with pytest.raises(Fenced):
+        zombie._execution.heartbeat(zombie._heartbeat._describe())
+
+
+async def test_a_run_that_ran_elsewhere_is_not_continued_from_stale_memory(
+    server: Stack, engine: Engine, redis: Any
+) -> None:
+    """The test moves the run without the worker.
+
+    In practice, a run returns when the other worker crashes.
+    """
+    expected, digest = await undisturbed(server, engine, last=2 * STEP)
+    run = await server.create("a", "a", LORA)
+    with worker(server, engine, worker_id=HEIR) as loop:
+        answers = await results(server, run, await submit(server, run, 1, STEP))
+        await until(lambda: loop._residents._backlogs[run.id].seq == STEP)  # after the results
+        stale, debt = engine.adapters.state(run.id), loop._residents._backlogs[run.id]
+        debt_before = type(debt)(debt.seq, used_at=debt.used_at)
+        requests = await submit(server, run, STEP + 1, 2 * STEP - 1)
+        answers += await results(server, run, requests)
+        await until(lambda: loop._residents._backlogs[run.id].seq == 2 * STEP - 1)
+        engine.adapters.restore(run.id, stale)
+        loop._residents._backlogs[run.id] = debt_before
+        answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
+    assert answers == expected
+    assert restored_digest(server, engine, run.id) == digest

@@ -1,9 +1,10 @@
-"""A real Redis whose log was damaged by a power cut or a disk: it keeps acknowledged writes, or
-does not start."""
+"""A Redis whose log is damaged or whose host is lost: it keeps acknowledged writes, or does not start."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import subprocess
 import time
@@ -19,6 +20,21 @@ from redis.retry import Retry
 
 from cotrain_server.supervisor.data_folder import DataFolder
 from cotrain_store.disk.embedded_redis import ONE_FILE, cut_zeros, find_redis_binary, last_file, redis_command
+from cotrain_store.errors import UnsafeRedis
+from cotrain_store.redis_client.clients import RedisRefuses
+from cotrain_store.redis_client.connection import (
+    CONNECTION_LOST,
+    Connection,
+    check_store,
+    open_batching_connection,
+    open_connection,
+    open_sync_connection,
+)
+from cotrain_workers.engine.engine import Engine
+from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed
+from tests.support.redis_replicas import RedisReplicas, newer_binary
+from tests.support.redis_server import EmbeddedRedis
+from tests.support.stack import Stack, snapshots, stack, worker
 from tests.warm.popen import run
 from tests.warm.sources import COMMAND
 
@@ -138,3 +154,145 @@ def test_an_unreadable_log_stops_the_server_with_a_sentence(tmp_path: Path, dama
     assert says in refused.stderr
     assert len(refused.stderr.splitlines()) == 1
     assert file.read_bytes() == content
+
+
+#: As a script of ours does: it writes.
+WRITE = "return redis.call('HSET', KEYS[1], ARGV[1], '1')"
+
+
+@pytest.fixture
+def replicas() -> Iterator[RedisReplicas]:
+    with RedisReplicas(newer_binary()) as replicas:
+        yield replicas
+
+
+async def again(connection: Connection, number: int) -> None:
+    """Write one number by a script, as often as it takes."""
+    script = connection.register_script(WRITE)
+    while True:
+        with contextlib.suppress(*CONNECTION_LOST):
+            await script(keys=["numbers"], args=[number])
+            return
+        await asyncio.sleep(0.02)
+
+
+async def test_every_connection_follows_the_master_of_an_older_redis_too() -> None:
+    with RedisReplicas(find_redis_binary()) as replicas:
+        connections = [open_connection(replicas.url()), open_batching_connection(replicas.url())]
+        of_worker = open_sync_connection(replicas.url())
+        for connection in connections:
+            await connection.hset("numbers", "0", "1")
+        of_worker.hset("numbers", "0", "1")
+        replicas.kill_master()
+        for number, connection in enumerate(connections, 1):
+            await again(connection, number)
+        replicas.until(lambda: of_worker.hset("numbers", "3", "1") == 1)
+        assert {b"1", b"2", b"3"} <= replicas.new_master().hgetall("numbers").keys()
+        for connection in connections:
+            await connection.aclose()
+        of_worker.close()
+
+
+@pytest.mark.parametrize("opened", [open_connection, open_batching_connection])
+async def test_what_was_acknowledged_is_on_the_replica_whenever_the_master_dies(
+    replicas: RedisReplicas, opened: type[Connection]
+) -> None:
+    connection = opened(replicas.url("?replicas=1"))
+    await check_store(connection, accept_data_loss=False)
+    script = connection.register_script(WRITE)
+    acknowledged: list[bytes] = []
+    are_enough = asyncio.Event()
+
+    async def write(numbers: itertools.count[int]) -> None:
+        for number in numbers:
+            await script(keys=["numbers"], args=[number])
+            acknowledged.append(str(number).encode())
+            if len(acknowledged) >= 200:
+                are_enough.set()
+
+    numbers = itertools.count()
+    writers = [asyncio.create_task(write(numbers)) for _ in range(8)]
+    await are_enough.wait()
+    await asyncio.to_thread(replicas.kill_master)
+    ended = await asyncio.gather(*writers, return_exceptions=True)
+    assert all(isinstance(error, CONNECTION_LOST) for error in ended)
+    master = await asyncio.to_thread(replicas.new_master)
+    assert master.hgetall("numbers").keys() >= set(acknowledged)
+    await connection.aclose()
+
+
+async def test_a_write_that_no_replica_has_is_refused_for_now_and_a_read_is_not(
+    replicas: RedisReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.redis_client.clients.WAIT_MS", 50)
+    replicas.kill_replicas()
+    for opened in (open_connection, open_batching_connection):
+        connection = opened(replicas.url("?replicas=1"))
+        with pytest.raises(RedisRefuses, match="on the disk of 0 of 1 replicas"):
+            await connection.register_script(WRITE)(keys=["numbers"], args=[1])
+        assert await connection.hget("numbers", "1") == b"1"
+        await connection.aclose()
+    of_worker = open_sync_connection(replicas.url("?replicas=1"))
+    with pytest.raises(RedisRefuses, match="replicas= in COTRAIN_REDIS_URL"):
+        of_worker.register_script(WRITE)(keys=["numbers"], args=[2])
+    assert of_worker.hget("numbers", "2") == b"1"
+    of_worker.close()
+
+
+async def test_a_read_does_not_wait_for_the_writes_of_others(
+    replicas: RedisReplicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_store.redis_client.clients.WAIT_MS", 1_000)
+    connection = open_batching_connection(replicas.url("?replicas=1"))
+    await connection.hset("numbers", "1", "1")
+    replicas.kill_replicas()
+    writing = asyncio.ensure_future(connection.hset("numbers", "2", "1"))
+    while await connection.hget("numbers", "2") is None:  # by reads, while the write waits
+        assert not writing.done()
+    assert not writing.done()
+    with pytest.raises(RedisRefuses):
+        await writing
+    await connection.aclose()
+
+
+async def test_an_error_of_a_command_is_its_own_and_its_neighbours_go_on(replicas: RedisReplicas) -> None:
+    connection = open_batching_connection(replicas.url("?replicas=1"))
+    await connection.hset("numbers", "1", "1")
+    answers: list[object] = await asyncio.gather(
+        connection.hset("numbers", "2", "1"),
+        connection.sadd("numbers", "1"),
+        connection.register_script("return redis.call('INCR', KEYS[1])")(keys=["count"], args=[]),
+        connection.get("numbers"),
+        return_exceptions=True,
+    )
+    assert (answers[0], answers[2]) == (1, 1)
+    assert "WRONGTYPE" in str(answers[1])
+    assert "WRONGTYPE" in str(answers[3])
+    await connection.aclose()
+
+
+async def test_a_redis_that_cannot_wait_for_replicas_is_refused(empty_redis: EmbeddedRedis) -> None:
+    connection = open_connection(f"{empty_redis.url}?replicas=1")
+    with pytest.raises(UnsafeRedis, match=r"Redis 7\.2 or Valkey"):
+        await check_store(connection, accept_data_loss=True)
+    await connection.aclose()
+
+
+async def test_a_run_that_trains_while_the_master_dies_comes_to_the_same_bits(
+    server: Stack, tmp_path: Path, engine: Engine
+) -> None:
+    folder = tmp_path / "disturbed"
+    expected, digest = await undisturbed(server, engine)
+    # With two replicas: the one that is left without any could promise nothing.
+    with RedisReplicas(newer_binary(), replicas=2) as replicas:
+        url = replicas.url("?replicas=1")
+        async with stack(url, folder) as disturbed:
+            with worker(disturbed, engine, tuning=snapshots(ops=2)):
+                run = await disturbed.create("a", "a", LORA)
+                answers = await results(disturbed, run, await submit(disturbed, run, 1, 3))
+                requests = await submit(disturbed, run, 4, len(PROGRAM))
+                await asyncio.to_thread(replicas.kill_master)
+                answers += await results(disturbed, run, requests)
+            await asyncio.to_thread(replicas.new_master)
+            assert restored_digest(disturbed, engine, run.id) == digest
+    assert answers == expected

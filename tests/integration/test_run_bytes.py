@@ -1,25 +1,28 @@
-"""Bytes of the runs of a tenant: they count from the creating request until the last file is deleted."""
+"""Bytes of a tenant's runs, which count until the last file is deleted, and the rest that an unloaded run leaves."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cotrain_store.keys import result_keys, tenant_keys
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.storage import Capacity
 from cotrain_store.errors import Reason
-from cotrain_store.messages.ids import RunId, TenantId
+from cotrain_store.messages.ids import RunId, SessionId, TenantId
 from cotrain_store.messages.runs import LoraSpec, RunRecord, pool_record
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.tenants.policies import TenantLimits, run_bytes, state_bytes
 from cotrain_workers.engine.engine import Engine
+from tests.support.bodies import sequences
 from tests.support.limits import always
+from tests.support.lives import pass_time
 from tests.support.log import Log, record_of
 from tests.support.program import results, submit
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stack import POOL, Stack, pool_record_for_tests, snapshots, worker
 from tests.support.waiting import files_below, until
@@ -153,11 +156,11 @@ async def test_a_disk_without_room_for_copies_takes_no_run(log: Log, monkeypatch
 
 
 async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine
+    server: Stack, tmp_path: Path, engine: Engine
 ) -> None:
     lora = LoraSpec(rank=32, seed=0, train_unembed=False)
     tuning = snapshots(ops=1)
-    with worker(empty_redis.url, tmp_path, engine, tuning=tuning) as loop:
+    with worker(server, engine, tuning=tuning) as loop:
         redis = loop._execution._redis
         run = await server.create("a", "a", lora)
         for first, last in ((1, 1), (2, 3)):  # a forward alone is copied for nothing
@@ -171,3 +174,84 @@ async def test_a_run_writes_the_copies_it_was_weighed_for_and_leaves_none(
         await server.intake.close_run(run)
         await until(lambda: redis.zscore(redis_keys.run_bytes(), "a") is None)
         await until(lambda: not files_below(tmp_path / "snapshots", ".safetensors"))
+
+
+LORA = LoraSpec(rank=4, seed=7, train_unembed=False)
+#: Kept permanently, counted by the quota `record_bytes`; `docs/operate/limits.md` lists them.
+REMAINS = ["cotrain:run:<run>", "cotrain:session:<session>:runs", f"cotrain:{{{POOL}}}:log:<run>"]
+#: Also kept for a run that trained, under the quota `history_points`.
+HISTORY = ["cotrain:run:<run>:history", "cotrain:run:<run>:steps"]
+
+
+async def train(server: Stack, redis: Any, session: str) -> RunRecord:
+    """Make a run with bodies in Redis and in the spool, two snapshots, and unread results."""
+    run = await server.create("a", session, LORA)
+    for seq, length in ((1, 9), (3, 300)):
+        request = await server.forward_backward(run, seq, sequences(seq, 8, length))
+        await server.result(run, request)
+        await server.result(run, await server.optim_step(run, seq + 1))
+    await until(lambda: len(copies_of(redis, run)) == 2)
+    return run
+
+
+def copies_of(redis: Any, run: RunRecord) -> list[bytes]:
+    files = redis.hmget(f"cotrain:{{{POOL}}}:log:{run.id}", "snapfile", "oldfile")
+    return [file for file in files if file]
+
+
+def described(redis: Any, run: RunRecord | None = None) -> list[str]:
+    """Return all keys; those of a run with placeholders."""
+    names = [name.decode() for name in redis.keys("*")]
+    if run is None:
+        return sorted(names)
+    of_run = [name for name in names if run.session in name]
+    return sorted(name.replace(run.id, "<run>").replace(run.session, "<session>") for name in of_run)
+
+
+async def test_an_unloaded_run_leaves_only_its_record(server: Stack, tmp_path: Path, engine: Engine) -> None:
+    tuning = snapshots(ops=1)
+    folder = tmp_path / "snapshots"
+    with worker(server, engine, tuning=tuning) as loop:
+        redis = loop._execution._redis
+        first = await train(server, redis, "session-0")
+        await server.intake.close_run(first)
+        await until(lambda: not list(folder.iterdir()))
+        before = [name for name in described(redis) if "session-0" not in name]
+        runs = [await train(server, redis, f"session-{number}") for number in (1, 2, 3)]
+        await until(lambda: len(list(folder.glob("*/*.safetensors"))) == 6)
+        # Only now: a snapshot of it would be a seventh file.
+        untrained = await server.create("a", "session-4", LORA)
+        for run in (*runs, untrained):
+            await server.intake.close_run(run)
+        await until(lambda: redis.zcard(tenant_keys.run_bytes()) == 0)
+        await until(lambda: not list(folder.iterdir()))  # nor does a folder remain
+        pass_time(redis, result_keys.SMALL_RESULT_TTL_MS + 1)
+        await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler expires them
+        await until(lambda: described(redis, untrained) == REMAINS)
+        for run in runs:
+            assert described(redis, run) == sorted(REMAINS + HISTORY)
+            assert set(redis.hkeys(f"cotrain:{{{POOL}}}:log:{run.id}")) <= POSITION
+        now = [
+            name
+            for name in described(redis)
+            if not re.search(r"session-\d|:minute:", name)  # the minute may have changed
+        ]
+        assert set(now) <= {*before, *UNREAD}
+        assert redis.hlen(result_keys.spool_segment_refs()) == 0
+        assert redis.hlen(result_keys.spool_results()) == 0
+        assert run_ids(redis, SessionId("session-1")) == [runs[0].id]
+        for run in runs:
+            assert run.id not in engine.adapters
+
+
+def run_ids(redis: Any, session: SessionId) -> list[RunId]:
+    return [RunId(name.decode()) for name in redis.smembers(tenant_keys.session_runs(session))]
+
+
+#: Fields of a deleted log: its position and its owner.
+POSITION = {
+    b"state", b"tenant", b"next", b"done", b"snap", b"last", b"worker", b"oldsnap",
+    b"oldnumerics", b"numerics",
+}  # fmt: skip
+#: Removed at the next request of their tenant.
+UNREAD = ["cotrain:tenant:a:unread", "cotrain:tenant:a:unread_until", "cotrain:tenants:unread"]

@@ -23,9 +23,8 @@ from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.fake_vllm import FakeVllm
 from tests.support.object_store import BadNetwork, SeaweedFS
 from tests.support.program import LORA, submit
-from tests.support.redis_server import EmbeddedRedis
 from tests.support.sampling import LONG, base_sampler, ended, sample, sampled, saved_sampler, submit_sample
-from tests.support.stack import MODEL, Stack, worker
+from tests.support.stack import MODEL, Home, Stack, worker
 from tests.support.waiting import until
 
 
@@ -36,23 +35,19 @@ def vllm(tiny_model: Path) -> Iterator[FakeVllm]:
         yield fake
 
 
-def vllm_worker(
-    empty_redis: EmbeddedRedis, folder: Path, engine: Engine, vllm: FakeVllm
-) -> AbstractContextManager[WorkerLoop]:
+def vllm_worker(server: Stack, engine: Engine, vllm: FakeVllm) -> AbstractContextManager[WorkerLoop]:
     settings: dict[str, Any] = {"sampler": "vllm", "vllm_url": vllm.url}
-    return worker(empty_redis.url, folder, engine, **settings)
+    return worker(server, engine, **settings)
 
 
-async def test_vllm_says_what_the_engine_says(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
-) -> None:
+async def test_vllm_says_what_the_engine_says(server: Stack, engine: Engine, vllm: FakeVllm) -> None:
     run = await server.create("a", "a", LORA)
     greedy: dict[str, Any] = {"temperature": 0.0, "num_samples": 1, "prompt_logprobs": True}
-    with worker(empty_redis.url, tmp_path, engine):
+    with worker(server, engine):
         await submit(server, run, 1, 4)
         sampler = await saved_sampler(server, run, 5)
         ours = wire_pb2.SampleResponse.FromString(await sample(server, sampler, 1, **greedy))
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         theirs = wire_pb2.SampleResponse.FromString(await sample(server, sampler, 2, **greedy))
     (one,), (other,) = ours.sequences, theirs.sequences
     assert one.tokens == other.tokens
@@ -67,7 +62,7 @@ def difference(one: bytes, other: bytes) -> float:
 
 
 async def test_vllm_samples_from_adapters_in_an_object_store(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm,
+    server: Stack, tmp_path: Path, engine: Engine, vllm: FakeVllm,
     object_store: SeaweedFS, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(vllm_decoder, "PAUSE_S", (0.01, 0.1))
@@ -77,12 +72,12 @@ async def test_vllm_samples_from_adapters_in_an_object_store(
         settings: dict[str, Any] = {"blobs": object_store.new_prefix()}
         object_store.store(settings["blobs"]).put(MARK, b"this Redis")
         run = await server.create("a", "a", LORA)
-        with worker(empty_redis.url, tmp_path / "one", engine, **settings):
+        with worker(Home(server.redis_url, tmp_path / "one"), engine, **settings):
             await submit(server, run, 1, 4)
             sampler = await saved_sampler(server, run, 5)
             ours = await sample(server, sampler, 1, temperature=0.0)
         settings |= {"sampler": "vllm", "vllm_url": vllm.url}
-        with worker(empty_redis.url, tmp_path / "other", engine, **settings):
+        with worker(Home(server.redis_url, tmp_path / "other"), engine, **settings):
             base = await base_sampler(server, number=1)
             await sample(server, base, 1)  # by now it has checked the server
             with network.failing("refuse"), capture_logs() as logs:
@@ -97,11 +92,9 @@ async def test_vllm_samples_from_adapters_in_an_object_store(
     assert not (tmp_path / "other" / "weights").exists()
 
 
-async def test_a_sampler_stays_while_its_run_trains_on(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
-) -> None:
+async def test_a_sampler_stays_while_its_run_trains_on(server: Stack, engine: Engine, vllm: FakeVllm) -> None:
     run = await server.create("a", "a", LORA)
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         await submit(server, run, 1, 4)
         sampler = await saved_sampler(server, run, 5)
         before = await sample(server, sampler, 1)
@@ -113,11 +106,9 @@ async def test_a_sampler_stays_while_its_run_trains_on(
         assert await sample(server, later, 1) != before
 
 
-async def test_a_restart_of_vllm_loses_no_request(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
-) -> None:
+async def test_a_restart_of_vllm_loses_no_request(server: Stack, engine: Engine, vllm: FakeVllm) -> None:
     sampler = await base_sampler(server)
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         first = await sample(server, sampler, 0, seed=0)
         vllm.may_generate.clear()
         requests = [await submit_sample(server, sampler, seq, seed=0) for seq in range(1, 6)]
@@ -128,26 +119,22 @@ async def test_a_restart_of_vllm_loses_no_request(
         assert {await sampled(server, sampler, request) for request in requests} == {first}
 
 
-async def test_a_worker_that_leaves_hands_its_requests_on(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
-) -> None:
+async def test_a_worker_that_leaves_hands_its_requests_on(server: Stack, engine: Engine, vllm: FakeVllm) -> None:
     sampler = await base_sampler(server)
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         await sample(server, sampler, 0)
         vllm.may_generate.clear()
         request = await submit_sample(server, sampler, 1)
         vllm.wait_until(generating=2)
     vllm.wait_until(generating=0, aborted=2)
     vllm.may_generate.set()
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         await sampled(server, sampler, request)
 
 
-async def test_a_cancelled_request_is_aborted_on_the_server(
-    server: Stack, empty_redis: EmbeddedRedis, tmp_path: Path, engine: Engine, vllm: FakeVllm
-) -> None:
+async def test_a_cancelled_request_is_aborted_on_the_server(server: Stack, engine: Engine, vllm: FakeVllm) -> None:
     sampler = await base_sampler(server)
-    with vllm_worker(empty_redis, tmp_path, engine, vllm):
+    with vllm_worker(server, engine, vllm):
         await sample(server, sampler, 0)
         vllm.may_generate.clear()
         request = await submit_sample(server, sampler, 1, LONG)

@@ -1,11 +1,8 @@
-"""Several workers of one base model: `cotrain serve --workers`, and `cotrain worker` from a second
-host.
-
-The numbers equal those of one worker, bit for bit, also if a worker is killed.
-"""
+"""Several workers of one base model, and processes that are killed: nothing accepted is lost, nothing is applied twice."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,15 +11,35 @@ import sys
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cotrain import AdamParams, Datum, ModelInput, ServiceClient, TrainingClient
+from cotrain_store.tenants.history import read_history
+from cotrain_workers.engine.engine import Engine
+from cotrain_workers.recovery.crashes import MAX_CRASHES
+from tests.support.bodies import sequences
 from tests.support.draws import variant
+from tests.support.processes import scheduler_and_worker, settings_of
+from tests.support.program import (
+    LORA,
+    PROGRAM,
+    computed,
+    numbers_of,
+    restored_digest,
+    results,
+    submit,
+    train_undisturbed,
+    undisturbed,
+)
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.serving import Serving
+from tests.support.stack import Home, accepting, stack, worker
+from tests.support.tiny_models import build_tiny
 from tests.support.waiting import wait_until
 from tests.warm.popen import Popen, run
 from tests.warm.sources import COMMAND
@@ -31,7 +48,7 @@ TENANTS, STEPS = 8, 3
 KEYS = [f"tml-tenant{number}_of-the-lab-{number}" for number in range(TENANTS)]
 PATIENCE_S = 300
 #: Command that works with and without installed entry points.
-WORKER = [
+JOINING = [
     sys.executable, "-c", "import typer; from cotrain_server.commands.worker import worker; typer.run(worker)",
 ]  # fmt: skip
 
@@ -164,7 +181,7 @@ def test_remote_workers_join_and_their_runs_continue_when_they_leave(
         serving = at_end.enter_context(Serving(tmp_path, [base_model], KEYS, options, settings))
         joined = Popen(
             [
-                *WORKER, f"--base-model={base_model}", f"--redis-url={redis.url}",
+                *JOINING, f"--base-model={base_model}", f"--redis-url={redis.url}",
                 f"--data-dir={tmp_path}", "--device=cpu", "--torch-threads=1", "--workers=2",
                 "--name=east",
             ],
@@ -190,7 +207,7 @@ def test_remote_workers_join_and_their_runs_continue_when_they_leave(
 
 
 def test_a_folder_of_no_server_is_rejected(tmp_path: Path) -> None:
-    refused = run([*WORKER, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"])
+    refused = run([*JOINING, "--base-model=a/b", "--redis-url=redis://none", f"--data-dir={tmp_path}"])
     assert refused.returncode == os.EX_USAGE
     assert "is no server's data folder: it has no file belongs-to." in refused.stderr
 
@@ -209,3 +226,116 @@ def test_invalid_workers_are_rejected_in_a_sentence(tmp_path: Path, options: lis
     refused = run(command, env=environment)
     assert refused.returncode == os.EX_USAGE
     assert why in refused.stderr
+
+
+POISON = {"error": "Request repeatedly crashed the worker; it was not applied.", "category": "server"}
+
+
+async def test_killed_processes_change_no_number(tmp_path: Path) -> None:
+    """The model is a hybrid with experts, and both optimizers train."""
+    torch.set_num_threads(1)
+    model = build_tiny("qwen3_next", tmp_path / "tiny", vocab=512)
+    engine, loras = Engine.load(str(model)), (LORA, replace(LORA, optimizer="muon"))
+    with EmbeddedRedis() as redis_server:
+        url, folder = redis_server.url, tmp_path / "alone"
+        async with stack(url, folder) as alone:
+            expected = [await train_undisturbed(alone, engine, lora=lora) for lora in loras]
+        redis_server.flush()
+
+        settings = settings_of(url, tmp_path, model)
+        with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
+            async with accepting(url, tmp_path) as server:
+                runs = [await server.create(lora.optimizer, lora.optimizer, lora) for lora in loras]
+                answers: list[list[Any]] = [[] for _ in runs]
+                for first, last, victims in (
+                    (1, 5, [trainer]),
+                    (6, 9, [scheduler]),
+                    (10, len(PROGRAM), [trainer, scheduler]),
+                ):
+                    requests = [await submit(server, run, first, last) for run in runs]
+                    for run, own, asked in zip(runs, answers, requests, strict=True):
+                        own += await results(server, run, asked[:1])
+                    for process in victims:
+                        await asyncio.to_thread(process.kill)
+                    for process in victims:
+                        process.start()
+                    for run, own, asked in zip(runs, answers, requests, strict=True):
+                        own += await results(server, run, asked[1:])
+                for run, own in zip(runs, answers, strict=True):
+                    assert numbers_of(await read_history(server.connection, run.id)) == computed(own)
+            assert answers == [undisturbed for undisturbed, _ in expected]
+            await asyncio.to_thread(trainer.stop)
+            await asyncio.to_thread(scheduler.stop)
+        for run, (_, digest) in zip(runs, expected, strict=True):
+            assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, run.id) == digest
+
+
+async def test_a_request_that_kills_its_worker_again_and_again_is_found_and_left_out(
+    tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    """Its neighbour in the step ends as if alone, and its own run as if it had never been."""
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path / "alone") as alone:
+            expected, digest = await undisturbed(alone, engine, last=3)
+            with worker(alone, engine):
+                without = await alone.create("without", "without", LORA)
+                await results(alone, without, await submit(alone, without, 3, 4, place=1))
+        redis_server.flush()
+
+        poison = "a:train:0:1"
+        kills = f"worker.before_run~{poison}=kill@*,worker.before_risk~{poison}=kill@*"
+        settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
+        async with accepting(url, tmp_path) as server:
+            guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+            requests = await submit(server, guilty, 1, 1)
+            others = await submit(server, neighbour, 1, 3)
+            with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
+                # As planned, twice; its run's part of the step, once; alone, twice.
+                for _ in range(2 + 1 + MAX_CRASHES):
+                    await asyncio.to_thread(trainer.await_kill)
+                    trainer.start()
+                assert await results(server, guilty, requests) == [POISON]
+                assert await results(server, neighbour, others) == expected
+                await results(server, guilty, await submit(server, guilty, 3, 4, place=2))
+                await asyncio.to_thread(trainer.stop)
+                await asyncio.to_thread(scheduler.stop)
+        mine = await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, guilty.id)
+        assert mine == engine.adapters.state(without.id).digest()
+        assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, neighbour.id) == digest
+
+
+async def test_a_pass_too_large_for_memory_costs_its_neighbours_one_more_kill_at_most(
+    tmp_path: Path, engine: Engine, tiny_model: Path
+) -> None:
+    """The kernel kills at the largest micro-batch. What others sent is done before that pass runs again, alone."""
+    with EmbeddedRedis() as redis_server:
+        url = redis_server.url
+        async with stack(url, tmp_path / "alone") as alone:
+            expected, digest = await undisturbed(alone, engine, last=4)
+        redis_server.flush()
+
+        kills = "worker.before_large_pass~a:train:0:1=kill@*"
+        settings = settings_of(url, tmp_path, tiny_model) | {"COTRAIN_FAILPOINTS": kills}
+        async with accepting(url, tmp_path) as server:
+            guilty, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
+            requests = [await server.forward_backward(guilty, 1, sequences(1, 1, 400))]
+            requests += await submit(server, guilty, 3, 4, place=2)
+            others = await submit(server, neighbour, 1, 4)
+            with scheduler_and_worker(settings, tmp_path) as (scheduler, trainer):
+                await asyncio.to_thread(trainer.await_kill)
+                trainer.start()
+                await asyncio.to_thread(trainer.await_kill)
+                assert await results(server, neighbour, others) == expected  # no process lives
+                trainer.start()
+                too_large, *after = await results(server, guilty, requests)
+                assert too_large["category"] == "user"
+                assert re.fullmatch(
+                    r"Request needs more memory than the worker has: its process was killed twice while it ran a "
+                    r"datum of 400 tokens, within a memory limit of \d+\.\d GB\. Send shorter datums, .*",
+                    too_large["error"],
+                )
+                assert all("error" not in answer for answer in after if isinstance(answer, dict))
+                await asyncio.to_thread(trainer.stop)
+                await asyncio.to_thread(scheduler.stop)
+        assert await asyncio.to_thread(restored_digest, Home(url, tmp_path), engine, neighbour.id) == digest

@@ -1,4 +1,4 @@
-"""Webhooks against a real receiver: signed, at least once, to allowed addresses, one tenant never behind another."""
+"""Webhooks against a real receiver: signed, at least once, to allowed addresses; no tenant waits for another."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from cotrain_store.errors import Fenced, Reason
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
 from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
+from cotrain_store.tenants.webhooks import DueEvent, Outcome
+from cotrain_store.redis_client.connection import SyncConnection, open_connection, open_sync_connection, stop_tasks
+from cotrain_store.tenants.webhooks import Webhooks
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time
 from tests.support.markdown import blocks
+from tests.support.processes import Process
 from tests.support.receiver import Received, Receiver, receiving
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.refusals import refused
 from tests.support.stand_in import stand_in
-from tests.support.waiting import until_true
+from tests.support.waiting import until, until_true
 
 LOCAL = ("127.0.0.0/8",)
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "webhooks.md"
@@ -65,7 +69,7 @@ async def deliverer(redis: EmbeddedRedis, name: str = "one") -> AsyncIterator[We
         await connection.aclose()
 
 
-async def until(webhooks: Webhooks, tenant: TenantId, **expected: Any) -> None:
+async def until_recorded(webhooks: Webhooks, tenant: TenantId, **expected: Any) -> None:
     """Wait until the record of a webhook has these values."""
 
     async def has_them() -> bool:
@@ -109,7 +113,7 @@ async def test_runs_and_checkpoints_are_told_of_and_signed(empty_redis: Embedded
             assert request.headers["webhook-id"] == event["id"]
             assert is_genuine(made["secret"], request)
             assert not is_genuine("whsec_" + "A" * 44, request)
-        await until(api.services.webhooks, tenant, delivered=4)
+        await until_recorded(api.services.webhooks, tenant, delivered=4)
         shown = await got(api, "webhook")
         assert (shown["waiting"], shown["last_outcome"], shown["last_answer"]) == (0, "delivered", "204")
         assert "secret" not in shown
@@ -229,19 +233,19 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(empty_redis: E
         receiver.answers = [refusal, refusal]
         await webhooks.set(A, url_of(receiver))
         first = await webhooks.test(A)
-        await until(webhooks, A, retried=1, waiting=1)
+        await until_recorded(webhooks, A, retried=1, waiting=1)
         pass_time(redis, 5_000)
-        await until(webhooks, A, retried=2)
+        await until_recorded(webhooks, A, retried=2)
         pass_time(redis, 10_000)
-        await until(webhooks, A, delivered=1, waiting=0)
+        await until_recorded(webhooks, A, delivered=1, waiting=0)
         assert [request.headers["webhook-id"] for request in receiver.requests] == [first] * 3
 
         receiver.answers = [refusal] * 20  # a retry of a busy machine may come before the clock is set
         await webhooks.test(A)
-        await until(webhooks, A, retried=3)
+        await until_recorded(webhooks, A, retried=3)
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
-        await until(webhooks, A, given_up=1, waiting=0)
-        assert redis.zcard(redis_keys.due_tenants()) == 0
+        await until_recorded(webhooks, A, given_up=1, waiting=0)
+        assert redis.zcard(tenant_keys.due_tenants()) == 0
     redis.close()
 
 
@@ -258,7 +262,7 @@ async def test_an_error_of_our_own_counts_as_an_attempt_and_waits_like_one(
     async with deliverer(empty_redis) as webhooks:
         await webhooks.set(A, "http://127.0.0.1:9/hook")
         event = await webhooks.test(A)
-        await until(webhooks, A, retried=1, waiting=1)
+        await until_recorded(webhooks, A, retried=1, waiting=1)
         await webhooks.test(A)  # looked at many times by now, and not sent before its time
         assert "log says how" in str((await webhooks.find(A)).last_answer)
     assert attempts.count(event) == 1
@@ -280,7 +284,7 @@ async def test_a_look_that_fails_for_an_error_of_our_own_is_not_the_last(
     async with receiving() as receiver, deliverer(empty_redis) as webhooks:
         await webhooks.set(A, url_of(receiver))
         await webhooks.test(A)
-        await until(webhooks, A, delivered=1)
+        await until_recorded(webhooks, A, delivered=1)
     assert failed
 
 
@@ -329,7 +333,7 @@ async def test_an_attempt_that_cannot_be_noted_is_not_made_again_at_once_and_hol
         await receiver.until(1)
         await webhooks.set(B, url_of(receiver))
         await webhooks.test(B)
-        await until(webhooks, B, delivered=1)
+        await until_recorded(webhooks, B, delivered=1)
         for _ in range(seen.qsize() + 20):
             await seen.get()
     assert failed == [A]
@@ -345,7 +349,7 @@ async def test_a_slow_receiver_holds_no_other_tenant(empty_redis: EmbeddedRedis)
         await slow.until(1)
         for _ in range(3):
             await webhooks.test(B)
-        await until(webhooks, B, delivered=3)
+        await until_recorded(webhooks, B, delivered=3)
         assert (await webhooks.find(A)).waiting == 1
 
 
@@ -361,7 +365,7 @@ async def test_who_takes_over_sends_what_a_dead_process_did_not_note(empty_redis
         [sent] = await dead.due(10)
         redis.delete(redis_keys.webhook_lease())  # as Redis does once it has run out
         async with deliverer(empty_redis, "next") as webhooks:
-            await until(webhooks, A, delivered=1)
+            await until_recorded(webhooks, A, delivered=1)
             with pytest.raises(Fenced):
                 await dead.tried(sent, Outcome.DELIVERED, "204")
         assert [request.headers["webhook-id"] for request in receiver.requests] == [sent.id]
@@ -386,3 +390,29 @@ async def test_a_thousand_events_wait_and_no_more_and_all_go_with_the_webhook(em
         await webhooks.test(A)
     await connection.aclose()
     redis.close()
+
+
+async def test_a_killed_process_loses_no_event(
+    empty_redis: EmbeddedRedis, redis: SyncConnection, tmp_path: Path
+) -> None:
+    settings = {
+        "COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path),
+        "COTRAIN_PORT": "0", "COTRAIN_WEBHOOK_NETWORKS": "127.0.0.1",
+        "COTRAIN_API_KEYS": "tml-alice_secret-of-alice",
+    }  # fmt: skip
+    connection = open_connection(empty_redis.url)
+    webhooks = Webhooks(connection, "none of them")
+    async with receiving() as receiver:
+        receiver.answers = [b""]  # the first request is never answered
+        await webhooks.set(A, f"http://127.0.0.1:{receiver.port}/")
+        event = await webhooks.test(A)
+        with Process("cotrain_server", settings, tmp_path / "first.log") as first:
+            await receiver.until(1)
+            await asyncio.to_thread(first.kill)
+            redis.delete(tenant_keys.lease())  # otherwise it expires after ten seconds
+            with Process("cotrain_server", settings, tmp_path / "second.log"):
+                await receiver.until(2)
+                await until(lambda: redis.hget(tenant_keys.webhook(A), "delivered") == b"1")
+        assert [request.headers["webhook-id"] for request in receiver.requests] == [event] * 2
+        assert redis.hlen(tenant_keys.events(A)) == 0
+    await connection.aclose()

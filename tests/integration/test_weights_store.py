@@ -1,23 +1,28 @@
-"""Saved weights from memory to disk: used at once, written once, there for whoever asks for them."""
+"""Saved weights from memory to disk and to their deletion: used at once, written once, swept when long unreferenced."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cotrain_store.keys import result_keys, run_keys, weights_keys
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.blobs.protocol import ORPHAN_AGE_S
 from cotrain_store.disk.checksums import REMEDY, SUMS
 from cotrain_store.errors import CheckpointNotFound
-from cotrain_store.messages.ids import WeightsRef
-from cotrain_workers.checkpoints.files import CheckpointFiles
-from cotrain_workers.checkpoints.peft_folder import TENSORS
+from cotrain_store.messages.ids import SamplerId, WeightsRef
+from cotrain_store.messages.runs import WeightsRecord
+from cotrain_store.weights import Checkpoints
+from cotrain_workers.checkpoints.files import CheckpointFiles, base_model_of_adapter
+from cotrain_workers.checkpoints.peft_folder import TENSORS, write_folder
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
 from cotrain_workers.engine.ops import WeightsMissing
 from tests.support.samples import Samples
@@ -25,16 +30,18 @@ from tests.support.saved_files import (
     KEY,
     SIZE,
     SPEC,
+    files_in,
     folders,
     full,
     layout_of,
     saved,
     state_of,
+    sweep_files,
     weights_of,
     weights_store,
     written,
 )
-from tests.support.stack import MODEL
+from tests.support.stack import MODEL, POOL
 from tests.support.waiting import PATIENCE_S
 
 
@@ -288,3 +295,180 @@ async def test_a_save_whose_name_was_in_use_leaves_nothing_behind(
     assert store.host(first.ref).flat[0] == 1.0
     with pytest.raises(WeightsMissing):
         store.host(second.ref)
+
+
+async def test_only_unreachable_weights_are_swept(samples: Samples, tmp_path: Path) -> None:
+    run = await samples.log.new_run()
+    store = weights_store(samples, tmp_path)
+    old_name = await saved(samples, run, 1, name="best")
+    new_name = await saved(samples, run, 2, name="best")
+    expired = await saved(samples, run, 3, sampler=3)
+    in_use = await saved(samples, run, 4, sampler=4)
+    for record in (old_name, new_name, expired, in_use):
+        store.put(record, weights_of(float(record.ref[-1])))
+    written(store)
+    assert set(store.sweep()) == {old_name.ref}
+    samples.log.redis.delete(run_keys.sampler(SamplerId(f"{run.session}:sample:3")))
+    assert set(store.sweep()) == {expired.ref}
+    assert store.sweep() == []
+    for gone in (old_name, expired):
+        with pytest.raises(WeightsMissing):
+            store.host(gone.ref)
+    assert {store.host(kept.ref).flat[0].item() for kept in (new_name, in_use)} == {2.0, 4.0}
+
+
+async def test_folders_are_deleted_once_they_are_old_and_unreferenced(samples: Samples, tmp_path: Path) -> None:
+    runs = [await samples.log.new_run(tenant) for tenant in ("a", "b")]
+    store = weights_store(samples, tmp_path)
+    gone, shared, kept = [
+        await saved(samples, run, seq, sampler=seq) for run, seq in ((runs[0], 1), (runs[0], 2), (runs[1], 1))
+    ]
+    for record, value in ((gone, 1.0), (shared, 2.0), (kept, 2.0)):
+        store.put(record, weights_of(value))
+    written(store)
+    for seq in (1, 2):
+        samples.log.redis.delete(run_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
+    assert set(store.sweep()) == {gone.ref, shared.ref}
+    for folder in folders(tmp_path):
+        os.utime(folder, (0, 0))  # its date must not matter
+    sweep_files(store, samples)
+    assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
+    assert [folder.name for folder in folders(tmp_path)] == [store.digest(kept.ref)]
+
+
+async def test_folders_of_other_base_models_are_left_to_their_own_workers(samples: Samples, tmp_path: Path) -> None:
+    store = weights_store(samples, tmp_path)
+    for base_model in (MODEL, "another"):
+        write_folder(Folder(tmp_path / "weights"), weights_of(1.0).weights, layout_of(SPEC), base_model)
+    sweep_files(store, samples)
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
+    (left,) = folders(tmp_path)
+    assert base_model_of_adapter(Folder(tmp_path / "weights"), f"{left.parent.name}/{left.name}") == "another"
+
+
+async def test_existing_files_of_a_new_save_count_as_young_again(samples: Samples, tmp_path: Path) -> None:
+    run = await samples.log.new_run()
+    store, other = (weights_store(samples, tmp_path) for _ in range(2))
+    other._files.write(WeightsRef("dead:1"), state_of(1.0), layout_of(SPEC))
+    sweep_files(other, samples)
+    record = await saved(samples, run, 1, name="x", kind="weights")
+    store.put(record, state_of(1.0))
+    for owed in store._unstored.values():
+        owed.writing and owed.writing.result(60)  # written, but not yet recorded
+    left = files_in(tmp_path)
+    sweep_files(other, samples, ORPHAN_AGE_S + 1)
+    assert files_in(tmp_path) == left
+    sweep_files(other, samples, 2 * (ORPHAN_AGE_S + 1))
+    assert files_in(tmp_path) == set()  # Redis was unavailable for long
+    store._note_written()  # finds that the files are missing, and writes them again
+    written(store)
+    assert files_in(tmp_path) == left
+    assert not store._unstored
+
+
+async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(samples: Samples, tmp_path: Path) -> None:
+    run = await samples.log.new_run()
+    store = weights_store(samples, tmp_path)
+    names = {}
+    for seq in (1, 2):
+        record = await saved(samples, run, seq, name=f"n{seq}", kind="external_weights", external=True)
+        store.put(record, replace(state_of(float(seq)), recipients=(str(KEY.to_public()),)))
+        written(store)
+        names[seq] = files_in(tmp_path)
+    kept = names[1]
+    assert len(kept) == 3 + 1 + 4  # an encrypted export has sums, too
+    for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
+        (tmp_path / torn).mkdir(parents=True)
+        (tmp_path / torn / "half").touch()
+    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
+    assert store.sweep() == [f"{run.id}:2"]
+    everything = files_in(tmp_path)
+    sweep_files(store, samples)
+    assert files_in(tmp_path) == everything  # young
+    sweep_files(store, samples, ORPHAN_AGE_S + 1)
+    assert files_in(tmp_path) == kept
+
+
+def off_the_round(samples: Samples) -> None:
+    """Restrict the sweep to weights that have lost a reference."""
+    samples.log.redis.delete(weights_keys.pool_weights(POOL))
+
+
+async def stored(samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]) -> list[WeightsRecord]:
+    """Save a run several times and store each save."""
+    run = await samples.log.new_run()
+    store = weights_store(samples, tmp_path)
+    records = [await saved(samples, run, seq, **what) for seq, what in enumerate(asked, 1)]
+    for number, record in enumerate(records):
+        store.put(record, weights_of(float(number)))
+    written(store)
+    return records
+
+
+def unused(samples: Samples) -> list[WeightsRef]:
+    return sorted(record.ref for record in samples.saved.unused_weights())
+
+
+async def test_newly_unreferenced_weights_are_found_without_a_full_scan(samples: Samples, tmp_path: Path) -> None:
+    names: list[dict[str, Any]] = [{"name": "a"}, {"name": "b"}, {"name": "b"}, {"sampler": 4}]
+    first, older, newer, sampled = await stored(samples, tmp_path, *names)
+    off_the_round(samples)
+    assert unused(samples) == [older.ref]
+    released = weights_keys.released_weights(POOL)
+    assert samples.log.redis.zrange(released, 0, -1) == [older.ref.encode()]
+    await Checkpoints(samples.log.connection).delete(first.tenant, first.run, "sampler_weights", "a")
+    assert unused(samples) == [first.ref]
+    sampler = run_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
+    samples.log.redis.zadd(result_keys.ends(), {sampler: 1})
+    await samples.log.dispatch.pass_time()
+    assert unused(samples) == [sampled.ref]
+    for record in (first, older, sampled):
+        assert samples.saved.forget_weights(record.ref)
+    assert samples.log.redis.exists(released) == 0
+    assert newer.ref not in unused(samples)
+
+
+async def test_temporarily_used_weights_are_checked_until_they_are_unused(samples: Samples, tmp_path: Path) -> None:
+    (record,) = await stored(samples, tmp_path, {"name": "a"})
+    off_the_round(samples)
+    released = weights_keys.released_weights(POOL)
+    await Checkpoints(samples.log.connection).set_ttl(record.tenant, record.run, "sampler_weights", "a", 100)
+    assert unused(samples) == []
+    assert samples.log.redis.zcard(released) == 1
+    samples.log.redis.delete(weights_keys.checkpoint(record.run, "sampler_weights", "a"))  # as Redis does
+    assert unused(samples) == []  # it is too early
+    samples.log.redis.zadd(released, {record.ref: 0})
+    assert unused(samples) == [record.ref]
+
+
+async def test_a_full_redis_is_swept_too(samples: Samples, tmp_path: Path) -> None:
+    await stored(samples, tmp_path, {"name": "a"}, {"name": "a"})
+    off_the_round(samples)
+    before = samples.log.redis.config_get("maxmemory")["maxmemory"]
+    samples.log.redis.config_set("maxmemory", 1)
+    try:
+        assert len(unused(samples)) == 1
+    finally:
+        samples.log.redis.config_set("maxmemory", before)
+
+
+async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(samples: Samples, tmp_path: Path) -> None:
+    (record,) = await stored(samples, tmp_path, {"name": "a"})
+    old = [f"old:{number}" for number in range(2_000)]
+    row = samples.log.redis.hgetall(weights_keys.weights(record.ref))
+    with samples.log.redis.pipeline(transaction=False) as batch:
+        batch.sadd(weights_keys.pool_weights(POOL), *old)
+        for ref in old:
+            text = row[b"record"].replace(record.ref.encode(), ref.encode(), 1)
+            batch.hset(weights_keys.weights(WeightsRef(ref)), mapping={**row, "record": text})
+        batch.execute()
+    found: set[WeightsRef] = set()
+    for looks in range(1, 100):  # noqa: B007
+        some = unused(samples)
+        assert len(some) < 400
+        found |= set(some)
+        if len(found) == len(old):
+            break
+    assert found == set(old)
+    assert looks > 4

@@ -7,14 +7,13 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.recovery_copies import UNMEASURED
 from cotrain_workers.worker.bootstrap import Tuning
 from cotrain_workers.worker.loop import WorkerLoop
-from tests.support.stack import TUNING, make_worker
+from tests.support.stack import TUNING, Home, Stack, make_worker
 
 
 class Killed(BaseException):
@@ -78,8 +77,7 @@ def live(loop: WorkerLoop, opened: contextlib.ExitStack) -> bool:
 
 @contextlib.asynccontextmanager
 async def dying_worker(
-    redis_url: str,
-    data_dir: Path,
+    home: Stack | Home,
     engine: Engine,
     failpoint: Failpoint,
     *,
@@ -87,7 +85,7 @@ async def dying_worker(
     **settings: float | str,
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it is killed at `failpoint`. Leaving the block waits for that."""
-    loop, opened = make_worker(redis_url, data_dir, engine, tuning, UNMEASURED, **settings)
+    loop, opened = make_worker(home, engine, tuning, UNMEASURED, **settings)
     failpoint.arm(loop)
     life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
     try:
@@ -98,11 +96,11 @@ async def dying_worker(
         await life
 
 
-async def deaths_until(answers: asyncio.Future[Any], redis_url: str, data_dir: Path, engine: Engine) -> int:
+async def deaths_until(answers: asyncio.Future[Any], home: Stack | Home, engine: Engine) -> int:
     """Run one worker after the other until every request is answered. Return the number of killed ones."""
     deaths = 0
     while not answers.done():
-        loop, opened = make_worker(redis_url, data_dir, engine)
+        loop, opened = make_worker(home, engine)
         life = asyncio.create_task(asyncio.to_thread(live, loop, opened))
         either: list[asyncio.Future[Any]] = [life, answers]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

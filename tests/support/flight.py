@@ -15,8 +15,6 @@ from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode
 from cotrain_store.messages.ids import RunId, TenantId, WeightsRef, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.engine.cycle import run_to_end
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import (

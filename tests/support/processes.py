@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-from cotrain_store.disk.spool import Spool
-from cotrain_store.oplog.dispatch import Dispatch
-from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.redis_client.connection import Connection
-from cotrain_store.results.futures import Futures
-from cotrain_store.sampling.intake import SampleIntake, SampleLimits
-from cotrain_store.tenants.policies import TenantLimits
-from cotrain_store.tenants.records import Records
-from tests.support.limits import always
-from tests.support.stack import MODEL, Stack
+from tests.support.stack import MODEL
 from tests.warm.popen import Popen, run
 from tests.warm.sources import SOURCES
 
@@ -111,12 +104,12 @@ def settings_of(url: str, data_dir: Path, model: Path) -> dict[str, str]:
     }
 
 
-def stack_of(connection: Connection, spool: Spool, futures: Futures) -> Stack:
-    """Make the API's part of a stack, for which other processes do the rest."""
-    return Stack(
-        JointIntake(connection, spool, always(TenantLimits())),
-        futures,
-        Dispatch(connection, "nobody"),
-        Records(connection),
-        SampleIntake(connection, spool, always(SampleLimits())),
-    )
+@contextlib.contextmanager
+def scheduler_and_worker(settings: dict[str, str], folder: Path) -> Iterator[tuple[Process, Process]]:
+    """Start a scheduler and a worker, with their logs in this folder."""
+    shared = {name: settings[name] for name in ("COTRAIN_REDIS_URL", "COTRAIN_DATA_DIR")}
+    with (
+        Process("cotrain_scheduler", shared, folder / "scheduler.log") as scheduler,
+        Process(WORKER, settings, folder / "worker.log") as worker,
+    ):
+        yield scheduler, worker

@@ -17,7 +17,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.training.drift import LAG_METRICS
 from cotrain_workers.results import CYCLE_METRIC
 from tests.support.bodies import sequences
-from tests.support.stack import POOL, Stack, make_worker, worker
+from tests.support.stack import POOL, Home, Stack, make_worker, worker
 
 LORA = LoraSpec(rank=4, seed=7)
 #: Run of `train_undisturbed`.
@@ -63,21 +63,19 @@ def without_cycle(result: Result) -> Any:
     return decoded
 
 
-async def undisturbed(
-    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM)
-) -> tuple[list[Any], str]:
+async def undisturbed(server: Stack, engine: Engine, last: int = len(PROGRAM)) -> tuple[list[Any], str]:
     """Return the results of the program and the digest of its state, computed once by each engine."""
     known = _UNDISTURBED.setdefault(engine, {})
     if last not in known:
-        known[last] = await train_undisturbed(server, url, folder, engine, last)
+        known[last] = await train_undisturbed(server, engine, last)
     return known[last]
 
 
 async def train_undisturbed(
-    server: Stack, url: str, folder: Path, engine: Engine, last: int = len(PROGRAM), lora: LoraSpec = LORA
-) -> tuple[list[Any], str]:  # fmt: skip
+    server: Stack, engine: Engine, last: int = len(PROGRAM), lora: LoraSpec = LORA
+) -> tuple[list[Any], str]:
     """Run the program in a run "undisturbed". Return its results and the digest of its state."""
-    with worker(url, folder, engine):
+    with worker(server, engine):
         run = await server.create("undisturbed", f"undisturbed-{lora.optimizer}", lora)
         answers = await results(server, run, await submit(server, run, 1, last))
     return answers, engine.adapters.state(run.id).digest()
@@ -116,21 +114,21 @@ def snapshot_files(redis: Any, run: RunRecord, folder: Path) -> list[Path]:
     return [folder / "snapshots" / file.decode() for file in files if file]
 
 
-async def killed_after(server: Stack, url: str, folder: Path, engine: Engine, last: int) -> tuple[RunRecord, RunRecord]:
+async def killed_after(server: Stack, engine: Engine, last: int) -> tuple[RunRecord, RunRecord]:
     """Train a run and its neighbour in one cycle up to seq `last`. Only their logs remain."""
     broken, neighbour = [await server.create(name, name, LORA) for name in ("a", "b")]
     for run in (broken, neighbour):
         await submit(server, run, 1, last)
-    with worker(url, folder, engine, drains=False):
+    with worker(server, engine, drains=False):
         for run in (broken, neighbour):
             await server.result(run, request_id(run.id, last))
     return broken, neighbour
 
 
-def restored_digest(url: str, folder: Path, engine: Engine, run: RunId) -> str:
+def restored_digest(home: Stack | Home, engine: Engine, run: RunId) -> str:
     """Restore a run from stored data, as a new worker would. Return the digest of its state."""
     engine.adapters.drop(run)
-    loop, opened = make_worker(url, folder, engine)
-    run_to_end(loop._runs.ensure(run))
+    loop, opened = make_worker(home, engine)
+    run_to_end(loop._residents.ensure(run))
     opened.close()
     return engine.adapters.state(run).digest()

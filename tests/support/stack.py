@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,7 +21,7 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
-from cotrain_store.redis_client.connection import open_connection, open_sync_connection
+from cotrain_store.redis_client.connection import Connection, open_connection, open_sync_connection
 from cotrain_store.results.futures import Futures, Pending
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.settings import ClockMode, SchedulerSettings, WorkerSettings, pool_of
@@ -41,10 +42,20 @@ TUNING = Tuning()
 POOL = pool_of(MODEL)
 
 
+class Home(NamedTuple):
+    """Redis and data folder of a pool."""
+
+    redis_url: str
+    data_dir: Path
+
+
 @dataclass
 class Stack:
     """API's part of a stack: it accepts requests and reads results. Other processes execute them."""
 
+    redis_url: str
+    data_dir: Path
+    connection: Connection
     intake: JointIntake
     futures: Futures
     dispatch: Dispatch
@@ -97,35 +108,42 @@ async def stack(
     **scheduling: float,
 ) -> AsyncIterator[Stack]:
     """Run the API's store objects and a scheduler. A worker is started separately (`worker`)."""
-    connection = open_connection(redis_url)
-    spool = Spool(data_dir / "spool", new_writer("api"))
     settings = SchedulerSettings.model_validate(
         {
             "redis_url": redis_url, "data_dir": data_dir, "clock_mode": mode,
             "clock_period_s": period_s, **scheduling,
         }
     )  # fmt: skip
-    dispatch = Dispatch(connection, new_writer("scheduler"))
-    clock = Clock(dispatch, settings)
-    ticking = asyncio.create_task(clock.run())
+    async with accepting(redis_url, data_dir, limits) as accepted:
+        clock = Clock(accepted.dispatch, settings)
+        ticking = asyncio.create_task(clock.run())
+        yield accepted
+        clock.stop()
+        await ticking
+
+
+@contextlib.asynccontextmanager
+async def accepting(redis_url: str, data_dir: Path, limits: TenantLimits | None = None) -> AsyncIterator[Stack]:
+    """Open the API's store objects. Other processes do the rest."""
+    connection, spool = open_connection(redis_url), Spool(data_dir / "spool", new_writer("api"))
     async with Futures(connection, spool) as futures:
         yield Stack(
+            redis_url,
+            data_dir,
+            connection,
             JointIntake(connection, spool, always(limits or TenantLimits())),
             futures,
-            dispatch,
+            Dispatch(connection, new_writer("scheduler")),
             Records(connection),
             SampleIntake(connection, spool, always(SampleLimits())),
         )
-        clock.stop()
-        await ticking
     spool.close()
     await connection.aclose()
 
 
 @contextlib.contextmanager
 def worker(
-    redis_url: str,
-    data_dir: Path,
+    home: Stack | Home,
     engine: Engine,
     *,
     drains: bool = True,
@@ -134,7 +152,7 @@ def worker(
     **overrides: float | str,
 ) -> Iterator[WorkerLoop]:
     """Run a worker's loop in a thread until the end of the block. With `drains`, it writes snapshots at its end."""
-    loop, opened = make_worker(redis_url, data_dir, engine, tuning, cost, **overrides)
+    loop, opened = make_worker(home, engine, tuning, cost, **overrides)
     if not drains:
         loop._runs.copies.drain = lambda deadline_s: None  # type: ignore[method-assign]  # like a kill
     thread = threading.Thread(target=loop.run)
@@ -148,8 +166,7 @@ def worker(
 
 
 def make_worker(
-    redis_url: str,
-    data_dir: Path,
+    home: Stack | Home,
     engine: Engine,
     tuning: Tuning = TUNING,
     cost: ReplayCost = UNMEASURED,
@@ -157,10 +174,13 @@ def make_worker(
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
     """Build a worker's loop without running it. Return it with its open resources, which the caller must close."""
     settings = WorkerSettings.model_validate(
-        {"redis_url": redis_url, "data_dir": data_dir, "base_model": MODEL, "worker_id": "w0", **overrides}
-    )
+        {
+            "redis_url": home.redis_url, "data_dir": home.data_dir,
+            "base_model": MODEL, "worker_id": "w0", **overrides,
+        }
+    )  # fmt: skip
     opened = contextlib.ExitStack()
-    connection = opened.enter_context(open_sync_connection(redis_url))
+    connection = opened.enter_context(open_sync_connection(home.redis_url))
     writer = new_writer("w0")
     spools = settings.open_spool(writer), settings.open_spool(RESULTS + writer)
     for spool in spools:

@@ -149,6 +149,7 @@ def preload() -> None:
     if ours:
         build_routes()
         compile_names_of_weights()
+        start_groups_without_stacks()
     # a child runs it, as `python -m` does, and must not find an imported one
     for program in PROGRAMS:
         sys.modules.pop(f"{program}.__main__", None)
@@ -185,6 +186,13 @@ def compile_names_of_weights() -> None:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("qwen3")
+
+
+def start_groups_without_stacks() -> None:
+    """Keep torchrun from searching the source of each caller for its records, which takes a second per group."""
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
 
 
 if __name__ == "__main__":

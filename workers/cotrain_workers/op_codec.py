@@ -22,16 +22,11 @@ from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.bodies.sample_body import SampleBody, encode_sample_output
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import RequestId, WeightsRef, decode, run_of
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_workers.checkpoints.encrypted_export import refuse_recipients
-from cotrain_workers.engine.adapters.lifecycle import mix
-from cotrain_workers.engine.coordination import Yielding, run_to_end
-from cotrain_store.messages.saves import LoadRequest, SaveRequest
 from cotrain_workers.checkpoints.files import refuse_recipients
 from cotrain_workers.engine.adapters.lifecycle import mix
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import (
     Create,

@@ -347,7 +347,7 @@ async def _trained(step: RunStep) -> TrainOutput:
     for each in (passed, stepped):
         if isinstance(each, BaseException):
             raise each
-    return TrainOutput(cast(ForwardBackwardOutput, passed), cast("OptimStepResponse", stepped))
+    return TrainOutput(cast(ForwardBackwardOutput, passed), cast(OptimStepResponse, stepped))
 
 
 def _scaled(adam: AdamParams, factor: float) -> AdamParams:

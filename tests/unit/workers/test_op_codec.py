@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.wire.codec import decode_pass_output
+from cotrain.wire.codec import decode_pass_output, decode_sample_response
 from cotrain.wire.proto import wire_pb2
+from cotrain.wire.sampling import PolicySpan
 from cotrain_store.bodies.adapter_bodies import (
     LoadRequest,
     LoadSource,
@@ -20,18 +21,10 @@ from cotrain_store.bodies.adapter_bodies import (
     SaveRequest,
     encode_import,
 )
-from cotrain_store.messages.ids import RunId, WeightsRef, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
-from cotrain_store.messages.runs import LoraSpec
-from cotrain.wire.sample_codec import decode_sample_response
-from cotrain.wire.sampling import PolicySpan
-from cotrain_store.bodies.import_body import PeftAdapter, PeftModule, encode_import
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, encode_reverse_kl
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import Result, ResultKind
+from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
-from cotrain_store.messages.saves import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers import op_codec as requests
 from cotrain_workers.engine import ops as engine_ops

@@ -24,15 +24,11 @@ import pyrage
 import structlog
 
 from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable, Unwanted
+from cotrain_store.disk.checksums import SUMS, sums_of
+from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
 from cotrain_store.weights import SavedWeights
-from cotrain_store.blobs.protocol import Blob, Blobs, BlobsUnavailable
-from cotrain_store.disk.checksums import SUMS, sums_of
-from cotrain_store.disk.orphan_ages import Unwanted
-from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import WeightsRef
-from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints import optimizer_file
 from cotrain_workers.checkpoints.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
@@ -40,7 +36,7 @@ from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
 if TYPE_CHECKING:
-    from cotrain_store.weights.saved_weights import SavedWeights  # it loads redis, which a replay does not need
+    from cotrain_store.weights import SavedWeights  # it loads redis, which a replay does not need
 
 log = structlog.get_logger()
 

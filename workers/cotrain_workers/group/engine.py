@@ -10,12 +10,12 @@ from typing import TypeAlias
 
 import structlog
 
-from cotrain_workers.engine.adapters.bank import AdapterBank, AdapterState, StateCopy
-from cotrain_workers.engine.adapters.lifecycle import begins_run
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.adapters.bank import AdapterBank
+from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
+from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
-from cotrain_workers.engine.model_facts import ModelFacts
-from cotrain_workers.engine.ops import Create, CycleOutput, Import, Op, UpcomingBatch
+from cotrain_workers.engine.facts import ModelFacts
+from cotrain_workers.engine.ops import Create, CycleOutput, Import, Op, UpcomingBatch, begins_run
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
 from cotrain_workers.group.lock_step import Followers, GroupLockStep, MemberFacts, facts_of, run_cycle
 from cotrain_workers.group.processes import GroupLost

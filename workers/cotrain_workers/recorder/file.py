@@ -32,9 +32,6 @@ from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import OpId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.numerics import Numerics
-from cotrain_store.messages.saves import LoadRequest
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights

@@ -20,12 +20,9 @@ import torch
 from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
-from cotrain_workers.engine.ops import HostOptimizer, HostWeights, Output, WeightsMissing
-from cotrain_workers.fingerprints import fingerprint_of, fingerprint_of_state
-from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.lora.quantized import Quantization
-from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state

@@ -10,16 +10,14 @@ from collections.abc import Callable, Collection
 
 import structlog
 
-from cotrain_store.blobs.protocol import Unwanted
-from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable
+from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Unwanted
 from cotrain_store.disk.object_spool import OBJECTS_REST
 from cotrain_store.disk.spool import unwritten_segments
 from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
-from cotrain_workers.recovery.snapshot_file import orphans, run_folder
-from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.peft_folder import read_metadata
+from cotrain_workers.recovery.orphan_sweep import orphans
 from cotrain_workers.recovery.snapshot_file import SUFFIX, run_folder
 
 log = structlog.get_logger()

@@ -20,7 +20,7 @@ from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.adapters.bank import StateCopy
+from cotrain_workers.engine.adapters.copies import StateCopy
 from cotrain_workers.group.engine import Arrived, Trainer
 from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
 

@@ -18,19 +18,13 @@ from cotrain_store.errors import SpoolCorrupt
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RunId, TenantId, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
-from cotrain_store.messages.runs import WeightsRecord
-from cotrain_store.messages.runs import RunState
-from cotrain_store.messages.saves import LoadRequest, WeightsRecord
+from cotrain_store.messages.runs import RunState, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.settings.worker import WorkerSettings
+from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.weights_store import WeightsStore
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
-from cotrain_workers.engine.ops import Failure, NoteOutput
-from cotrain_workers.recovery.replay import ReplayDiverged, Restored, rewind_target
-from cotrain_workers.recovery.resident_runs import ResidentRuns
-from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.cycle import Yielding, run_to_end
 from cotrain_workers.engine.ops import Failure, NoteOutput, WeightsMissing
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recovery.orphan_sweep import Sweep

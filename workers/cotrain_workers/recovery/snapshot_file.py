@@ -14,11 +14,8 @@ from safetensors.torch import load, save
 from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs, Moments
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId
-from cotrain_workers.checkpoints.peft_folder import metadata_of, read_metadata
-from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.checkpoints.peft_folder import metadata_of
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.spec import AdapterSpec
 
 FORMAT = "cotrain-snapshot-1"

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from typing_extensions import override
 
 from cotrain_store.blobs.protocol import Blobs
-from cotrain_store.bodies.grammar import grammar_limits
+from cotrain_store.bodies.sample_body import grammar_limits
 from cotrain_workers.engine.decoding.requests import Grammar, GrammarOf, GrammarUnusable, TextOf
 
 if TYPE_CHECKING:

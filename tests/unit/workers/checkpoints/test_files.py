@@ -11,8 +11,6 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_workers.checkpoints.encrypted_export import base_model_of_files, refuse_recipients, write_external
-from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints.files import base_model_of_files, refuse_recipients, write_external
 
 REF = WeightsRef("s:train:0:4")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cotrain_store.messages.ids import RunId
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.recorder.file import (
     RecordedCycle,
     RecordingUnreadable,

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from cotrain_store.blobs.folder import Folder
-from cotrain_store.messages.ids import RunId
 from cotrain_workers.engine.adapters.copies import AdapterState
-from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.recovery.orphan_sweep import orphans
 from cotrain_workers.recovery.snapshot_file import (

@@ -13,12 +13,7 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.adapters.adapter import (
-    Adapter,
-    discard_gradients,
-    draw_weights,
-    is_all_finite,
-)
+from cotrain_workers.engine.adapters.adapter import Adapter, discard_gradients, draw_weights, is_all_finite
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.adapters.copies import AdapterState, HostArenas
 from cotrain_workers.engine.adapters.peft_import import ImportRefused, read_import

@@ -14,10 +14,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.coordination import Forward, Yielding
-from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.cycle import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory, to_device
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
 from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS
 from cotrain_workers.engine.model.base_model import BaseModel, TokenRow, hidden_states, token_row

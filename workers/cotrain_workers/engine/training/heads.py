@@ -21,13 +21,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from cotrain_workers.engine.cycle import Yielding, run_to_end
+from cotrain_workers.engine.coordination import Forward, Yielding, run_to_end
 from cotrain_workers.engine.device import to_device, unordered_writes
-from cotrain_workers.engine.lock_step import Forward
 from cotrain_workers.engine.lora.backend import LoraBackend
-from cotrain_workers.engine.model.base_model import BaseModel
+from cotrain_workers.engine.model.base_model import BaseModel, hidden_states, token_row
 from cotrain_workers.engine.model.families import UNEMBED
-from cotrain_workers.engine.model.forward import hidden_states, token_row
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax, Projection, raw_logits
 from cotrain_workers.engine.ops import Datum, HostWeights, KlDatum, Pass, ReverseKl
 from cotrain_workers.engine.routing import Part, Route, Segment, SequenceTable

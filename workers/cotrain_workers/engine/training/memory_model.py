@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS, Choice
 from cotrain_workers.engine.model.base_model import BaseModel
-from cotrain_workers.engine.model.row_chunks import CHUNK_ROWS
 from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import up_to
 from cotrain_workers.engine.spec import AdapterSpec

@@ -30,7 +30,7 @@ import torch
 from cotrain_store.blobs.folder import Folder, make_folder
 from cotrain_store.blobs.protocol import Blobs
 from cotrain_workers.checkpoints.peft_folder import LayoutOf, read_folder, remove_folder, write_folder
-from cotrain_workers.engine.adapters.bank import initial_weights
+from cotrain_workers.engine.adapters.adapter import initial_weights
 from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 from cotrain_workers.sampling.vllm.client import (

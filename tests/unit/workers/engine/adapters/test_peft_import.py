@@ -18,17 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE
 from cotrain_server.adapter_upload.peft_tensors import read_adapter
+from cotrain_server.errors import Invalid
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.bodies.adapter_bodies import PeftAdapter as Upload
 from cotrain_store.bodies.adapter_bodies import encode_import
-from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
-from cotrain_workers.engine.adapters.bank import initial_weights
-from cotrain_workers.engine.adapters.lifecycle import ImportRefused, read_import
-from cotrain_server.adapter_upload.peft_config import FAMILY_BY_MODULE, read_adapter
-from cotrain_server.errors import Invalid
-from cotrain_store.blobs.folder import Folder
-from cotrain_store.bodies.import_body import PeftAdapter as Upload
-from cotrain_store.bodies.import_body import encode_import
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
 from cotrain_workers.engine.adapters.adapter import initial_weights
 from cotrain_workers.engine.adapters.peft_import import TINKER, ImportRefused, read_import

@@ -16,9 +16,7 @@ import torch
 
 from bench.support.model import SHAPES
 from bench.support.roofline import adapter_bytes, adapter_parameters, flops_per_token
-from cotrain_workers.engine.adapters.bank import adapter_budget
-from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.residency import adapter_budget
+from cotrain_workers.engine.adapters.bank import AdapterBank, adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.lora.backend import find_backend
 from cotrain_workers.engine.model.activation_checkpointing import Choice

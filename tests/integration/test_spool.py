@@ -1,11 +1,13 @@
-"""A process that hangs between a write to the spool and the reference to it, while a sweep removes
-the file."""
+"""Spool next to a full disk, and next to a sweep while its writer hangs: a delay, and no lost or changed number."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -16,19 +18,87 @@ from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
+from cotrain_store.keys import result_keys, run_keys
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.ops import Result, ResultKind
+from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
 from cotrain_store.sampling.claims import SampleClaims
 from cotrain_store.sampling.intake import SampleIntake, SampleLimits
 from cotrain_store.tenants.policies import TenantLimits
+from cotrain_workers.engine.engine import Engine
+from tests.support.bodies import sequences
 from tests.support.limits import always
 from tests.support.lives import pass_time
 from tests.support.log import WORKER, Log, record_of
+from tests.support.program import LORA, results
 from tests.support.refusals import refused
 from tests.support.samples import LARGE_BODY, Samples
-from tests.support.stack import POOL, pool_record_for_tests
+from tests.support.stack import POOL, Stack, pool_record_for_tests, worker
+from tests.support.waiting import until
 
-LARGE = b"large" * 10_000
+LARGE = sequences(0, 12, 500)  # its result goes to the spool
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], list[int]]:
+    """Return a function that makes the next `times` syncs of the spool fail, and counts them."""
+    sync, left, failed = os.fdatasync, [0.0], [0]
+
+    def fdatasync(file: int) -> None:
+        if left[0] > 0:
+            left[0] -= 1
+            failed[0] += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr("cotrain_store.disk.spool.os.fdatasync", fdatasync)
+
+    def fill(times: float) -> list[int]:
+        left[0] = times
+        return failed
+
+    return fill
+
+
+async def trained(server: Stack, engine: Engine) -> tuple[RunRecord, Any]:
+    """Make a run and its first gradient while there is free space.
+
+    Return the run and the answer.
+    """
+    run = await server.create("a", "a", LORA)
+    with worker(server, engine):
+        return run, await results(server, run, [await server.forward_backward(run, 1, LARGE)])
+
+
+async def test_a_result_waits_for_free_space(server: Stack, engine: Engine, disk: Callable[[float], list[int]]) -> None:
+    other, expected = await trained(server, engine)
+    run = await server.create("b", "b", LORA)
+    request = await server.forward_backward(run, 1, LARGE)
+    failed = disk(3)
+    with worker(server, engine):
+        assert await results(server, run, [request]) == expected
+    assert failed == [3]
+    assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
+
+
+async def test_a_worker_stopped_on_a_full_disk_leaves_the_step_to_the_next(
+    server: Stack, engine: Engine, disk: Callable[[float], list[int]]
+) -> None:
+    other, expected = await trained(server, engine)
+    run = await server.create("b", "b", LORA)
+    request = await server.forward_backward(run, 1, LARGE)
+    failed = disk(float("inf"))
+    with worker(server, engine):
+        await until(lambda: failed[0] >= 2)
+    disk(0)
+    with worker(server, engine):
+        assert await results(server, run, [request]) == expected
+    assert engine.adapters.state(run.id).grads.equal(engine.adapters.state(other.id).grads)
+
+
+LARGE_BYTES = b"large" * 10_000
 
 
 class SlowSpool(ObjectSpool):
@@ -65,11 +135,11 @@ async def test_a_request_with_a_swept_body_is_accepted_only_when_sent_again(
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = await log.new_run()
     with refused(Reason.BODY_SWEPT):
-        await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
+        await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BYTES, 7, digest="d")
     assert log.references() == {}
-    await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE, 7, digest="d")
+    await intake.submit(run, 1, OpKind.FORWARD_BACKWARD, LARGE_BYTES, 7, digest="d")
     (segment,) = log.references()
-    assert spools[0].read_each([op.ref for op in (await log.plan()).ops[1:]]) == [LARGE]
+    assert spools[0].read_each([op.ref for op in (await log.plan()).ops[1:]]) == [LARGE_BYTES]
     assert spools[0].references.close([segment]) == []
 
 
@@ -79,9 +149,9 @@ async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     intake = Intake(log.connection, spools[0], always(TenantLimits()))
     run = record_of("a")
     with refused(Reason.BODY_SWEPT):
-        await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
-    assert not log.redis.exists(redis_keys.run(run.id), redis_keys.log(POOL, run.id))
-    await intake.create_run(run, kind=OpKind.LOAD, body=LARGE)
+        await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
+    assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
+    await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
     assert len(log.references()) == 1
 
 
@@ -105,12 +175,12 @@ async def test_results_swept_before_their_commit_are_written_again(
     execution.claim()
     execution.publish(pool_record_for_tests())
     step = await log.plan()
-    results = {(run.id, 0): Result(ResultKind.PASS, LARGE)}
+    results = {(run.id, 0): Result(ResultKind.PASS, LARGE_BYTES)}
     execution.commit(step, results, {"cycle": step.cycle}, {"cycles": 1})
     assert spools[1].swept
     stored = log.result(run, 0)
     assert stored
-    assert spools[1].read(stored.payload.decode()) == LARGE
+    assert spools[1].read(stored.payload.decode()) == LARGE_BYTES
 
 
 async def test_samples_swept_before_they_are_stored_are_written_again(
@@ -121,11 +191,11 @@ async def test_samples_swept_before_they_are_stored_are_written_again(
     worker = log.new_worker()
     claims = SampleClaims(log.redis, log.spool, spools[1], POOL, WORKER, worker.epoch)
     claims.claim(1)
-    claims.resolve({request: Result(ResultKind.SAMPLE, LARGE)}, {})
+    claims.resolve({request: Result(ResultKind.SAMPLE, LARGE_BYTES)}, {})
     assert spools[1].swept
     stored = samples.result(request)
     assert stored
-    assert spools[1].read(stored.payload.decode()) == LARGE
+    assert spools[1].read(stored.payload.decode()) == LARGE_BYTES
 
 
 async def test_referenced_files_stay_and_later_ones_are_swept(log: Log) -> None:
