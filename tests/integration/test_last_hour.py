@@ -8,7 +8,7 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import PoolId
 from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
-from cotrain_store.tenants.usage import minute_of
+from cotrain_store.usage import minute_of
 from tests.support.redis_server import EmbeddedRedis
 
 POOLS = [PoolId("p"), PoolId("q")]

@@ -22,7 +22,7 @@ HOUR_S = 3600 * 500_000
 
 @pytest.fixture(autouse=True)
 def fixed_hour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.tenants.usage.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.usage.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.weights.usage_hour", lambda _: HOUR_S)
 

@@ -19,7 +19,7 @@ from cotrain_store.monitoring.failures import recent_failures
 from cotrain_store.redis_client.connection import clock_ms
 from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
-from cotrain_store.tenants.usage import HOUR, UsageRow
+from cotrain_store.usage import HOUR, UsageRow
 
 DAYS_SHOWN = 14
 
