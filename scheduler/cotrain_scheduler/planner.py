@@ -36,153 +36,6 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, RunId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
-#: These run last in a cycle, in this order.
-_TAIL = (OpKind.SAVE, OpKind.LOAD)
-#: After one of these, a cycle takes only saves and loads of the run.
-_LAST = (OpKind.OPTIM_STEP, *_TAIL)
-#: These do not run, so they may be anywhere in a cycle.
-_ANYWHERE = (OpKind.REJECTED, OpKind.METRICS)
-#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
-#: flight would make a cycle of sixty whole states, all of them in memory at once.
-LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
-
-
-def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> list[QueuedOp]:
-    """Return the ops of one run that one cycle may contain."""
-    prefix: list[QueuedOp] = []
-    takes_only_tail = False
-    left = {**LIMITS, OpKind.SAVE: LIMITS[OpKind.SAVE] if accepts_saves else 0}
-    for op in ops:
-        if op.kind in left:
-            if not left[op.kind]:
-                break
-            left[op.kind] -= 1
-        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
-            break
-        if op.kind not in _ANYWHERE:
-            if takes_only_tail and op.kind not in _TAIL:
-                break
-            takes_only_tail = op.kind in _LAST
-        prefix.append(op)
-    return prefix
-
-
-def cost(op: QueuedOp) -> int:
-    """Return the budget cost of an op: the tokens of a pass, at least 1; otherwise 0."""
-    return max(1, op.tokens) if op.kind in PASSES else 0
-
-
-def part(rest: int, quantum: int) -> int:
-    """Return the tokens of the next part of a pass; no part or remainder is smaller than a quantum."""
-    return quantum if rest >= 2 * quantum else rest
-
-
-def first_part(queue: RunQueue | None, quantum: int) -> int:
-    """Return the tokens of the next part of a run whose first op is a pass; 0 without one."""
-    return part(_rest(queue.ops[0], queue.done_tokens), quantum) if queue else 0
-
-
-class Backlog:
-    """Pending work of one tenant. A run with a pass is read when its turn comes."""
-
-    def __init__(self, free: Iterable[RunQueue], passes: Iterable[RunQueue], *, accepts_saves: bool) -> None:
-        """Plan the leading free ops of the runs in `free`; these runs come after those in `passes`."""
-        self.works: list[_Work] = []
-        """Runs that have been read."""
-        self._takes_saves = accepts_saves
-        self._unread = iter(passes)
-        self._read: deque[_Work] = deque()
-        for queue in free:
-            self._wait(self._work(queue))
-        self._first = self._next()
-
-    @property
-    def rest(self) -> int:
-        """Remaining tokens of the next pass; 0 without one."""
-        return self._first.rest if self._first else 0
-
-    def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
-        """Plan this many tokens of the next pass."""
-        if self._first:
-            self._first.take(tokens, may_stay_open=may_stay_open)
-            self._wait(self._first)
-            self._first = self._next()
-
-    def planned_parts(self) -> list[PlannedPart]:
-        """Return the planned parts of the passes that are split."""
-        return [part for work in self.works for part in work.planned_part()]
-
-    def _work(self, queue: RunQueue) -> _Work:
-        work = _Work(queue, runnable_prefix(queue.ops, accepts_saves=self._takes_saves))
-        self.works.append(work)
-        return work
-
-    def _wait(self, work: _Work) -> None:
-        if work.rest:
-            self._read.append(work)
-
-    def _next(self) -> _Work | None:
-        queue = next(self._unread, None)
-        if queue:
-            return self._work(queue)
-        return self._read.popleft() if self._read else None
-
-
-class _Work:
-    """Pending ops of one run, and how many are planned."""
-
-    def __init__(self, queue: RunQueue, prefix: Iterable[QueuedOp]) -> None:
-        self.queue = queue
-        self.allowances: dict[RequestId, int] = {}
-        self._left = deque(prefix)
-        self._taken: list[QueuedOp] = []
-        self._take_whole(done_tokens=queue.done_tokens)
-
-    @property
-    def rest(self) -> int:
-        """Remaining tokens of the next pass; 0 without one."""
-        return self._rest
-
-    def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
-        """Plan this many tokens of the next pass; with its last token, also all ops up to the next pass."""
-        request = self._left[0].request_id
-        self._rest -= tokens
-        self.allowances[request] = self.allowances.get(request, 0) + tokens
-        if self._rest == 0:
-            if not may_stay_open:
-                del self.allowances[request]
-            self._taken.append(self._left.popleft())
-            self._take_whole()
-
-    def taken(self) -> list[QueuedOp]:
-        """Return the planned ops; the last one may be planned in part."""
-        return [*self._taken, self._left[0]] if self._is_divided else self._taken
-
-    def planned_part(self) -> list[PlannedPart]:
-        """Return the planned part of the next pass; empty if the pass is not split."""
-        if not self._is_divided:
-            return []
-        op, queue = self._left[0], self.queue
-        tokens = cost(op)
-        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self._rest)]
-
-    @property
-    def _is_divided(self) -> bool:
-        return bool(self._left) and self._left[0].request_id in self.allowances
-
-    def _take_whole(self, done_tokens: int = 0) -> None:
-        """Plan the ops without tokens up to the next pass."""
-        while self._left and not cost(self._left[0]):
-            self._taken.append(self._left.popleft())
-        is_begun = self._left and self._left[0] is self.queue.ops[0]
-        self._rest = _rest(self._left[0], done_tokens if is_begun else 0) if self._left else 0
-
-
-def _rest(op: QueuedOp, done_tokens: int) -> int:
-    """Return the remaining tokens of a pass, at least 1: counts are approximate, and the pass still has to end."""
-    return max(1, cost(op) - done_tokens)
-
-
 #: Tokens a tenant is served at a time; the smallest part of a split pass. It is about the size that a device
 #: runs at once: a smaller part takes it just as long.
 QUANTUM_TOKENS = 2_048
@@ -306,6 +159,153 @@ def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
     """
     shown = max(FIRST_TOKENS, GROWTH * last_tokens)
     return max(1, min(shown, int(worker.tokens_per_s * limit_s)))
+
+
+class Backlog:
+    """Pending work of one tenant. A run with a pass is read when its turn comes."""
+
+    def __init__(self, free: Iterable[RunQueue], passes: Iterable[RunQueue], *, accepts_saves: bool) -> None:
+        """Plan the leading free ops of the runs in `free`; these runs come after those in `passes`."""
+        self.works: list[_Work] = []
+        """Runs that have been read."""
+        self._takes_saves = accepts_saves
+        self._unread = iter(passes)
+        self._read: deque[_Work] = deque()
+        for queue in free:
+            self._wait(self._work(queue))
+        self._first = self._next()
+
+    @property
+    def rest(self) -> int:
+        """Remaining tokens of the next pass; 0 without one."""
+        return self._first.rest if self._first else 0
+
+    def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
+        """Plan this many tokens of the next pass."""
+        if self._first:
+            self._first.take(tokens, may_stay_open=may_stay_open)
+            self._wait(self._first)
+            self._first = self._next()
+
+    def planned_parts(self) -> list[PlannedPart]:
+        """Return the planned parts of the passes that are split."""
+        return [part for work in self.works for part in work.planned_part()]
+
+    def _work(self, queue: RunQueue) -> _Work:
+        work = _Work(queue, runnable_prefix(queue.ops, accepts_saves=self._takes_saves))
+        self.works.append(work)
+        return work
+
+    def _wait(self, work: _Work) -> None:
+        if work.rest:
+            self._read.append(work)
+
+    def _next(self) -> _Work | None:
+        queue = next(self._unread, None)
+        if queue:
+            return self._work(queue)
+        return self._read.popleft() if self._read else None
+
+
+class _Work:
+    """Pending ops of one run, and how many are planned."""
+
+    def __init__(self, queue: RunQueue, prefix: Iterable[QueuedOp]) -> None:
+        self.queue = queue
+        self.allowances: dict[RequestId, int] = {}
+        self._left = deque(prefix)
+        self._taken: list[QueuedOp] = []
+        self._take_whole(done_tokens=queue.done_tokens)
+
+    @property
+    def rest(self) -> int:
+        """Remaining tokens of the next pass; 0 without one."""
+        return self._rest
+
+    def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
+        """Plan this many tokens of the next pass; with its last token, also all ops up to the next pass."""
+        request = self._left[0].request_id
+        self._rest -= tokens
+        self.allowances[request] = self.allowances.get(request, 0) + tokens
+        if self._rest == 0:
+            if not may_stay_open:
+                del self.allowances[request]
+            self._taken.append(self._left.popleft())
+            self._take_whole()
+
+    def taken(self) -> list[QueuedOp]:
+        """Return the planned ops; the last one may be planned in part."""
+        return [*self._taken, self._left[0]] if self._is_divided else self._taken
+
+    def planned_part(self) -> list[PlannedPart]:
+        """Return the planned part of the next pass; empty if the pass is not split."""
+        if not self._is_divided:
+            return []
+        op, queue = self._left[0], self.queue
+        tokens = cost(op)
+        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self._rest)]
+
+    @property
+    def _is_divided(self) -> bool:
+        return bool(self._left) and self._left[0].request_id in self.allowances
+
+    def _take_whole(self, done_tokens: int = 0) -> None:
+        """Plan the ops without tokens up to the next pass."""
+        while self._left and not cost(self._left[0]):
+            self._taken.append(self._left.popleft())
+        is_begun = self._left and self._left[0] is self.queue.ops[0]
+        self._rest = _rest(self._left[0], done_tokens if is_begun else 0) if self._left else 0
+
+
+#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
+#: flight would make a cycle of sixty whole states, all of them in memory at once.
+LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
+#: These run last in a cycle, in this order.
+_TAIL = (OpKind.SAVE, OpKind.LOAD)
+#: After one of these, a cycle takes only saves and loads of the run.
+_LAST = (OpKind.OPTIM_STEP, *_TAIL)
+#: These do not run, so they may be anywhere in a cycle.
+_ANYWHERE = (OpKind.REJECTED, OpKind.METRICS)
+
+
+def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> list[QueuedOp]:
+    """Return the ops of one run that one cycle may contain."""
+    prefix: list[QueuedOp] = []
+    takes_only_tail = False
+    left = {**LIMITS, OpKind.SAVE: LIMITS[OpKind.SAVE] if accepts_saves else 0}
+    for op in ops:
+        if op.kind in left:
+            if not left[op.kind]:
+                break
+            left[op.kind] -= 1
+        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
+            break
+        if op.kind not in _ANYWHERE:
+            if takes_only_tail and op.kind not in _TAIL:
+                break
+            takes_only_tail = op.kind in _LAST
+        prefix.append(op)
+    return prefix
+
+
+def cost(op: QueuedOp) -> int:
+    """Return the budget cost of an op: the tokens of a pass, at least 1; otherwise 0."""
+    return max(1, op.tokens) if op.kind in PASSES else 0
+
+
+def part(rest: int, quantum: int) -> int:
+    """Return the tokens of the next part of a pass; no part or remainder is smaller than a quantum."""
+    return quantum if rest >= 2 * quantum else rest
+
+
+def first_part(queue: RunQueue | None, quantum: int) -> int:
+    """Return the tokens of the next part of a run whose first op is a pass; 0 without one."""
+    return part(_rest(queue.ops[0], queue.done_tokens), quantum) if queue else 0
+
+
+def _rest(op: QueuedOp, done_tokens: int) -> int:
+    """Return the remaining tokens of a pass, at least 1: counts are approximate, and the pass still has to end."""
+    return max(1, cost(op) - done_tokens)
 
 
 #: Minimum time that an eager cycle waits for the runs of the last one.
