@@ -66,11 +66,13 @@ def select(
     *,
     accepts_saves: bool = True,
     weights: Mapping[TenantId, float] = MappingProxyType({}),
+    is_current: bool = True,
 ) -> Selection:
     """Select ops, and parts of passes, worth at most `budget_tokens`.
 
-    The last selection returned `fair_queue`. Only tenants in `waiting.changed` are re-evaluated; other tenants
-    are read when they are served. Waiting tenants get tokens in proportion to their weights.
+    The last selection returned `fair_queue`, which is not changed. Only tenants in `waiting.changed` are re-evaluated,
+    or all if `fair_queue` is not current; other tenants are read when they are served. Waiting tenants get tokens in
+    proportion to their weights.
 
     At least one op is selected if any can run, so that no op waits permanently. Without
     `accepts_saves`, saves and the ops after them are not selected.
@@ -82,7 +84,8 @@ def select(
         for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
     }
     quantum = min(quantum_tokens, max(1, budget_tokens // QUANTA_PER_CYCLE))
-    fair_queue = _up_to_date(fair_queue, waiting, quantum, weights)
+    fair_queue = fair_queue.copy(is_current=is_current)
+    _update(fair_queue, waiting, quantum, weights)
     for tenant, backlog in backlogs.items():
         fair_queue.wait(tenant, part(backlog.rest, quantum))
     spent = 0
@@ -128,9 +131,9 @@ def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
     return waiting.passes.get(tenant, {}).values()
 
 
-def _up_to_date(before: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> FairQueue:
-    """Return a copy updated with the pending work, and with the tokens that ran."""
-    fair_queue, changed = before.copy(), waiting.changed
+def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> None:
+    """Update a fair queue with the pending work, and with the tokens that ran."""
+    changed = waiting.changed
     fair_queue.weigh(weights)
     if quantum != fair_queue.quantum:
         fair_queue.quantum, changed = quantum, changed | waiting.passes.keys() | fair_queue.waiting
@@ -141,7 +144,6 @@ def _up_to_date(before: FairQueue, waiting: Waiting, quantum: int, weights: Mapp
         for one in fair_queue.planned
         if (queue := waiting.passes.get(one.tenant, {}).get(one.run))
     })  # fmt: skip
-    return fair_queue
 
 
 def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:

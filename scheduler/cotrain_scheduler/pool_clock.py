@@ -291,14 +291,13 @@ class PoolClock:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         policy = self.policy  # may change while this plan is written
-        fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         limit_s = planner.cycle_limit_s(
             self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
         chosen = planner.select(
-            waiting, fair_queue, tokens, self._quantum_tokens,
-            accepts_saves=worker.accepts_saves, weights=policy.weights,
+            waiting, clock.fair_queue, tokens, self._quantum_tokens,
+            accepts_saves=worker.accepts_saves, weights=policy.weights, is_current=policy == clock.policy,
         )  # fmt: skip
         if not chosen.ops:
             return True  # only saves are waiting, which the worker does not accept now
