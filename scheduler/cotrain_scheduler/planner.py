@@ -36,50 +36,131 @@ from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, RunId, TenantId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 
-#: These run last in a cycle, in this order.
-_TAIL = (OpKind.SAVE, OpKind.LOAD)
-#: After one of these, a cycle takes only saves and loads of the run.
-_LAST = (OpKind.OPTIM_STEP, *_TAIL)
-#: These do not run, so they may be anywhere in a cycle.
-_ANYWHERE = (OpKind.REJECTED, OpKind.METRICS)
-#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
-#: flight would make a cycle of sixty whole states, all of them in memory at once.
-LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
+#: Tokens a tenant is served at a time; the smallest part of a split pass. It is about the size that a device
+#: runs at once: a smaller part takes it just as long.
+QUANTUM_TOKENS = 2_048
+#: Minimum number of quanta in a cycle; a short cycle has smaller quanta.
+QUANTA_PER_CYCLE = 16
+#: A cycle has at most this many times the tokens of the previous one, or FIRST_TOKENS if that is more. A
+#: throughput measured on small cycles does not predict that of one a hundred times as large.
+GROWTH = 4
+FIRST_TOKENS = 8 * QUANTUM_TOKENS
 
 
-def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> list[QueuedOp]:
-    """Return the ops of one run that one cycle may contain."""
-    prefix: list[QueuedOp] = []
-    takes_only_tail = False
-    left = {**LIMITS, OpKind.SAVE: LIMITS[OpKind.SAVE] if accepts_saves else 0}
-    for op in ops:
-        if op.kind in left:
-            if not left[op.kind]:
-                break
-            left[op.kind] -= 1
-        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
-            break
-        if op.kind not in _ANYWHERE:
-            if takes_only_tail and op.kind not in _TAIL:
-                break
-            takes_only_tail = op.kind in _LAST
-        prefix.append(op)
-    return prefix
+@dataclass(frozen=True)
+class Selection:
+    """Ops of one worker's step, grouped by run and in seq order, and the fair queue after it."""
+
+    ops: tuple[QueuedOp, ...]
+    allowances: dict[RequestId, int]
+    """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
+    tokens: int  # total tokens planned for the step
+    fair_queue: FairQueue
 
 
-def cost(op: QueuedOp) -> int:
-    """Return the budget cost of an op: the tokens of a pass, at least 1; otherwise 0."""
-    return max(1, op.tokens) if op.kind in PASSES else 0
+def select(
+    waiting: Waiting,
+    fair_queue: FairQueue,
+    budget_tokens: int,
+    quantum_tokens: int = QUANTUM_TOKENS,
+    *,
+    accepts_saves: bool = True,
+    weights: Mapping[TenantId, float] = MappingProxyType({}),
+    is_current: bool = True,
+) -> Selection:
+    """Select ops, and parts of passes, worth at most `budget_tokens`.
+
+    The last selection returned `fair_queue`, which is not changed. Only tenants in `waiting.changed` are re-evaluated,
+    or all if `fair_queue` is not current; other tenants are read when they are served. Waiting tenants get tokens in
+    proportion to their weights.
+
+    At least one op is selected if any can run, so that no op waits permanently. Without
+    `accepts_saves`, saves and the ops after them are not selected.
+    """
+    if waiting.is_one_run(accepts_saves=accepts_saves):
+        return _select_single_run(waiting, budget_tokens, accepts_saves=accepts_saves)
+    backlogs = {
+        tenant: Backlog(queues, _passes(waiting, tenant), accepts_saves=accepts_saves)
+        for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
+    }
+    quantum = min(quantum_tokens, max(1, budget_tokens // QUANTA_PER_CYCLE))
+    fair_queue = fair_queue.copy(is_current=is_current)
+    _update(fair_queue, waiting, quantum, weights)
+    for tenant, backlog in backlogs.items():
+        fair_queue.wait(tenant, part(backlog.rest, quantum))
+    spent = 0
+    while (next_ := fair_queue.next) and spent + next_[1] <= budget_tokens:
+        tenant, tokens = next_
+        spent += tokens
+        if tenant not in backlogs:
+            backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
+        backlogs[tenant].take(tokens)
+        fair_queue.serve(tenant, tokens, then_waits_for=part(backlogs[tenant].rest, quantum))
+    fair_queue.end_cycle(one for each in backlogs.values() for one in each.planned_parts())
+    return _selection(backlogs.values(), spent, fair_queue)
 
 
-def part(rest: int, quantum: int) -> int:
-    """Return the tokens of the next part of a pass; no part or remainder is smaller than a quantum."""
-    return quantum if rest >= 2 * quantum else rest
+def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: bool) -> Selection:
+    """Select ops worth the budget, and all of the pass that exceeds it.
+
+    The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
+    """
+    fair_queue = FairQueue()  # no other tenant waits
+    free = _free(waiting, accepts_saves=accepts_saves)
+    (tenant,) = free or waiting.passes
+    backlog = Backlog(free.get(tenant, ()), _passes(waiting, tenant), accepts_saves=accepts_saves)
+    spent = 0
+    while backlog.rest and spent < budget_tokens:
+        spent += backlog.rest
+        backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
+    return _selection([backlog], spent, fair_queue)
 
 
-def first_part(queue: RunQueue | None, quantum: int) -> int:
-    """Return the tokens of the next part of a run whose first op is a pass; 0 without one."""
-    return part(_rest(queue.ops[0], queue.done_tokens), quantum) if queue else 0
+def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
+    """Return, by tenant, the runs whose first op is always selected."""
+    if not (accepts_saves and waiting.saves):
+        return {tenant: runs.values() for tenant, runs in waiting.free.items()}
+    tenants = waiting.free.keys() | waiting.saves.keys()
+    return {
+        tenant: [*waiting.free.get(tenant, {}).values(), *waiting.saves.get(tenant, {}).values()]
+        for tenant in sorted(tenants)
+    }
+
+
+def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
+    return waiting.passes.get(tenant, {}).values()
+
+
+def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> None:
+    """Update a fair queue with the pending work, and with the tokens that ran."""
+    changed = waiting.changed
+    fair_queue.weigh(weights)
+    if quantum != fair_queue.quantum:
+        fair_queue.quantum, changed = quantum, changed | waiting.passes.keys() | fair_queue.waiting
+    for tenant in changed:
+        fair_queue.wait(tenant, first_part(waiting.first_pass(tenant), quantum))
+    fair_queue.correct({
+        (queue.run, queue.ops[0].seq): queue.done_tokens
+        for one in fair_queue.planned
+        if (queue := waiting.passes.get(one.tenant, {}).get(one.run))
+    })  # fmt: skip
+
+
+def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:
+    works = [work for backlog in backlogs for work in backlog.works]
+    works.sort(key=lambda work: work.queue.run)
+    ops = tuple(op for work in works for op in work.taken())
+    allowances = {request: part for work in works for request, part in work.allowances.items()}
+    return Selection(ops, allowances, tokens, fair_queue)
+
+
+def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
+    """Return the tokens of a cycle of `limit_s`, at the worker's measured throughput.
+
+    The limit also grows only gradually from `last_tokens`, the size of the previous cycle.
+    """
+    shown = max(FIRST_TOKENS, GROWTH * last_tokens)
+    return max(1, min(shown, int(worker.tokens_per_s * limit_s)))
 
 
 class Backlog:
@@ -178,134 +259,55 @@ class _Work:
         self._rest = _rest(self._left[0], done_tokens if is_begun else 0) if self._left else 0
 
 
+#: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
+#: flight would make a cycle of sixty whole states, all of them in memory at once.
+LIMITS = {OpKind.SAVE: 4, OpKind.LOAD: 1}
+#: These run last in a cycle, in this order.
+_TAIL = (OpKind.SAVE, OpKind.LOAD)
+#: After one of these, a cycle takes only saves and loads of the run.
+_LAST = (OpKind.OPTIM_STEP, *_TAIL)
+#: These do not run, so they may be anywhere in a cycle.
+_ANYWHERE = (OpKind.REJECTED, OpKind.METRICS)
+
+
+def runnable_prefix(ops: Iterable[QueuedOp], *, accepts_saves: bool = True) -> list[QueuedOp]:
+    """Return the ops of one run that one cycle may contain."""
+    prefix: list[QueuedOp] = []
+    takes_only_tail = False
+    left = {**LIMITS, OpKind.SAVE: LIMITS[OpKind.SAVE] if accepts_saves else 0}
+    for op in ops:
+        if op.kind in left:
+            if not left[op.kind]:
+                break
+            left[op.kind] -= 1
+        if op.kind is OpKind.REWIND and prefix:  # its worker rewinds the run before the cycle
+            break
+        if op.kind not in _ANYWHERE:
+            if takes_only_tail and op.kind not in _TAIL:
+                break
+            takes_only_tail = op.kind in _LAST
+        prefix.append(op)
+    return prefix
+
+
+def cost(op: QueuedOp) -> int:
+    """Return the budget cost of an op: the tokens of a pass, at least 1; otherwise 0."""
+    return max(1, op.tokens) if op.kind in PASSES else 0
+
+
+def part(rest: int, quantum: int) -> int:
+    """Return the tokens of the next part of a pass; no part or remainder is smaller than a quantum."""
+    return quantum if rest >= 2 * quantum else rest
+
+
+def first_part(queue: RunQueue | None, quantum: int) -> int:
+    """Return the tokens of the next part of a run whose first op is a pass; 0 without one."""
+    return part(_rest(queue.ops[0], queue.done_tokens), quantum) if queue else 0
+
+
 def _rest(op: QueuedOp, done_tokens: int) -> int:
     """Return the remaining tokens of a pass, at least 1: counts are approximate, and the pass still has to end."""
     return max(1, cost(op) - done_tokens)
-
-
-#: Tokens a tenant is served at a time; the smallest part of a split pass. It is about the size that a device
-#: runs at once: a smaller part takes it just as long.
-QUANTUM_TOKENS = 2_048
-#: Minimum number of quanta in a cycle; a short cycle has smaller quanta.
-QUANTA_PER_CYCLE = 16
-#: A cycle has at most this many times the tokens of the previous one, or FIRST_TOKENS if that is more. A
-#: throughput measured on small cycles does not predict that of one a hundred times as large.
-GROWTH = 4
-FIRST_TOKENS = 8 * QUANTUM_TOKENS
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Ops of one worker's step, grouped by run and in seq order, and the fair queue after it."""
-
-    ops: tuple[QueuedOp, ...]
-    allowances: dict[RequestId, int]
-    """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
-    tokens: int  # total tokens planned for the step
-    fair_queue: FairQueue
-
-
-def select(
-    waiting: Waiting,
-    fair_queue: FairQueue,
-    budget_tokens: int,
-    quantum_tokens: int = QUANTUM_TOKENS,
-    *,
-    accepts_saves: bool = True,
-    weights: Mapping[TenantId, float] = MappingProxyType({}),
-) -> Selection:
-    """Select ops, and parts of passes, worth at most `budget_tokens`.
-
-    The last selection returned `fair_queue`. Only tenants in `waiting.changed` are re-evaluated; other tenants
-    are read when they are served. Waiting tenants get tokens in proportion to their weights.
-
-    At least one op is selected if any can run, so that no op waits permanently. Without
-    `accepts_saves`, saves and the ops after them are not selected.
-    """
-    if waiting.is_one_run(accepts_saves=accepts_saves):
-        return _select_single_run(waiting, budget_tokens, accepts_saves=accepts_saves)
-    backlogs = {
-        tenant: Backlog(queues, _passes(waiting, tenant), accepts_saves=accepts_saves)
-        for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
-    }
-    quantum = min(quantum_tokens, max(1, budget_tokens // QUANTA_PER_CYCLE))
-    fair_queue = _up_to_date(fair_queue, waiting, quantum, weights)
-    for tenant, backlog in backlogs.items():
-        fair_queue.wait(tenant, part(backlog.rest, quantum))
-    spent = 0
-    while (next_ := fair_queue.next) and spent + next_[1] <= budget_tokens:
-        tenant, tokens = next_
-        spent += tokens
-        if tenant not in backlogs:
-            backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
-        backlogs[tenant].take(tokens)
-        fair_queue.serve(tenant, tokens, then_waits_for=part(backlogs[tenant].rest, quantum))
-    fair_queue.end_cycle(one for each in backlogs.values() for one in each.planned_parts())
-    return _selection(backlogs.values(), spent, fair_queue)
-
-
-def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: bool) -> Selection:
-    """Select ops worth the budget, and all of the pass that exceeds it.
-
-    The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
-    """
-    fair_queue = FairQueue()  # no other tenant waits
-    free = _free(waiting, accepts_saves=accepts_saves)
-    (tenant,) = free or waiting.passes
-    backlog = Backlog(free.get(tenant, ()), _passes(waiting, tenant), accepts_saves=accepts_saves)
-    spent = 0
-    while backlog.rest and spent < budget_tokens:
-        spent += backlog.rest
-        backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
-    return _selection([backlog], spent, fair_queue)
-
-
-def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
-    """Return, by tenant, the runs whose first op is always selected."""
-    if not (accepts_saves and waiting.saves):
-        return {tenant: runs.values() for tenant, runs in waiting.free.items()}
-    tenants = waiting.free.keys() | waiting.saves.keys()
-    return {
-        tenant: [*waiting.free.get(tenant, {}).values(), *waiting.saves.get(tenant, {}).values()]
-        for tenant in sorted(tenants)
-    }
-
-
-def _passes(waiting: Waiting, tenant: TenantId) -> Iterable[RunQueue]:
-    return waiting.passes.get(tenant, {}).values()
-
-
-def _up_to_date(before: FairQueue, waiting: Waiting, quantum: int, weights: Mapping[TenantId, float]) -> FairQueue:
-    """Return a copy updated with the pending work, and with the tokens that ran."""
-    fair_queue, changed = before.copy(), waiting.changed
-    fair_queue.weigh(weights)
-    if quantum != fair_queue.quantum:
-        fair_queue.quantum, changed = quantum, changed | waiting.passes.keys() | fair_queue.waiting
-    for tenant in changed:
-        fair_queue.wait(tenant, first_part(waiting.first_pass(tenant), quantum))
-    fair_queue.correct({
-        (queue.run, queue.ops[0].seq): queue.done_tokens
-        for one in fair_queue.planned
-        if (queue := waiting.passes.get(one.tenant, {}).get(one.run))
-    })  # fmt: skip
-    return fair_queue
-
-
-def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:
-    works = [work for backlog in backlogs for work in backlog.works]
-    works.sort(key=lambda work: work.queue.run)
-    ops = tuple(op for work in works for op in work.taken())
-    allowances = {request: part for work in works for request, part in work.allowances.items()}
-    return Selection(ops, allowances, tokens, fair_queue)
-
-
-def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
-    """Return the tokens of a cycle of `limit_s`, at the worker's measured throughput.
-
-    The limit also grows only gradually from `last_tokens`, the size of the previous cycle.
-    """
-    shown = max(FIRST_TOKENS, GROWTH * last_tokens)
-    return max(1, min(shown, int(worker.tokens_per_s * limit_s)))
 
 
 #: Minimum time that an eager cycle waits for the runs of the last one.

@@ -30,25 +30,16 @@ from cotrain_store.monitoring.logs_and_traces import log_requests, named, nanose
 from cotrain_store.oplog.dispatch import MAX_OPS_PER_RUN, Dispatch
 from cotrain_store.settings import ClockMode, SchedulerSettings
 
+log = structlog.get_logger()
 
-def begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
-    """Start the span of a plan that started at `began`. Without `end_plan` nothing is reported."""
-    traces = tracer()
-    if traces is None or not any(op.trace for op in ops):
-        return None
-    return traces.start_span("plan", Context(), start_time=nanoseconds(began))
-
-
-def end_plan(span: Span, pool: PoolId, step: Step) -> None:
-    """Report the plan of a committed step."""
-    facts = named(
-        pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
-        ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
-    )  # fmt: skip
-    span.set_attributes(facts)
-    span.end()
-
-
+#: Polling interval: a wake-up can be lost, and a heartbeat wakes no scheduler.
+SWEEP_S = 0.25
+#: Polling interval when the pool is idle, to save processor time.
+IDLE_SWEEP_S = 1.0
+#: Delay after the queue changed under a plan; long enough not to spin if it keeps changing.
+REPLAN_S = 0.005
+#: Interval at which a metronome checks whether the host's clock was set.
+LOOK_S = 1.0
 #: A larger difference between two readings means that the clock was set, or that the host slept.
 _JUMP_S = 1.0
 
@@ -70,18 +61,6 @@ class HostTime:
         jumped_s, self._offset_s = offset_s - self._offset_s, offset_s
         self.now = steady + offset_s
         return jumped_s if abs(jumped_s) > _JUMP_S else 0.0
-
-
-log = structlog.get_logger()
-
-#: Polling interval: a wake-up can be lost, and a heartbeat wakes no scheduler.
-SWEEP_S = 0.25
-#: Polling interval when the pool is idle, to save processor time.
-IDLE_SWEEP_S = 1.0
-#: Delay after the queue changed under a plan; long enough not to spin if it keeps changing.
-REPLAN_S = 0.005
-#: Interval at which a metronome checks whether the host's clock was set.
-LOOK_S = 1.0
 
 
 @dataclass
@@ -312,14 +291,13 @@ class PoolClock:
         """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         policy = self.policy  # may change while this plan is written
-        fair_queue = clock.fair_queue.copy(is_current=policy == clock.policy)
         limit_s = planner.cycle_limit_s(
             self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
         )
         tokens = planner.budget(worker, limit_s, clock.last_tokens)
         chosen = planner.select(
-            waiting, fair_queue, tokens, self._quantum_tokens,
-            accepts_saves=worker.accepts_saves, weights=policy.weights,
+            waiting, clock.fair_queue, tokens, self._quantum_tokens,
+            accepts_saves=worker.accepts_saves, weights=policy.weights, is_current=policy == clock.policy,
         )  # fmt: skip
         if not chosen.ops:
             return True  # only saves are waiting, which the worker does not accept now
@@ -327,7 +305,7 @@ class PoolClock:
         requests = [op.request_id for op in chosen.ops]
         queues = {run: self._queue[run] for run in {op.run for op in chosen.ops}}
         tenants = {run: queue.tenant for run, queue in queues.items()}
-        span = begin_plan(chosen.ops, began)
+        span = _begin_plan(chosen.ops, began)
         trace = traceparent_of(span) if span else ""
         step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
         failpoint("scheduler.before_plan", requests)
@@ -341,7 +319,7 @@ class PoolClock:
         failpoint("scheduler.after_plan", requests)
         self._count(chosen.ops, queues, now)
         if span:
-            end_plan(span, self.pool, step)
+            _end_plan(span, self.pool, step)
         self._note_returns(worker.id, clock, limit_s)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
@@ -363,3 +341,21 @@ class PoolClock:
 
     def _period_number(self, now: float) -> int:
         return planner.period_number(now, self._settings.clock_period_s)
+
+
+def _begin_plan(ops: Sequence[QueuedOp], began: float) -> Span | None:
+    """Start the span of a plan that started at `began`. Without `_end_plan` nothing is reported."""
+    traces = tracer()
+    if traces is None or not any(op.trace for op in ops):
+        return None
+    return traces.start_span("plan", Context(), start_time=nanoseconds(began))
+
+
+def _end_plan(span: Span, pool: PoolId, step: Step) -> None:
+    """Report the plan of a committed step."""
+    facts = named(
+        pool=pool, worker=step.worker, cycle=step.cycle, runs=len(step.tenant_by_run),
+        ops=len(step.ops), tokens=sum(op.tokens for op in step.ops),
+    )  # fmt: skip
+    span.set_attributes(facts)
+    span.end()

@@ -28,95 +28,6 @@ from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
 ByTenant: TypeAlias = "dict[TenantId, dict[RunId, RunQueue]]"
 
 
-class Waiting:
-    """Pending runs of one worker."""
-
-    def __init__(self) -> None:
-        self.passes: ByTenant = {}
-        """Runs whose first op is a pass, which costs tokens."""
-        self.free: ByTenant = {}
-        """Runs whose first op has no tokens."""
-        self.saves: ByTenant = {}
-        """Runs whose first op is a save, which a worker does not always accept."""
-        self.changed: set[TenantId] = set()
-        """Tenants whose passes may have changed since the last cycle was planned."""
-
-    def __bool__(self) -> bool:
-        return bool(self.passes or self.free or self.saves)
-
-    def __iter__(self) -> Iterator[RunQueue]:
-        for group in (self.passes, self.free, self.saves):
-            for runs in group.values():
-                yield from runs.values()
-
-    def put(self, queue: RunQueue) -> None:
-        """Add a run with ops; a run already in the same group keeps its turn."""
-        self._group(queue).setdefault(queue.tenant, {})[queue.run] = queue
-        self.changed.add(queue.tenant)
-
-    def remove(self, queue: RunQueue) -> None:
-        """Remove a run, with the ops that it was added with."""
-        group = self._group(queue)
-        del group[queue.tenant][queue.run]
-        if not group[queue.tenant]:
-            del group[queue.tenant]
-        self.changed.add(queue.tenant)
-
-    def replace(self, known: RunQueue, queue: RunQueue) -> None:
-        """Update a run."""
-        if self._group(known) is not self._group(queue):
-            self.remove(known)
-        self.put(queue)
-
-    def first_pass(self, tenant: TenantId) -> RunQueue | None:
-        """Return the tenant's next run whose first op is a pass."""
-        return next(iter(self.passes.get(tenant, {}).values()), None)
-
-    def is_one_run(self, *, accepts_saves: bool) -> bool:
-        """Return True if exactly one run can continue."""
-        runs = 0
-        for group in (self.passes, self.free, self.saves if accepts_saves else {}):
-            for of_tenant in group.values():
-                runs += len(of_tenant)
-                if runs > 1:
-                    return False
-        return runs == 1
-
-    def _group(self, queue: RunQueue) -> ByTenant:
-        kind = queue.ops[0].kind
-        if kind in PASSES:
-            return self.passes
-        return self.saves if kind is OpKind.SAVE else self.free
-
-
-def exclude_paused(waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()) -> Waiting:
-    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
-    if not pauses.tenants and not pauses.runs and not moving:
-        return waiting
-    left = Waiting()
-    left.changed = waiting.changed
-    left.passes, left.free, left.saves = (
-        _exclude_paused(group, pauses, moving) for group in (waiting.passes, waiting.free, waiting.saves)
-    )
-    return left
-
-
-def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
-    owners = {pause.tenant for pause in pauses.runs.values()}
-    left: ByTenant = {}
-    for tenant, runs in group.items():
-        if tenant in pauses.tenants:
-            continue
-        kept = runs
-        if tenant in owners:
-            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
-        if moving:
-            kept = {run: queue for run, queue in kept.items() if run not in moving}
-        if kept:
-            left[tenant] = kept
-    return left
-
-
 class PoolQueue:
     """Runnable runs of a pool, each at its current or assigned worker."""
 
@@ -258,15 +169,93 @@ def tokens_of(queue: RunQueue) -> int:
     return sum(op.tokens for op in queue.ops) - queue.done_tokens
 
 
-@dataclass(frozen=True)
-class PlannedPart:
-    """Split pass, with the number of its tokens planned so far."""
+class Waiting:
+    """Pending runs of one worker."""
 
-    tenant: TenantId
-    run: RunId
-    seq: int
-    tokens: int
-    tokens_before: int
+    def __init__(self) -> None:
+        self.passes: ByTenant = {}
+        """Runs whose first op is a pass, which costs tokens."""
+        self.free: ByTenant = {}
+        """Runs whose first op has no tokens."""
+        self.saves: ByTenant = {}
+        """Runs whose first op is a save, which a worker does not always accept."""
+        self.changed: set[TenantId] = set()
+        """Tenants whose passes may have changed since the last cycle was planned."""
+
+    def __bool__(self) -> bool:
+        return bool(self.passes or self.free or self.saves)
+
+    def __iter__(self) -> Iterator[RunQueue]:
+        for group in (self.passes, self.free, self.saves):
+            for runs in group.values():
+                yield from runs.values()
+
+    def put(self, queue: RunQueue) -> None:
+        """Add a run with ops; a run already in the same group keeps its turn."""
+        self._group(queue).setdefault(queue.tenant, {})[queue.run] = queue
+        self.changed.add(queue.tenant)
+
+    def remove(self, queue: RunQueue) -> None:
+        """Remove a run, with the ops that it was added with."""
+        group = self._group(queue)
+        del group[queue.tenant][queue.run]
+        if not group[queue.tenant]:
+            del group[queue.tenant]
+        self.changed.add(queue.tenant)
+
+    def replace(self, known: RunQueue, queue: RunQueue) -> None:
+        """Update a run."""
+        if self._group(known) is not self._group(queue):
+            self.remove(known)
+        self.put(queue)
+
+    def first_pass(self, tenant: TenantId) -> RunQueue | None:
+        """Return the tenant's next run whose first op is a pass."""
+        return next(iter(self.passes.get(tenant, {}).values()), None)
+
+    def is_one_run(self, *, accepts_saves: bool) -> bool:
+        """Return True if exactly one run can continue."""
+        runs = 0
+        for group in (self.passes, self.free, self.saves if accepts_saves else {}):
+            for of_tenant in group.values():
+                runs += len(of_tenant)
+                if runs > 1:
+                    return False
+        return runs == 1
+
+    def _group(self, queue: RunQueue) -> ByTenant:
+        kind = queue.ops[0].kind
+        if kind in PASSES:
+            return self.passes
+        return self.saves if kind is OpKind.SAVE else self.free
+
+
+def exclude_paused(waiting: Waiting, pauses: Pauses, moving: Collection[RunId] = frozenset()) -> Waiting:
+    """Return the queue without paused tenants, paused runs and moving runs; without any, it is free."""
+    if not pauses.tenants and not pauses.runs and not moving:
+        return waiting
+    left = Waiting()
+    left.changed = waiting.changed
+    left.passes, left.free, left.saves = (
+        _exclude_paused(group, pauses, moving) for group in (waiting.passes, waiting.free, waiting.saves)
+    )
+    return left
+
+
+def _exclude_paused(group: ByTenant, pauses: Pauses, moving: Collection[RunId]) -> ByTenant:
+    owners = {pause.tenant for pause in pauses.runs.values()}
+    left: ByTenant = {}
+    for tenant, runs in group.items():
+        if tenant in pauses.tenants:
+            continue
+        kept = runs
+        if tenant in owners:
+            kept = {run: queue for run, queue in runs.items() if run not in pauses.runs}
+        if moving:
+            kept = {run: queue for run, queue in kept.items() if run not in moving}
+        if kept:
+            left[tenant] = kept
+    return left
 
 
 class FairQueue:
@@ -374,3 +363,14 @@ class FairQueue:
 
     def _end(self, name: TenantId) -> float:
         return self._served[name] + self._parts[name] / self._weights.get(name, WEIGHT)
+
+
+@dataclass(frozen=True)
+class PlannedPart:
+    """Split pass, with the number of its tokens planned so far."""
+
+    tenant: TenantId
+    run: RunId
+    seq: int
+    tokens: int
+    tokens_before: int

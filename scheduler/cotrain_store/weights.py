@@ -27,7 +27,7 @@ from cotrain_store.messages.runs import (
 )
 from cotrain_store.redis_client.connection import Connection, SyncConnection
 from cotrain_store.redis_client.scripts import async_script, sync_script
-from cotrain_store.tenants.usage import usage_field, usage_hour
+from cotrain_store.usage import usage_field, usage_hour
 
 
 class Checkpoints:

@@ -36,7 +36,7 @@ from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
-from cotrain_store.tenants.usage import HOUR, UsageRow
+from cotrain_store.usage import HOUR, UsageRow
 
 DAYS_SHOWN = 14
 DAY_S = 24 * 3600.0

@@ -35,8 +35,8 @@ from cotrain_server.ui import router as pages
 from cotrain_server.views.fleet_metrics import metrics_pages
 from cotrain_server.webhooks.delivery import delivering
 from cotrain_server.webhooks.sender import Sender
+from cotrain_store.metrics_port import metrics_port
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.metrics_port import metrics_port
 
 #: Most frequent routers first, because a request is compared with one route after the other.
 ROUTERS = (

@@ -32,8 +32,8 @@ from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.tenants.lists import RunLabels, RunList, SessionSearch
 from cotrain_store.tenants.policies import PauseRecords, Policies
 from cotrain_store.tenants.records import Records
-from cotrain_store.tenants.usage import Usage
 from cotrain_store.tenants.webhooks import Webhooks
+from cotrain_store.usage import Usage
 from cotrain_store.weights import Checkpoints
 
 log = structlog.get_logger()

@@ -19,7 +19,7 @@ from cotrain_store.bodies.images import BodyImage
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import decode
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # imported by the processes that compile a grammar
     from llguidance import LLParserLimits
 
 #: Bytes of the JSON part, tokens of the prompt, rows and columns of the targets.

@@ -19,7 +19,7 @@ from cotrain_store.messages.fleet import WorkerExit, WorkerHeartbeat
 from cotrain_store.messages.ids import PoolId, TenantId, WorkerId, decode, encode
 from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, Connection, SyncConnection
-from cotrain_store.tenants.usage import minute_of
+from cotrain_store.usage import minute_of
 
 #: Window of `recent_failures` in minutes.
 MINUTES = 15

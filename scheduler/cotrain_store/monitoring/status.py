@@ -13,7 +13,7 @@ from cotrain_store.messages.ops import QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
-from cotrain_store.tenants.usage import MINUTE_FIELDS, minute_of, tenant_seconds, tenant_tokens
+from cotrain_store.usage import MINUTE_FIELDS, minute_of, tenant_seconds, tenant_tokens
 
 #: Maximum cycle records of one read. In a full pool each has about 10 KB, and Redis is blocked while it sends them.
 READ_AT_ONCE = 50

@@ -35,7 +35,7 @@ from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
-from cotrain_store.tenants.usage import cycle_counts, minute_of, training_amounts
+from cotrain_store.usage import cycle_counts, minute_of, training_amounts
 from cotrain_store.weights import SweepLease
 
 #: Number of ops before a snapshot whose digests are kept, for very late retries.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -19,13 +20,10 @@ from redis.exceptions import ResponseError
 
 from cotrain_store.errors import Fenced
 from cotrain_store.redis_client.clients import named
+from cotrain_store.redis_client.connection import Connection, SyncConnection
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
+if TYPE_CHECKING:  # of typeshed, which exists only for type checkers
     from _typeshed import DataclassInstance
-
-    from cotrain_store.redis_client.connection import Connection, SyncConnection
 
     Args: TypeAlias = DataclassInstance | Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from cotrain_store.messages.ids import PoolId, RequestId, SamplerId, TenantId, W
 from cotrain_store.messages.ops import Result, ResultKind, SampleUsage
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
-from cotrain_store.tenants.usage import minute_of, sample_counts, sampling_amounts, usage_hour
+from cotrain_store.usage import minute_of, sample_counts, sampling_amounts, usage_hour
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Tenants and their records: API keys, lists and histories of runs, policies, usage, audit logs, webhooks."""
+"""Tenants and their records: API keys, lists and histories of runs, policies, audit logs, webhooks."""

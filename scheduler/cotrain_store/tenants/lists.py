@@ -18,7 +18,7 @@ from cotrain_store.messages.runs import RunRecord, RunState, SessionRecord, run_
 from cotrain_store.redis_client.connection import Connection
 from cotrain_store.redis_client.scripts import async_script
 from cotrain_store.tenants.history import read_points
-from cotrain_store.tenants.usage import usage_field, usage_hour
+from cotrain_store.usage import usage_field, usage_hour
 from cotrain_store.weights import Checkpoints
 
 #: Maximum number of records read for one page. A rare match may be several pages later.

@@ -10,7 +10,7 @@ from cotrain.wire import usage as wire
 from cotrain_server.errors import Invalid
 from cotrain_store.messages.ids import SessionId
 from cotrain_store.messages.runs import SessionRecord, Tenant
-from cotrain_store.tenants.usage import HOUR, UsageRow, What
+from cotrain_store.usage import HOUR, UsageRow, What
 
 LONGEST = timedelta(days=14)
 

@@ -11,7 +11,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.views.usage import events_of, last_day, sources_of, total_of, window
 from cotrain_store.messages.ids import SessionId, TenantId
 from cotrain_store.messages.runs import SessionRecord, Tenant
-from cotrain_store.tenants.usage import UsageRow, What
+from cotrain_store.usage import UsageRow, What
 
 NOW = datetime(2026, 7, 14, 12, 30, tzinfo=UTC)
 NOON = datetime(2026, 7, 14, 12, tzinfo=UTC)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import SampleUsage
-from cotrain_store.tenants.usage import sampling_amounts, usage_hour
+from cotrain_store.usage import sampling_amounts, usage_hour
 
 USED = SampleUsage(prompt_tokens=5, cached_tokens=0, sampled_tokens=2)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cotrain_store.metrics_port import metrics_port, own_metrics
 from cotrain_store.monitoring.definitions import Source
-from cotrain_store.monitoring.metrics_port import metrics_port, own_metrics
 from cotrain_store.settings import StoreSettings
 from tests.support.ports import free_port
 
