@@ -155,12 +155,6 @@ def interpolate(loop: BackgroundLoop, transport: Transport, wanted: InterpolateR
     return Future(accepted, loop.start(finish()), what="an interpolation of checkpoints")
 
 
-def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
-    """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
-    total = sum(sizes) if all(sizes) else 0
-    return lambda done, _: progress(sum(sizes[:i]) + done, total)
-
-
 def checkpoint_url(tinker_path: str) -> str:
     """Return the URL path of a checkpoint. Raises ValueError if `tinker_path` is malformed."""
     parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
@@ -170,6 +164,12 @@ def checkpoint_url(tinker_path: str) -> str:
 async def archive_url(transport: Transport, checkpoint: str) -> CheckpointArchiveUrlResponse:
     """Return the URL of the tar of a checkpoint; the server sends it as a redirect."""
     return await transport.get(f"{checkpoint}/archive", _archive_link)
+
+
+def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
+    """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
+    total = sum(sizes) if all(sizes) else 0
+    return lambda done, _: progress(sum(sizes[:i]) + done, total)
 
 
 def _archive_link(response: httpx.Response) -> CheckpointArchiveUrlResponse:

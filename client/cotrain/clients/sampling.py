@@ -36,29 +36,6 @@ from cotrain.wire.sampling import (
 )
 from cotrain.wire.tensors import TensorData
 
-
-class SamplerHandle(WireModel):
-    """Identifier of a sampler on a server. It contains no key; using it requires a key of the tenant."""
-
-    base_url: str
-    sampler_id: str
-    base_model: str
-    polls_in_batches: bool
-
-    def text(self) -> str:
-        """Return the handle as letters, digits, `-`, `_` and `=`."""
-        return urlsafe_b64encode(self.model_dump_json().encode()).decode()
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Parse a handle. Raises ValueError if `text` is malformed."""
-        try:
-            return cls.model_validate_json(urlsafe_b64decode(text))
-        except ValueError as error:
-            message = "this is no handle of a sampler: get_sampler_handle() gives one"
-            raise ValueError(message) from error
-
-
 T = TypeVar("T")
 
 log = logging.getLogger("cotrain")
@@ -278,6 +255,28 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise MalformedMessage("the server left out the log-probs of the prompt")
     return response.prompt_logprobs
+
+
+class SamplerHandle(WireModel):
+    """Identifier of a sampler on a server. It contains no key; using it requires a key of the tenant."""
+
+    base_url: str
+    sampler_id: str
+    base_model: str
+    polls_in_batches: bool
+
+    def text(self) -> str:
+        """Return the handle as letters, digits, `-`, `_` and `=`."""
+        return urlsafe_b64encode(self.model_dump_json().encode()).decode()
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Parse a handle. Raises ValueError if `text` is malformed."""
+        try:
+            return cls.model_validate_json(urlsafe_b64decode(text))
+        except ValueError as error:
+            message = "this is no handle of a sampler: get_sampler_handle() gives one"
+            raise ValueError(message) from error
 
 
 class Completions:

@@ -26,6 +26,7 @@ from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.runs import AdamParams, LoraConfig, OptimStepResponse
 
 ALIASES = {"lr": "learning_rate"}
+
 STEPS_IN_FLIGHT = 2
 """Batches in flight during `halve`, so that the server never waits for this client."""
 
@@ -112,27 +113,6 @@ class SweepOutput(Generic[Result]):
     def losses(self) -> dict[int, float]:
         """Losses of the trials with a result."""
         return {number: output.loss for number, output in self.outputs.items()}
-
-
-def read_settings(settings: Sequence[Mapping[str, Any]]) -> list[tuple[LoraConfig, AdamParams]]:
-    """Return the adapter and the optimizer of each trial. Raises UnsupportedInput, which names the setting."""
-    if not 1 <= len(settings) <= MAX_SWEEP_RUNS:
-        raise UnsupportedInput(f"a sweep has 1 to {MAX_SWEEP_RUNS} trials, not {len(settings)}: split it into several")
-    return [_read(number, given) for number, given in enumerate(settings)]
-
-
-def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams]:
-    named = {ALIASES.get(name, name): value for name, value in given.items()}
-    if len(named) < len(given):
-        raise UnsupportedInput(f"settings[{number}]: lr and learning_rate are one setting")
-    lora = LoraConfig.model_fields.keys()
-    known = [*lora, *AdamParams.model_fields]
-    if unknown := named.keys() - set(known):
-        raise UnsupportedInput(f"settings[{number}] has no {min(unknown)}; it has lr, {', '.join(known)}")
-    adapter = {name: value for name, value in named.items() if name in lora}
-    optimizer = {name: value for name, value in named.items() if name not in lora}
-    # Runs with one seed differ in the settings under test, and in nothing else.
-    return LoraConfig(**{"seed": 0, **adapter}), AdamParams(**optimizer)
 
 
 class Sweep(Generic[RunT]):
@@ -333,10 +313,31 @@ class Sweep(Generic[RunT]):
         return list(trials)
 
 
+def read_settings(settings: Sequence[Mapping[str, Any]]) -> list[tuple[LoraConfig, AdamParams]]:
+    """Return the adapter and the optimizer of each trial. Raises UnsupportedInput, which names the setting."""
+    if not 1 <= len(settings) <= MAX_SWEEP_RUNS:
+        raise UnsupportedInput(f"a sweep has 1 to {MAX_SWEEP_RUNS} trials, not {len(settings)}: split it into several")
+    return [_read(number, given) for number, given in enumerate(settings)]
+
+
 def shown_settings(given: Mapping[str, Any], adam: AdamParams) -> dict[str, Any]:
     """Return settings for people: the learning rate is always among them, as `lr`."""
     others = {name: value for name, value in given.items() if ALIASES.get(name, name) != "learning_rate"}
     return {"lr": adam.learning_rate, **others}
+
+
+def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams]:
+    named = {ALIASES.get(name, name): value for name, value in given.items()}
+    if len(named) < len(given):
+        raise UnsupportedInput(f"settings[{number}]: lr and learning_rate are one setting")
+    lora = LoraConfig.model_fields.keys()
+    known = [*lora, *AdamParams.model_fields]
+    if unknown := named.keys() - set(known):
+        raise UnsupportedInput(f"settings[{number}] has no {min(unknown)}; it has lr, {', '.join(known)}")
+    adapter = {name: value for name, value in named.items() if name in lora}
+    optimizer = {name: value for name, value in named.items() if name not in lora}
+    # Runs with one seed differ in the settings under test, and in nothing else.
+    return LoraConfig(**{"seed": 0, **adapter}), AdamParams(**optimizer)
 
 
 async def _trained(step: RunStep) -> TrainOutput:

@@ -47,6 +47,21 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
         ) from error
 
 
+def tokenizer_name(base_model: str) -> str:
+    """Return the name of a base model's tokenizer; a folder is used unchanged.
+
+    A suffix after `:` and the variant in `organisation/model/variant` are ignored.
+    """
+    if Path(base_model).is_dir():
+        return base_model
+    name = base_model.split(":")[0]
+    if name.startswith(LLAMA_3):
+        return LLAMA_3_MIRROR
+    if name.count("/") == 2:
+        return name.rpartition("/")[0]
+    return name
+
+
 def _why_unreachable() -> str | None:
     """Return the reason if the hub is unreachable, because transformers would retry for a minute."""
     try:
@@ -76,18 +91,3 @@ def _of_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
             raise TokenizerMissing(
                 f"the transformers installed here cannot read the server's tokenizer: {error!r}"
             ) from error
-
-
-def tokenizer_name(base_model: str) -> str:
-    """Return the name of a base model's tokenizer; a folder is used unchanged.
-
-    A suffix after `:` and the variant in `organisation/model/variant` are ignored.
-    """
-    if Path(base_model).is_dir():
-        return base_model
-    name = base_model.split(":")[0]
-    if name.startswith(LLAMA_3):
-        return LLAMA_3_MIRROR
-    if name.count("/") == 2:
-        return name.rpartition("/")[0]
-    return name

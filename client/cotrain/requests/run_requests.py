@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -34,6 +35,7 @@ SMALL_BYTES = 1_000
 log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
+Accepted = TypeVar("Accepted")
 Result = TypeVar("Result", bound="BaseModel")
 
 
@@ -144,36 +146,7 @@ class RunRequests:
         what = f"custom pass {seq_ids.start} of run {self.model_id}"
         return Future(accepted, outcome, what=what)
 
-    def _send(
-        self,
-        path: str,
-        requests: Sequence[SequencedRequest | Message],
-        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
-        method: str | None = None,
-    ) -> Future[T]:
-        accepted, seq_ids = self._start(path, requests)
-        outcome = self._loop.start(self._outcome(accepted, wait))
-        self._undone.add(outcome)
-        outcome.add_done_callback(self._undone.discard)
-        what = f"{method or path} {seq_ids.start} of run {self.model_id}"
-        return Future(accepted, outcome, what=what)
-
-    def _start(
-        self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1
-    ) -> tuple[concurrent.futures.Future[list[str]], range]:
-        """Reserve the run's next `seq_id`s and start to send, in that order.
-
-        With more `seq_id`s than requests, the requests use the first ones. Blocks at the in-flight limit
-        (`flow_control.py`).
-        """
-        check_not_forked(self._pid)
-        size_bytes = sum(map(_size, requests))
-        self._in_flight.acquire(size_bytes, len(requests))
-        with self._ordering:
-            seq_ids = self.reserve(len(requests) * seq_ids_each)
-            numbered = [_at(seq_ids[i], request) for i, request in enumerate(requests)]
-            accepted = self._loop.start(self._submit(path, numbered, size_bytes))
-        return accepted, seq_ids
+    # ---- For requests of several runs, which `sweep_requests.py` sends ---------------------------------
 
     @contextmanager
     def ordered(self) -> Iterator[None]:
@@ -199,14 +172,56 @@ class RunRequests:
         what: str,
     ) -> Future[T]:
         """Return the future of a request that is sent elsewhere, by the future of its request id."""
+        outcome = self._pending(self._outcome(accepted, partial(self._polled, wait)))
+        return Future(accepted, outcome, what=f"{what} of run {self.model_id}")
 
-        async def outcome() -> T:
-            return await self._polled(wait, await asyncio.shield(asyncio.wrap_future(accepted)))
+    async def fill(self, seq_id: int, error: APIError) -> None:
+        """Fill the `seq_id` of a request that failed with this error."""
+        if is_transient(error):
+            await self._fill_once(seq_id)
+        else:
+            await self._fill_gap(seq_id)
 
-        started = self._loop.start(outcome())
-        self._undone.add(started)
-        started.add_done_callback(self._undone.discard)
-        return Future(accepted, started, what=f"{what} of run {self.model_id}")
+    async def fill_lost(self) -> None:
+        """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
+        for seq_id in sorted(self._lost):
+            try:
+                await self._accepted("forward_backward", self._nothing_at(seq_id))
+            except APIError as error:
+                if is_transient(error):
+                    raise
+                # The server has already received this request.
+            self._lost.discard(seq_id)
+
+    # ---- Sending ---------------------------------------------------------------------------------------
+
+    def _send(
+        self,
+        path: str,
+        requests: Sequence[SequencedRequest | Message],
+        wait: Callable[[list[str]], Coroutine[Any, Any, T]],
+        method: str | None = None,
+    ) -> Future[T]:
+        accepted, seq_ids = self._start(path, requests)
+        what = f"{method or path} {seq_ids.start} of run {self.model_id}"
+        return Future(accepted, self._pending(self._outcome(accepted, wait)), what=what)
+
+    def _start(
+        self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1
+    ) -> tuple[concurrent.futures.Future[list[str]], range]:
+        """Reserve the run's next `seq_id`s and start to send, in that order.
+
+        With more `seq_id`s than requests, the requests use the first ones. Blocks at the in-flight limit
+        (`flow_control.py`).
+        """
+        check_not_forked(self._pid)
+        size_bytes = sum(map(_size, requests))
+        self._in_flight.acquire(size_bytes, len(requests))
+        with self._ordering:
+            seq_ids = self.reserve(len(requests) * seq_ids_each)
+            numbered = [_at(seq_ids[i], request) for i, request in enumerate(requests)]
+            accepted = self._loop.start(self._submit(path, numbered, size_bytes))
+        return accepted, seq_ids
 
     async def _submit(self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int) -> list[str]:
         """POST every request (the server orders them); returns their request ids."""
@@ -234,27 +249,9 @@ class RunRequests:
             await self.fill(request.seq_id, error)
             raise
 
-    async def fill(self, seq_id: int, error: APIError) -> None:
-        """Fill the `seq_id` of a request that failed with this error."""
-        if is_transient(error):
-            await self._fill_once(seq_id)
-        else:
-            await self._fill_gap(seq_id)
-
     async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
         future = await self._transport.post(path, request, reader(UntypedAPIFuture), raises_busy=raises_busy)
         return future.request_id
-
-    async def fill_lost(self) -> None:
-        """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
-        for seq_id in sorted(self._lost):
-            try:
-                await self._accepted("forward_backward", self._nothing_at(seq_id))
-            except APIError as error:
-                if is_transient(error):
-                    raise
-                # The server has already received this request.
-            self._lost.discard(seq_id)
 
     async def _fill_once(self, seq_id: int) -> None:
         """Try once to fill the `seq_id` of an abandoned request: later requests may already wait for it.
@@ -284,10 +281,17 @@ class RunRequests:
         return self._cross_entropy(seq_id, [], forward_only=True)
 
     async def _outcome(
-        self, accepted: concurrent.futures.Future[list[str]], wait: Callable[[list[str]], Coroutine[Any, Any, T]]
+        self, accepted: concurrent.futures.Future[Accepted], wait: Callable[[Accepted], Coroutine[Any, Any, T]]
     ) -> T:
         # Acceptance is shielded, so that a caller that cancels the result leaves no gap in the order.
         return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
+
+    def _pending(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start work, and count it as not done until it ends."""
+        outcome = self._loop.start(work)
+        self._undone.add(outcome)
+        outcome.add_done_callback(self._undone.discard)
+        return outcome
 
     async def _second_pass(
         self,
