@@ -26,6 +26,8 @@ from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
 from cotrain_server.views.usage import total_of
 from cotrain_store import redis_keys
+from cotrain_server.settings import Quotas
+from cotrain_server.views.usage import last_day, total_of
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WEIGHT
 from cotrain_store.messages.fleet import Pause as StoredPause
@@ -37,6 +39,9 @@ from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
 from cotrain_store.usage import HOUR, UsageRow
+from cotrain_store.tenants.policies import read_pauses, read_weights
+from cotrain_store.tenants.run_bytes import default_quota
+from cotrain_store.tenants.usage import UsageRow
 
 DAYS_SHOWN = 14
 DAY_S = 24 * 3600.0
@@ -196,11 +201,9 @@ def _number(answer: Any) -> list[int]:
 
 async def show_usage(services: Services, tenant: TenantId) -> list[DayUsage]:
     """Return a tenant's usage on each of the last days, oldest first."""
-    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    start = today - timedelta(days=DAYS_SHOWN - 1)
-    hours = await services.usage.rows(
-        tenant, start, datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + HOUR
-    )
+    now = datetime.now(UTC)
+    start = now.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=DAYS_SHOWN - 1)
+    hours = await services.usage.rows(tenant, start, last_day(now).end)
     by_day: dict[str, list[UsageRow]] = {f"{start + timedelta(days=day):%Y-%m-%d}": [] for day in range(DAYS_SHOWN)}
     for row in hours:
         by_day[f"{row.hour:%Y-%m-%d}"].append(row)

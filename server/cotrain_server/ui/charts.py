@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cotrain.wire.rest import HistoryPoint, MetricPoint
-from cotrain_server.ui.run_tables import label_of, mean_loss, short_id
+from cotrain_server.ui.run_tables import label_of, short_id
+from cotrain_server.views.records import mean_loss
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import Minute

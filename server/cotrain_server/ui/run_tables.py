@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cotrain.wire.admin import WorkerShown
-from cotrain.wire.rest import HistoryPoint
 from cotrain_server.ui.number_format import age, plural
+from cotrain_server.views.records import mean_loss
 from cotrain_store.messages.fleet import Pauses
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, ResultKind
@@ -116,13 +116,6 @@ def label_of(run: RunRecord) -> str:
         if isinstance(value := run.user_metadata.get(field), str) and value.strip():
             return value[:120]
     return ""
-
-
-def mean_loss(point: HistoryPoint | None) -> float | None:
-    """Return the loss of a step per unit of weight, or None if unknown."""
-    if point is None or not point.weight_sum:
-        return None
-    return point.loss_sum / point.weight_sum
 
 
 def keeps(state: str, base_model: str, text: str) -> Callable[[RunRecord], bool] | None:

@@ -77,9 +77,16 @@ def _progress(run: RunRecord, position: RunPosition) -> dict[str, Any]:
     return {
         "state": ("waiting" if is_waiting else "idle") if is_live else ended,
         "steps": newest.step if newest else 0,
-        "last_loss": newest.loss_sum / newest.weight_sum if newest and newest.weight_sum else None,
+        "last_loss": mean_loss(newest),
         "failed_requests": position.failed,
     }
+
+
+def mean_loss(point: wire.HistoryPoint | None) -> float | None:
+    """Return the loss of a step per unit of weight, or None if unknown."""
+    if point is None or not point.weight_sum:
+        return None
+    return point.loss_sum / point.weight_sum
 
 
 def text_by_name(metadata: Mapping[str, Any]) -> dict[str, str] | None:

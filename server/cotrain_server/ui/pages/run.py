@@ -23,8 +23,8 @@ from cotrain_server.ui.charts import (
 )
 from cotrain_server.ui.page import Page, PageRequest
 from cotrain_server.ui.rendering import guarded
-from cotrain_server.ui.run_tables import STATES, keeps, log_rows, mean_loss, run_row, targets_of
-from cotrain_server.views.records import csv_of
+from cotrain_server.ui.run_tables import STATES, keeps, log_rows, run_row, targets_of
+from cotrain_server.views.records import csv_of, mean_loss
 from cotrain_server.views.server_status import list_workers
 from cotrain_server.views.waiting import read_why
 from cotrain_store.errors import RunNotFound
