@@ -24,10 +24,8 @@ from cotrain.wire.admin import (
 )
 from cotrain_server.quotas import Quotas
 from cotrain_server.services import Services
-from cotrain_server.views.usage import total_of
-from cotrain_store import redis_keys
-from cotrain_server.settings import Quotas
 from cotrain_server.views.usage import last_day, total_of
+from cotrain_store import redis_keys
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.fleet import LEAST_WEIGHT, MAX_WEIGHT, WEIGHT
 from cotrain_store.messages.fleet import Pause as StoredPause
@@ -38,10 +36,7 @@ from cotrain_store.results.delivery import unread_bytes
 from cotrain_store.tenants.api_keys import KeyRecord, issued_key_id, new_api_key, new_tenant
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.policies import default_quota, read_pauses, read_weights
-from cotrain_store.usage import HOUR, UsageRow
-from cotrain_store.tenants.policies import read_pauses, read_weights
-from cotrain_store.tenants.run_bytes import default_quota
-from cotrain_store.tenants.usage import UsageRow
+from cotrain_store.usage import UsageRow
 
 DAYS_SHOWN = 14
 DAY_S = 24 * 3600.0

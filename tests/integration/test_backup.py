@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx
-from cotrain_store.keys import result_keys
 
 from cotrain import AdamParams, Datum, Future, ModelInput, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput, OptimStepResponse
+from cotrain_store import redis_keys
 from cotrain_store.redis_client.connection import SyncConnection
 from tests.support.http_api import ALICE, publish_pool, running_api
 from tests.support.plain_http import NO_TLS
@@ -207,7 +207,7 @@ async def _repeat(url: str, path: str, body: dict[str, str], statuses: Counter[i
 
 
 async def _listening(redis: SyncConnection, processes: int) -> None:
-    channel = result_keys.notify_results()
+    channel = redis_keys.notify_results()
     await until(lambda: redis.pubsub_numsub(channel)[0][1] >= processes)
 
 

@@ -15,16 +15,12 @@ import torch
 from cotrain_store import redis_keys
 from cotrain_store.disk.storage import RUN_STOPPED
 from cotrain_store.errors import SpoolCorrupt
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.ops import ResultKind
+from cotrain_store.messages.ops import OpKind, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring.status import cycle_records
 from cotrain_store.oplog.execution import CrashCounts
 from cotrain_workers.checkpoints.files import CheckpointFiles, WrittenFiles
-from cotrain_workers.engine.coordination import Yielding
-from cotrain_workers.engine.device import DeviceLost
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import EXIT_CODE, DeviceLost
 from cotrain_workers.engine.engine import Engine
@@ -187,7 +183,7 @@ async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
     assert engine.adapters.state(neighbour.id).digest() == digest
     assert deaths <= 8
     assert restored_digest(server, engine, guilty.id) == engine.adapters.state(guilty.id).digest()
-    assert not redis.exists(fleet_keys.starts(POOL), fleet_keys.crash_counts(POOL))
+    assert not redis.exists(redis_keys.starts(POOL), redis_keys.crash_counts(POOL))
 
 
 async def test_kills_from_outside_are_not_blamed_on_a_request(server: Stack, engine: Engine) -> None:
@@ -328,7 +324,7 @@ async def test_a_run_split_for_lack_of_memory_resumes_with_more_memory(
         assert found.kind is ResultKind.PASS
         await server.result(run, await server.optim_step(run, 2))
         assert loop._heartbeat._describe().safe_tokens <= 128
-    assert redis.hget(run_keys.log(POOL, run.id), "numerics") == b"mixed"
+    assert redis.hget(redis_keys.log(POOL, run.id), "numerics") == b"mixed"
     limit_rows(1 << 30)
     engine.adapters.drop(run.id)
     with worker(server, engine):

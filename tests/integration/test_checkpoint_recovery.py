@@ -17,13 +17,8 @@ from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
-from cotrain_store.keys import run_keys, weights_keys
-from cotrain_store.redis_keys import log
-from cotrain_store.messages.ids import RequestId, request_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.runs import CheckpointRecord
 from cotrain_store.redis_client.connection import open_sync_connection
+from cotrain_store.redis_keys import log
 from cotrain_store.results.futures import Pending
 from cotrain_store.tenants.catalog import Catalog
 from cotrain_store.weights import Checkpoints
@@ -115,12 +110,12 @@ async def test_a_replay_starts_at_the_last_load_even_if_its_name_is_gone(
     """The weights of a load are kept until the log needs them no longer, also when the name is
     deleted."""
     run, checkpoint = await train_and_save(server, engine, drains=False)
-    kept = weights_keys.weights(checkpoint.weights)
+    kept = redis_keys.weights(checkpoint.weights)
     requests = await go_back_and_on(server, run, checkpoint)
     async with dying_worker(server, engine, Failpoint("commit", 2, after=True)):
         pass
     engine.adapters.drop(run.id)
-    redis.delete(weights_keys.checkpoint(run.id, "weights", "x"))
+    redis.delete(redis_keys.checkpoint(run.id, "weights", "x"))
     with worker(server, engine) as loop:
         loop._weights.sweep()
         assert redis.exists(kept)
@@ -221,7 +216,7 @@ async def test_a_save_that_no_replay_can_redo_fails_and_is_not_listed(
     async with dying_worker(server, engine, Failpoint("stored", of_weights=True)):
         pass
     engine.adapters.drop(run.id)
-    redis.hdel(run_keys.bodies(POOL, run.id), "1")
+    redis.hdel(redis_keys.bodies(POOL, run.id), "1")
     with worker(server, engine):
         assert (await server.result(run, owed)).json() == {"error": LOST, "category": "server"}
     with pytest.raises(CheckpointNotFound):

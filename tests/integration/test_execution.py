@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from cotrain_store.keys import fleet_keys
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
@@ -378,7 +377,7 @@ async def test_a_replaced_scheduler_can_write_nothing(log: Log) -> None:
     assert not await old.lead()
     await old.resign()
     assert log.everything() == before
-    assert log.redis.get(fleet_keys.scheduler_lease()) == b"successor"
+    assert log.redis.get(redis_keys.scheduler_lease()) == b"successor"
 
 
 async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> None:
@@ -394,7 +393,7 @@ async def test_the_next_worker_finds_the_step_its_predecessor_left(log: Log) -> 
 async def test_another_workers_start_does_not_fence_this_one(log: Log) -> None:
     run = await log.new_run()
     step = await log.plan()
-    log.redis.incr(fleet_keys.worker_epoch(POOL, WorkerId("w1")))
+    log.redis.incr(redis_keys.worker_epoch(POOL, WorkerId("w1")))
     log.commit(step)
     assert log.result(run, 0)
 
@@ -405,7 +404,7 @@ async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_ep
     assert await first.lead()
     assert first.epoch == epoch
     assert not await second.lead()
-    log.redis.delete(fleet_keys.scheduler_lease())  # it ran out
+    log.redis.delete(redis_keys.scheduler_lease())  # it ran out
     assert await second.lead()
     assert second.epoch > epoch
     assert not await first.lead()
@@ -429,7 +428,7 @@ async def test_a_stopped_leader_is_replaced_and_plans_nothing_when_it_wakes(
     log: Log, empty_redis: EmbeddedRedis, tmp_path: Path
 ) -> None:
     beat = WorkerHeartbeat(WORKER, log.execution.epoch, "serving", "cpu", 1e5, 0, 0, 0.0)
-    log.redis.set(fleet_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
+    log.redis.set(redis_keys.worker(POOL, WORKER), json.dumps(asdict(beat)))
     await log.dispatch.resign()
     epoch = log.dispatch.epoch
     settings = {"COTRAIN_REDIS_URL": empty_redis.url, "COTRAIN_DATA_DIR": str(tmp_path)}

@@ -16,12 +16,10 @@ from cotrain_store.errors import RequestNotFound
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import RequestId, TenantId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
-from cotrain_store.results.queue_notice import not_yet_here, still_waiting
-from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
 from cotrain_store.results.futures import GAP_NOTICE_S, NO_WORKER, Futures, Pending
+from cotrain_store.results.queue_notice import not_yet_here, still_waiting
 from cotrain_store.tenants.records import Records
 from tests.support import lives
 from tests.support.full_table import no_descriptor
@@ -201,7 +199,7 @@ async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
 
 def life_ms(log: Log, run: RunRecord, seq: int = 0) -> float:
     """Return the remaining lifetime of a result."""
-    return lives.life_ms(log.redis, result_keys.result(request_id(run.id, seq)))
+    return lives.life_ms(log.redis, redis_keys.result(request_id(run.id, seq)))
 
 
 async def test_results_live_a_day_and_large_ones_two_hours(log: Log) -> None:
@@ -285,7 +283,7 @@ async def test_a_result_whose_client_continued_is_not_kept_for_a_day(log: Log) -
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(LATER)
-    assert 0 < life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS
+    assert 0 < life_ms(log, run) <= redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_only_the_key_of_the_session_shortens_the_life_of_its_results(log: Log) -> None:
@@ -300,7 +298,7 @@ async def test_only_the_key_of_the_session_shortens_the_life_of_its_results(log:
         await log.submit(run, len(left_ms) + 1)
         await deliveries.expire_read(LATER)
         left_ms.append(life_ms(log, run))
-    assert left_ms[1] <= result_keys.READ_RESULT_TTL_MS < left_ms[0]
+    assert left_ms[1] <= redis_keys.READ_RESULT_TTL_MS < left_ms[0]
 
 
 async def test_a_client_that_slept_overnight_still_gets_its_result(log: Log) -> None:
@@ -311,7 +309,7 @@ async def test_a_client_that_slept_overnight_still_gets_its_result(log: Log) -> 
     deliveries.sent(run.tenant, request_id(run.id, 0), POOL, NOW)
     for hours in range(23):
         await deliveries.expire_read(NOW + 3600 * hours)
-    assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) > redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_a_lost_answer_can_be_requested_again_for_a_while(log: Log) -> None:
@@ -322,7 +320,7 @@ async def test_a_lost_answer_can_be_requested_again_for_a_while(log: Log) -> Non
     await deliveries.expire_read(NOW + 5)
     await log.submit(run, 1)
     await deliveries.expire_read(NOW + READ_AFTER_S - 1)
-    assert life_ms(log, run) > result_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) > redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_an_unsent_result_is_kept(log: Log) -> None:
@@ -334,8 +332,8 @@ async def test_an_unsent_result_is_kept(log: Log) -> None:
     await deliveries.expire_read(NOW)
     await log.submit(run, 2)
     await deliveries.expire_read(LATER)
-    assert life_ms(log, run, 0) > result_keys.READ_RESULT_TTL_MS
-    assert life_ms(log, run, 1) <= result_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run, 0) > redis_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run, 1) <= redis_keys.READ_RESULT_TTL_MS
 
 
 async def test_waiting_for_a_result_records_that_it_was_sent(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +344,8 @@ async def test_waiting_for_a_result_records_that_it_was_sent(log: Log, monkeypat
     async with log.futures() as futures:
         await futures.wait(run.tenant, request_id(run.id, 0), 10)
         deadline, seq = time.monotonic() + 120, 0
-        while life_ms(log, run) > result_keys.READ_RESULT_TTL_MS and time.monotonic() < deadline:
+        while life_ms(log, run) > redis_keys.READ_RESULT_TTL_MS and time.monotonic() < deadline:
             seq += 1
             await log.submit(run, seq)
             await asyncio.sleep(0.02)
-    assert life_ms(log, run) <= result_keys.READ_RESULT_TTL_MS
+    assert life_ms(log, run) <= redis_keys.READ_RESULT_TTL_MS

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from cotrain_store.keys import run_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -273,12 +272,12 @@ async def test_the_key_of_an_unnumbered_op_expires_with_its_digest(log: Log, mon
     await executed(log)
     log.execution.register_snapshot(run.id, 2, "older", "sha")
     log.execution.register_snapshot(run.id, 3, "newer", "sha")
-    fields = set(log.redis.hkeys(run_keys.digests(POOL, run.id)))
+    fields = set(log.redis.hkeys(redis_keys.digests(POOL, run.id)))
     assert fields == {b"1", b"2", b"3", b"key:k", b"rider:1"}
     await send(log, run, 3)
     await executed(log)
     log.execution.register_snapshot(run.id, 4, "newest", "sha")
-    assert set(log.redis.hkeys(run_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
+    assert set(log.redis.hkeys(redis_keys.digests(POOL, run.id))) == {b"2", b"3", b"4"}
 
 
 async def test_an_unnumbered_op_counts_against_the_limit_of_ops_ahead(log: Log) -> None:
@@ -302,7 +301,7 @@ async def test_a_closed_run_rejects_unnumbered_ops(log: Log) -> None:
     assert "unloaded" in result.json()["error"]
     await executed(log)
     assert log.execution.forget(run.id)
-    assert not log.redis.exists(run_keys.unnumbered_ops(POOL, run.id), run_keys.digests(POOL, run.id))
+    assert not log.redis.exists(redis_keys.unnumbered_ops(POOL, run.id), redis_keys.digests(POOL, run.id))
 
 
 async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
@@ -313,7 +312,7 @@ async def test_a_gap_after_an_unnumbered_op_is_named_by_the_clients_seq(
     waiting = await send(log, run, 2)
     assert waiting == 3
     await executed(log)
-    log.redis.zadd(run_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
+    log.redis.zadd(redis_keys.gaps(POOL), {run.id: (time.time() - 1_000) * 1_000})
     async with log.futures() as futures:
         pending = await futures.wait(A, RequestId(f"{run.id}:{waiting}"), 0.0)
     assert isinstance(pending, Pending)

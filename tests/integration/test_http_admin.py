@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from cotrain_store.keys import fleet_keys
 from typer.testing import CliRunner, Result
 
 from cotrain.cli import command_line
@@ -296,8 +295,8 @@ async def site(empty_redis: EmbeddedRedis) -> AsyncIterator[tuple[Api, dict[str,
         laptop = await services.tenants.issue("old laptop", tenant=tenant)
         await services.pauses.pause_run(await services.records.run(tenant, paused))
         await services.webhooks.set(tenant, "https://b.example/")
-        await services.connection.sadd(fleet_keys.workers(POOL.id), "w0", "w1")
-        await services.connection.hset(fleet_keys.draining(POOL.id), "w1", "1.0")
+        await services.connection.sadd(redis_keys.workers(POOL.id), "w0", "w1")
+        await services.connection.hset(redis_keys.draining(POOL.id), "w1", "1.0")
         yield api, {
             "tenant": tenant, "run": run, "paused": paused, "pool": POOL.id,
             "session": run.partition(":")[0], "key": (await services.tenants.key(laptop)).id,

@@ -16,13 +16,13 @@ from urllib.parse import quote
 import httpx
 import pyrage
 import pytest
-from cotrain_store.keys import fleet_keys
 from structlog.testing import capture_logs
 
 from cotrain.transport.http import Transport
 from cotrain.wire.runs import TOKENIZER_FILES
 from cotrain_server.limits import TenantSlots
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link, Signer
+from cotrain_store import redis_keys
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import TenantId, WeightsRef, encode
 from cotrain_store.messages.runs import external_folder
@@ -363,7 +363,7 @@ async def test_a_missing_tokenizer_is_reported(empty_redis: EmbeddedRedis) -> No
 async def tokenizer_id(api: Api, base_model: str) -> str:
     """Rename the base model. Return the id from which SDKs load its tokenizer."""
     renamed = encode(replace(POOL, base_model=base_model))
-    await api.services.connection.hset(fleet_keys.pools(), POOL.id, renamed)
+    await api.services.connection.hset(redis_keys.pools(), POOL.id, renamed)
     session = (await api.post("create_session", {})).json()["session_id"]
     body = {"session_id": session, "model_seq_id": 0, "base_model": base_model, "lora_config": {}}
     run = (await api.post("create_model", body)).json()["model_id"]

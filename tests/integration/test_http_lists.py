@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from cotrain_store.keys import fleet_keys, tenant_keys
 
+from cotrain_store import redis_keys
 from tests.support.http_api import ALICE, BOB, POOL, Api, pass_body
 from tests.support.lists import got, save
 from tests.support.stand_in import NORM, StandIn, loss_of
@@ -268,7 +268,7 @@ async def test_a_session_without_a_kept_cycle_has_no_trace_and_says_why(api: Api
 async def test_a_trace_shows_the_cycles_of_its_own_session_alone(api: Api) -> None:
     own, foreign = await api.new_run(), await api.new_run(BOB)
     for record in (cycle_of(1, own, foreign), cycle_of(2, foreign), cycle_of(3, own)):
-        await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps(record))
+        await api.services.connection.lpush(redis_keys.cycles(POOL.id), json.dumps(record))
     answer = await got(api, f"sessions/{own.partition(':')[0]}/trace_export")
     assert answer["status"] == "ready"
     trace = await api.http.get(answer["url"])  # with no key
@@ -280,7 +280,7 @@ async def test_a_trace_shows_the_cycles_of_its_own_session_alone(api: Api) -> No
 async def test_a_link_to_a_checkpoint_is_none_to_a_trace_and_the_other_way_round(api: Api, worker: StandIn) -> None:
     run = await api.new_run()
     await save(api, worker, run, "a", call="save_weights_external")
-    await api.services.connection.lpush(fleet_keys.cycles(POOL.id), json.dumps(cycle_of(1, run)))
+    await api.services.connection.lpush(redis_keys.cycles(POOL.id), json.dumps(cycle_of(1, run)))
     trace = (await got(api, f"sessions/{run.partition(':')[0]}/trace_export"))["url"]
     path = f"training_runs/{run}/checkpoints/external_weights/a/external_weights_urls"
     file = (await got(api, path))["urls"]["adapter_config.json"]
@@ -398,7 +398,7 @@ async def test_labels_have_limits_and_belong_to_their_tenant(api: Api) -> None:
 async def test_labels_count_as_records(api: Api) -> None:
     run = await api.new_run()
     tenant = (await api.services.tenants.authenticate(ALICE)).id
-    name = tenant_keys.record_bytes(tenant)
+    name = redis_keys.record_bytes(tenant)
     before = int(await api.services.connection.get(name) or 0)
     await label(api, run, note="x" * 100)
     assert int(await api.services.connection.get(name) or 0) == before + 100

@@ -132,7 +132,7 @@ async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(server: Stack, e
         teacher = await taught(server, "teacher")
     run = await server.create("a", "b", LORA)
     request = await pull(server, run, teacher.weights)
-    redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
+    redis.delete(redis_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
     loop, opened = make_worker(server, engine)
     assert loop._weights.sweep() == []
     opened.close()

@@ -74,8 +74,8 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
         await until(lambda: owner(redis, run) == NEW)
         assert heartbeat(redis, OLD)["restored_ops"] == heartbeat(redis, NEW)["restored_ops"] == 0
     assert answers == expected
-    assert redis.hget(fleet_keys.counters(POOL), "moves") == b"3"
-    assert redis.hget(fleet_keys.counters(POOL), "replayed_ops") in (None, b"0")
+    assert redis.hget(redis_keys.counters(POOL), "moves") == b"3"
+    assert redis.hget(redis_keys.counters(POOL), "replayed_ops") in (None, b"0")
     with worker(server, other, worker_id=NEW):
         await results(server, run, [await server.optim_step(run, len(PROGRAM) + 1)])
     assert digest
@@ -210,7 +210,7 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
             await until(lambda: not is_listed(redis, OLD))
             after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
             answers += await results(server, run, after)
-            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()
             assert heartbeat(redis, OLD)["state"] == "drained"
             assert heartbeat(redis, OLD)["runs"] == 0
             assert run.id not in engine.adapters
@@ -244,7 +244,7 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
         with worker(server, other, worker_id=NEW):
             await until(lambda: not is_listed(redis, OLD))
             await ended(server, sampler, await submit_sample(server, sampler, 2))
-            assert redis.hkeys(fleet_keys.draining(POOL)) == [OLD.encode()]
+            assert redis.hkeys(redis_keys.draining(POOL)) == [OLD.encode()]
         # The other worker is gone: the draining one continues, so that its pool need not wait.
         await until(lambda: is_listed(redis, OLD))
         await server.result(run, await server.optim_step(run, 3))
@@ -259,12 +259,12 @@ async def test_a_drained_worker_that_starts_again_stays_drained(
     other = AnotherEngine.load(str(tiny_model))
     with worker(server, other, worker_id=NEW):
         await until(lambda: heartbeat(redis, NEW))
-        redis.hset(fleet_keys.draining(POOL), OLD, "1.0")
+        redis.hset(redis_keys.draining(POOL), OLD, "1.0")
         with worker(server, engine):
             await until(lambda: heartbeat(redis, OLD) and not is_listed(redis, OLD))
             run = await server.create("a", "a", LORA)
             await results(server, run, await submit(server, run, 1, 1))
-            assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+            assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()
 
 
 async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
@@ -274,12 +274,12 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
     expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
     with ExitStack() as old, worker(server, other, worker_id=NEW):
-        redis.hset(fleet_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
+        redis.hset(redis_keys.draining(POOL), NEW, "1.0")  # else the run might begin there
         old.enter_context(worker(server, engine))
         await until(lambda: not is_listed(redis, NEW))
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        assert redis.hget(run_keys.log(POOL, run.id), "worker") == OLD.encode()
-        redis.hdel(fleet_keys.draining(POOL), NEW)
+        assert redis.hget(redis_keys.log(POOL, run.id), "worker") == OLD.encode()
+        redis.hdel(redis_keys.draining(POOL), NEW)
         await until(lambda: heartbeat(redis, NEW)["state"] == "serving" and is_listed(redis, NEW))
         under_way = await submit(server, run, STEP + 1, 2 * STEP)
         await asyncio.to_thread(old.close)
@@ -288,11 +288,11 @@ async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
         answers += await results(server, run, under_way)
         after = await submit(server, run, 2 * STEP + 1, len(PROGRAM))
         answers += await results(server, run, after)
-        assert redis.hget(run_keys.log(POOL, run.id), "worker") == NEW.encode()
+        assert redis.hget(redis_keys.log(POOL, run.id), "worker") == NEW.encode()
         assert heartbeat(redis, NEW)["restored_ops"] == 0
     assert answers == expected
     assert other.adapters.state(run.id).digest() == digest
-    assert redis.hget(fleet_keys.counters(POOL), "reassignments") is None
+    assert redis.hget(redis_keys.counters(POOL), "reassignments") is None
 
 
 async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_process(

@@ -8,26 +8,23 @@ from dataclasses import replace
 
 import pytest
 
+from cotrain_store import redis_keys
 from cotrain_store.errors import CheckpointNotFound, Fenced, RunClosed, SeqConflict, WeightsDeleted
-from cotrain_store.keys import result_keys, run_keys, tenant_keys, weights_keys
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, encode, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.ops import Result
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import (
     CheckpointKind,
     CheckpointRecord,
     LoadRequest,
     LoadSource,
+    LoraSpec,
+    RunRecord,
+    RunState,
     SaveRecords,
     external_folder,
 )
 from cotrain_store.results.futures import Pending
 from cotrain_store.weights import Checkpoints, SavedWeights
-from tests.support.log import WORKER
-from tests.support.samples import Samples
-from cotrain_store.weights import Checkpoints
-from cotrain_store.weights import SavedWeights
 from tests.support.log import WORKER, record_of
 from tests.support.samples import Samples, sampler_record
 from tests.support.stack import POOL
@@ -384,7 +381,7 @@ async def load(samples: Samples, run: RunRecord, seq: int, *refs: WeightsRef, di
 
 
 def delete(samples: Samples, checkpoint: CheckpointRecord) -> None:
-    samples.log.redis.delete(weights_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
+    samples.log.redis.delete(redis_keys.checkpoint(checkpoint.run, checkpoint.kind, checkpoint.name))
 
 
 def unused(samples: Samples) -> list[WeightsRef]:
@@ -423,7 +420,7 @@ async def test_each_user_alone_keeps_weights(samples: Samples) -> None:
     assert unused(samples) == []
     await samples.log.cover(other, 1)
     assert unused(samples) == []
-    samples.log.redis.delete(run_keys.sampler(sampler.id))
+    samples.log.redis.delete(redis_keys.sampler(sampler.id))
     assert unused(samples) == [checkpoint.weights]
 
 
@@ -530,14 +527,14 @@ async def test_nothing_is_loaded_into_a_closed_run(samples: Samples) -> None:
 async def test_a_run_is_listed_from_its_first_request_and_says_when_its_last_was(samples: Samples) -> None:
     run = await samples.log.new_run()
     redis = samples.log.redis
-    listed = redis.zrange(tenant_keys.training_runs(run.tenant), 0, -1, withscores=True)
+    listed = redis.zrange(redis_keys.training_runs(run.tenant), 0, -1, withscores=True)
     assert listed == [(run.id.encode(), run.created_at)]
-    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(redis_keys.run(run.id), "last_request_at", "1.5")
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5
     await samples.log.submit(run, 2)
     later = (await samples.records.run(run.tenant, run.id)).last_request_at
     assert later
     assert later > 1.5
-    redis.hset(run_keys.run(run.id), "last_request_at", "1.5")
+    redis.hset(redis_keys.run(run.id), "last_request_at", "1.5")
     await samples.log.submit(run, 2)  # a repeat is no request
     assert (await samples.records.run(run.tenant, run.id)).last_request_at == 1.5

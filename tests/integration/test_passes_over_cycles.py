@@ -283,7 +283,7 @@ async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
     with worker(server, engine) as owner:
         await server.result(run, request_id(run.id, 0))
         with worker(server, other, worker_id=target):
-            await until(lambda: redis.exists(fleet_keys.worker(POOL, target)))
+            await until(lambda: redis.exists(redis_keys.worker(POOL, target)))
             requests = await submit_two_steps(server, run)
             await until(lambda: begun(redis, run) is not None)
             await server.dispatch.moves.ask(POOL, run.id, target)

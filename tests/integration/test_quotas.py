@@ -260,7 +260,7 @@ async def test_the_bytes_of_expired_samplers_do_not_count(samples: Samples) -> N
     log.redis.zadd(redis_keys.tenant_samplers(A), {sampler: 1})
     intake = Intake(log.connection, log.spool, always(TenantLimits(sampler_bytes=1)))
     await save_for(intake, run, 2, SamplerId("s:sample:9"))
-    assert log.redis.hgetall(tenant_keys.sampler_bytes(A)) == {b"bytes": b"0"}
+    assert log.redis.hgetall(redis_keys.sampler_bytes(A)) == {b"bytes": b"0"}
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:

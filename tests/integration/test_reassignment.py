@@ -278,14 +278,14 @@ STEP = 4
 
 async def inherit(server: Stack, redis: Any) -> None:
     """Reassign the runs of the dead worker to the other one, without waiting for the timeout."""
-    redis.delete(fleet_keys.worker(POOL, DEAD))
-    await until(lambda: redis.exists(fleet_keys.worker(POOL, HEIR)))
+    redis.delete(redis_keys.worker(POOL, DEAD))
+    await until(lambda: redis.exists(redis_keys.worker(POOL, HEIR)))
     (place,) = [place for place in (await server.dispatch.view(POOL)).slots if place.worker == DEAD]
     assert await server.dispatch.reassign(POOL, place, HEIR)
 
 
 async def owner(redis: Any, run: RunRecord) -> bytes:
-    found: bytes = redis.hget(run_keys.log(POOL, run.id), "worker")
+    found: bytes = redis.hget(redis_keys.log(POOL, run.id), "worker")
     return found
 
 

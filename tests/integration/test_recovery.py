@@ -12,9 +12,6 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind, Result
 from cotrain_workers.engine.coordination import run_to_end
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.ops import Result
-from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery.snapshot_file import Snapshot, write_snapshot
 from cotrain_workers.worker.loop import WorkerLoop
@@ -199,8 +196,8 @@ async def test_a_log_that_other_numerics_wrote_is_replayed_within_a_tolerance_an
 ) -> None:
     """Another CPU or another torch moves the last bits; that is no reason to stop a run."""
     run, _ = await killed_after(server, engine, last=4)
-    redis.hset(run_keys.log(POOL, run.id), "numerics", "another-machine")
-    name = result_keys.result(request_id(run.id, 4))
+    redis.hset(redis_keys.log(POOL, run.id), "numerics", "another-machine")
+    name = redis_keys.result(request_id(run.id, 4))
     stored = Result.decode(redis.get(name)).json()
     stored["metrics"]["grad_norm"] *= 1 + 1e-6
     redis.set(name, Result.of_json(stored).encode())
@@ -214,7 +211,7 @@ async def test_a_replay_does_without_results_that_have_expired(server: Stack, en
     _, digest = await undisturbed(server, engine, last=4)
     run, _ = await killed_after(server, engine, last=3)
     for seq in range(4):
-        redis.delete(result_keys.result(request_id(run.id, seq)))
+        redis.delete(redis_keys.result(request_id(run.id, seq)))
     with worker(server, engine):
         await results(server, run, await submit(server, run, 4, 4))
     assert engine.adapters.state(run.id).digest() == digest

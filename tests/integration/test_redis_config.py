@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import redis
-from cotrain_store.keys import fleet_keys, tenant_keys
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
@@ -216,7 +215,7 @@ async def test_redis_is_used_over_tls_with_a_valid_certificate(tls_port: int) ->
     await check_store(connection, accept_data_loss=False)
     await connection.aclose()
     of_worker = open_sync_connection(url)
-    assert await asyncio.to_thread(of_worker.get, fleet_keys.schema())
+    assert await asyncio.to_thread(of_worker.get, redis_keys.schema())
     await asyncio.to_thread(of_worker.close)
 
 
@@ -282,7 +281,7 @@ def test_no_user_administers_redis_and_workers_read_no_keys_of_tenants(port: int
                 connection.execute_command(*forbidden.split())
         with pytest.raises(redis.exceptions.NoPermissionError):
             connection.get("another programs key")
-        for secret in (tenant_keys.api_key("x"), tenant_keys.api_keys(), tenant_keys.signing_secret()):
+        for secret in (redis_keys.api_key("x"), redis_keys.api_keys(), redis_keys.signing_secret()):
             may_read = contextlib.nullcontext() if user == "cotrain-api" else pytest.raises(
                 redis.exceptions.NoPermissionError
             )  # fmt: skip

@@ -116,7 +116,7 @@ async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
     redis: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cotrain_workers.recovery.snapshot_file.LOG_ENTRIES", 4)
+    monkeypatch.setattr("cotrain_workers.recovery.recovery_copies.LOG_ENTRIES", 4)
     with worker(server, engine):
         run = await server.create("a", "a", LORA)
         for seq in range(1, 20):
@@ -188,7 +188,7 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
         path.write_bytes(b"x")
     redis.sadd(redis_keys.workers(POOL), "w9")
     beat = WorkerHeartbeat(WorkerId("w9"), 3, "idle", "cpu", 1.0, runs=9, memory_bytes=0, seen_at=0.0)
-    redis.set(fleet_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
+    redis.set(redis_keys.worker(POOL, WorkerId("w9")), json.dumps(asdict(beat)))
     with worker(server, engine, orphan_age_s=0):
         # Before, w9 would be the only one that the run could go to.
         await until(lambda: redis.exists(redis_keys.worker(POOL, WorkerId("w0"))))

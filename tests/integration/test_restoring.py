@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cotrain_store.keys import fleet_keys, result_keys, run_keys
 
 from cotrain.wire.proto import wire_pb2
 from cotrain_store import redis_keys
@@ -248,7 +247,7 @@ async def test_a_run_without_a_readable_snapshot_or_checkpoint_stops_alone(
 async def test_a_missing_body_stops_its_run_alone(server: Stack, engine: Engine, redis: Any) -> None:
     broken, neighbour = await two_runs(server, engine, last=2)
     await submit(server, broken, 3, 3)
-    redis.hdel(run_keys.bodies(POOL, broken.id), 3)
+    redis.hdel(redis_keys.bodies(POOL, broken.id), 3)
     await assert_stopped_alone(server, engine, broken, neighbour)
 
 
@@ -279,10 +278,10 @@ async def test_a_replay_with_other_results_stops_its_run_alone(
     server: Stack, engine: Engine, redis: Any, how: str
 ) -> None:
     broken, neighbour = await killed_after(server, engine, last=4)
-    name = result_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
+    name = redis_keys.result(request_id(broken.id, 4 if how == "a norm" else 1))
     redis.set(name, tampered(redis.get(name), how))
     await assert_stopped_alone(server, engine, broken, neighbour, first=5)
-    assert redis.hget(fleet_keys.counters(POOL), "diverged_runs") == b"1"
+    assert redis.hget(redis_keys.counters(POOL), "diverged_runs") == b"1"
 
 
 @pytest.mark.parametrize("is_gone", [False, variant(True)])
@@ -293,7 +292,7 @@ async def test_a_large_result_is_compared_too_while_it_exists(
     with worker(server, engine, drains=False):
         large = await server.forward_backward(run, 1, LARGE)
         whole = await server.result(run, large)
-    stored = Result.decode(redis.get(result_keys.result(large)))
+    stored = Result.decode(redis.get(redis_keys.result(large)))
     assert stored.kind is ResultKind.SPOOLED_PASS
     spool = Spool(tmp_path / "spool", new_writer("forger"))
     payload = Result.decode(tampered(whole.encode(), "a log-prob")).payload
@@ -301,7 +300,7 @@ async def test_a_large_result_is_compared_too_while_it_exists(
     spool.close()
     if is_gone:
         (tmp_path / "spool" / SpoolRef.parse(forged).segment).unlink()
-    redis.set(result_keys.result(large), Result(stored.kind, forged.encode()).encode())
+    redis.set(redis_keys.result(large), Result(stored.kind, forged.encode()).encode())
     engine.adapters.drop(run.id)
     with worker(server, engine):
         step = await server.result(run, await server.optim_step(run, 2))

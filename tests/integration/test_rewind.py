@@ -9,19 +9,13 @@ from typing import Any
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.messages.ids import RequestId, TenantId
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.oplog.reader import oldest_rewind
-from cotrain_store.tenants.history import read_history
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Fenced, SpoolCorrupt
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RequestId, TenantId
 from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.runs import RunRecord, RunState
-from cotrain_store.messages.runs import CheckpointRecord
-from cotrain_store.oplog.reader import oldest_rewind, read_history
+from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
+from cotrain_store.oplog.reader import oldest_rewind
+from cotrain_store.tenants.history import read_history
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import run_lifecycle
 from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime
@@ -238,7 +232,7 @@ async def test_a_rollback_is_reported_with_its_run_and_counted(samples: Samples)
     told = await samples.records.run(run.tenant, run.id)
     assert (told.weights_epoch, told.rolled_back_to) == (2, checkpoint.path)
     assert told.state is RunState.LIVE
-    assert samples.log.redis.hget(fleet_keys.counters(POOL), "rollbacks") == b"2"
+    assert samples.log.redis.hget(redis_keys.counters(POOL), "rollbacks") == b"2"
 
 
 async def test_a_repeat_after_a_lost_answer_changes_nothing(samples: Samples) -> None:

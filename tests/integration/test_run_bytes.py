@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cotrain_store.keys import result_keys, tenant_keys
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.storage import Capacity
@@ -223,9 +222,9 @@ async def test_an_unloaded_run_leaves_only_its_record(server: Stack, tmp_path: P
         untrained = await server.create("a", "session-4", LORA)
         for run in (*runs, untrained):
             await server.intake.close_run(run)
-        await until(lambda: redis.zcard(tenant_keys.run_bytes()) == 0)
+        await until(lambda: redis.zcard(redis_keys.run_bytes()) == 0)
         await until(lambda: not list(folder.iterdir()))  # nor does a folder remain
-        pass_time(redis, result_keys.SMALL_RESULT_TTL_MS + 1)
+        pass_time(redis, redis_keys.SMALL_RESULT_TTL_MS + 1)
         await until(lambda: not redis.keys("cotrain:result:*"))  # the scheduler expires them
         await until(lambda: described(redis, untrained) == REMAINS)
         for run in runs:
@@ -237,15 +236,15 @@ async def test_an_unloaded_run_leaves_only_its_record(server: Stack, tmp_path: P
             if not re.search(r"session-\d|:minute:", name)  # the minute may have changed
         ]
         assert set(now) <= {*before, *UNREAD}
-        assert redis.hlen(result_keys.spool_segment_refs()) == 0
-        assert redis.hlen(result_keys.spool_results()) == 0
+        assert redis.hlen(redis_keys.spool_segment_refs()) == 0
+        assert redis.hlen(redis_keys.spool_results()) == 0
         assert run_ids(redis, SessionId("session-1")) == [runs[0].id]
         for run in runs:
             assert run.id not in engine.adapters
 
 
 def run_ids(redis: Any, session: SessionId) -> list[RunId]:
-    return [RunId(name.decode()) for name in redis.smembers(tenant_keys.session_runs(session))]
+    return [RunId(name.decode()) for name in redis.smembers(redis_keys.session_runs(session))]
 
 
 #: Fields of a deleted log: its position and its owner.

@@ -14,13 +14,10 @@ from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, RESULTS
 from cotrain_store.errors import RequestNotFound, SampleExpired
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import RequestId, TenantId, parse_sample, sampler_id
-from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.ids import CLONE_SIZE, OWN_SEQS, RequestId, TenantId, parse_sample, sample_id, sampler_id
 from cotrain_store.messages.ops import Result, ResultKind
-from cotrain_store.results.delivery import READ_AFTER_S, DeliveryLog
+from cotrain_store.results.delivery import READ_AFTER_S, Completion, Completions, DeliveryLog
 from cotrain_store.results.futures import NO_WORKER, Pending
-from cotrain_store.results.delivery import Completion, Completions
 from tests.support.lives import life_ms, pass_time
 from tests.support.log import WORKER
 from tests.support.redis_server import EmbeddedRedis
@@ -187,7 +184,7 @@ async def test_waiting_for_a_result_notes_that_it_was_sent(samples: Samples, mon
     name = redis_keys.result(request)
     async with samples.log.futures() as futures:
         await futures.wait(A, request, 10)
-        await until(lambda: life_ms(samples.log.redis, name) <= result_keys.READ_RESULT_TTL_MS)
+        await until(lambda: life_ms(samples.log.redis, name) <= redis_keys.READ_RESULT_TTL_MS)
 
 
 #: Longer than any wait here lasts: running into it is a failure.
@@ -252,7 +249,7 @@ async def test_many_ends_within_one_millisecond_are_all_told(samples: Samples, m
 
 async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: Samples) -> None:
     """Numbers run ahead of the clock where several ends come within a millisecond."""
-    samples.log.redis.set(result_keys.clock(), 1_000_000)
+    samples.log.redis.set(redis_keys.clock(), 1_000_000)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(4))
     samples.claim()
@@ -298,7 +295,7 @@ async def test_nobody_is_told_of_the_servers_own_requests(samples: Samples) -> N
     await samples.submit(sampler, OWN_SEQS - 1, OWN_SEQS, 2**63 - 1)
     samples.resolve(*samples.claim())
     told = samples.log.redis.keys("cotrain:completions:*")
-    assert told == [run_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
+    assert told == [redis_keys.completions(sampler.id, (OWN_SEQS - 1) // CLONE_SIZE).encode()]
 
 
 async def test_a_poll_is_held_until_something_ends(samples: Samples) -> None:
@@ -348,7 +345,7 @@ async def test_the_sweep_finds_what_no_message_told(samples: Samples, monkeypatc
     async with samples.completions() as completions:
         poll = asyncio.create_task(completions.wait(sampler, 0, 0, PATIENCE_S))
         await somebody_waits(completions)
-        samples.log.redis.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
+        samples.log.redis.zadd(redis_keys.completions(sampler.id, 0), {"3": 1})
         assert await poll == ([Completion(sample_id(sampler.id, 3), failed=False, size=0)], 1)
 
 
@@ -362,7 +359,7 @@ async def test_a_new_subscription_looks_for_what_was_told_while_there_was_none(
         await somebody_waits(completions)
         with samples.log.redis.pipeline(transaction=True) as at_once:
             at_once.execute_command("CLIENT KILL TYPE pubsub")
-            at_once.zadd(run_keys.completions(sampler.id, 0), {"3": 1})
+            at_once.zadd(redis_keys.completions(sampler.id, 0), {"3": 1})
             at_once.execute()
         assert names((await poll)[0]) == [sample_id(sampler.id, 3)]
 
@@ -398,9 +395,9 @@ async def test_an_end_is_told_for_a_day(samples: Samples) -> None:
     await samples.submit(sampler, 0, 1)
     samples.claim()
     samples.resolve(sample_id(sampler.id, 0))
-    name = run_keys.completions(sampler.id, 0)
+    name = redis_keys.completions(sampler.id, 0)
     assert life_ms(samples.log.redis, name) == pytest.approx(24 * 3600e3, abs=60e3)
-    pass_time(samples.log.redis, run_keys.COMPLETION_TTL_MS + 1_000)
+    pass_time(samples.log.redis, redis_keys.COMPLETION_TTL_MS + 1_000)
     samples.resolve(sample_id(sampler.id, 1))
     assert samples.log.redis.zrange(name, 0, -1) == [b"1"]
 
@@ -415,10 +412,10 @@ async def test_what_is_acknowledged_need_not_be_kept(samples: Samples) -> None:
     async with samples.completions() as completions:
         await completions.acknowledge(sampler, [requests[0], requests[2], foreign, *hostile])
         await completions.acknowledge(sampler, [])
-    lives = [life_ms(samples.log.redis, result_keys.result(r)) for r in (requests[0], requests[1], foreign)]
-    assert 0 < lives[0] <= result_keys.READ_RESULT_TTL_MS
-    assert min(lives[1:]) > result_keys.READ_RESULT_TTL_MS
-    assert life_ms(samples.log.redis, run_keys.sample(requests[0])) > lives[0]
-    assert life_ms(samples.log.redis, run_keys.sample(requests[2])) == -1  # still waiting
+    lives = [life_ms(samples.log.redis, redis_keys.result(r)) for r in (requests[0], requests[1], foreign)]
+    assert 0 < lives[0] <= redis_keys.READ_RESULT_TTL_MS
+    assert min(lives[1:]) > redis_keys.READ_RESULT_TTL_MS
+    assert life_ms(samples.log.redis, redis_keys.sample(requests[0])) > lives[0]
+    assert life_ms(samples.log.redis, redis_keys.sample(requests[2])) == -1  # still waiting
     samples.resolve(requests[2])
     assert samples.result(requests[2]) == RESULT

@@ -13,9 +13,6 @@ from weakref import WeakKeyDictionary
 import pytest
 
 from cotrain_store import redis_keys
-from cotrain_store.messages.ids import request_id
-from cotrain_store.messages.runs import RunRecord
-from cotrain_store.keys import fleet_keys, run_keys
 from cotrain_store.messages.ids import RequestId, request_id
 from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord, SamplerRecord
@@ -135,7 +132,7 @@ async def test_a_closed_run_is_not_forgotten_before_its_weights_are_on_disk(
     with worker(server, engine):
         sampler = await server.records.sampler(run.tenant, "a:sample:0")
         await sample(server, sampler, 1)
-        await until(lambda: not redis.exists(run_keys.ops(POOL, run.id)))
+        await until(lambda: not redis.exists(redis_keys.ops(POOL, run.id)))
     with worker(server, engine):
         assert await sample(server, sampler, 2) == await sample(server, sampler, 3)
 
@@ -195,7 +192,7 @@ async def test_a_drained_worker_gives_back_what_it_has_not_finished(
         patch.setattr(EngineDecoder, "step", step)
         assert await asyncio.to_thread(live, loop, opened)
     assert loop._sampler.running == 3
-    assert redis.llen(run_keys.claimed_samples(POOL, loop._execution.worker)) == 0
+    assert redis.llen(redis_keys.claimed_samples(POOL, loop._execution.worker)) == 0
     with worker(server, engine):
         assert len({await sampled(server, sampler, request) for request in requests}) == 1
 
@@ -319,4 +316,4 @@ async def test_every_request_ends_and_is_published_once_across_kills_of_redis(tm
             assert all(samples.result(request) == Result(ResultKind.SAMPLE, request.encode()) for request in requests)
             assert (samples.load("a"), samples.load("b")) == ((0, 0, 0), (0, 0, 0))
             assert samples.log.references() == {}
-            assert float(samples.log.redis.hget(fleet_keys.counters(POOL), "sample_requests")) == len(requests)
+            assert float(samples.log.redis.hget(redis_keys.counters(POOL), "sample_requests")) == len(requests)

@@ -304,7 +304,7 @@ PATIENCE_S = 120.0
 
 
 async def listened_to(samples: Samples) -> None:
-    channel = run_keys.notify_tokens()
+    channel = redis_keys.notify_tokens()
     await until(lambda: samples.log.redis.pubsub_numsub(channel) == [(channel.encode(), 1)])
 
 

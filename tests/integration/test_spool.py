@@ -18,9 +18,6 @@ from cotrain_store.disk.object_spool import ObjectSpool
 from cotrain_store.disk.spool import RESULTS, SpoolRef, SpoolReferences, new_writer
 from cotrain_store.errors import Reason
 from cotrain_store.messages.ops import OpKind, Result, ResultKind
-from cotrain_store.keys import result_keys, run_keys
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.ops import Result, ResultKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.intake import Intake
@@ -150,7 +147,7 @@ async def test_a_run_with_a_swept_first_body_is_made_only_when_sent_again(
     run = record_of("a")
     with refused(Reason.BODY_SWEPT):
         await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
-    assert not log.redis.exists(run_keys.run(run.id), run_keys.log(POOL, run.id))
+    assert not log.redis.exists(redis_keys.run(run.id), redis_keys.log(POOL, run.id))
     await intake.create_run(run, kind=OpKind.LOAD, body=LARGE_BYTES)
     assert len(log.references()) == 1
 

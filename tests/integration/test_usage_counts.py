@@ -13,20 +13,14 @@ import pytest
 
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason, Refused, RunNotFound
-from cotrain_store.messages.ids import RunId, TenantId, encode
-from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
-from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
-from cotrain_store.tenants.lists import RunList
-from cotrain_store.keys import fleet_keys, tenant_keys
-from cotrain_store.redis_keys import minute_of
 from cotrain_store.messages.ids import PoolId, RunId, TenantId, encode
-from cotrain_store.messages.ops import RunUsage, Step
-from cotrain_store.messages.ops import Result, SampleUsage
+from cotrain_store.messages.ops import Result, RunUsage, SampleUsage, Step
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.failures import Refusals, most_failures, recent_failures
 from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants, cycle_records
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
+from cotrain_store.redis_keys import minute_of
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.lists import RunList
 from cotrain_workers.engine.engine import Engine
@@ -296,7 +290,7 @@ async def test_a_day_of_the_audit_log_ends_at_midnight(api: Api) -> None:
         ("after", day + 24 * HOUR),
     ):
         row = {"event": name, "details": "{}"}
-        await api.services.connection.xadd(tenant_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7")
+        await api.services.connection.xadd(redis_keys.audit(tenant), row, id=f"{int(at.timestamp() * 1000)}-7")
     entries = (await got(api, "audit", day="2026-07-13"))["entries"]
     assert [entry["event"] for entry in entries] == ["on", "still"]
     for day_of_no_time in ("0001-01-01", "9999-12-31"):
@@ -314,7 +308,7 @@ async def test_the_busiest_tenants_of_all_pools_come_first(empty_redis: Embedded
         ("q", 1, {"device_s|t-c": 0.25, "device_s|t-a": 1}),
         ("p", TOP_MINUTES, {"device_s|t-d": 60}),
     ):
-        minute = fleet_keys.minute(PoolId(pool), minute_of(now) - 60 * back)
+        minute = redis_keys.minute(PoolId(pool), minute_of(now) - 60 * back)
         redis.hset(minute, mapping=counts)
     connection = open_connection(empty_redis.url)
     try:

@@ -22,11 +22,8 @@ from cotrain_server.webhooks.sender import MAX_READ, AddressRefused, CheckedNetw
 from cotrain_store import redis_keys
 from cotrain_store.errors import Fenced, Reason
 from cotrain_store.messages.ids import TenantId
-from cotrain_store.redis_client.connection import open_connection, open_sync_connection, stop_tasks
-from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
-from cotrain_store.tenants.webhooks import DueEvent, Outcome
 from cotrain_store.redis_client.connection import SyncConnection, open_connection, open_sync_connection, stop_tasks
-from cotrain_store.tenants.webhooks import Webhooks
+from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
 from tests.support.http_api import ALICE, BOB, Api, running_api
 from tests.support.lists import got, save
 from tests.support.lives import pass_time
@@ -245,7 +242,7 @@ async def test_what_fails_is_tried_again_and_given_up_after_a_day(empty_redis: E
         await until_recorded(webhooks, A, retried=3)
         pass_time(redis, GIVEN_UP_AFTER_S * 1000)
         await until_recorded(webhooks, A, given_up=1, waiting=0)
-        assert redis.zcard(tenant_keys.due_tenants()) == 0
+        assert redis.zcard(redis_keys.due_tenants()) == 0
     redis.close()
 
 
@@ -409,10 +406,10 @@ async def test_a_killed_process_loses_no_event(
         with Process("cotrain_server", settings, tmp_path / "first.log") as first:
             await receiver.until(1)
             await asyncio.to_thread(first.kill)
-            redis.delete(tenant_keys.lease())  # otherwise it expires after ten seconds
+            redis.delete(redis_keys.webhook_lease())  # otherwise it expires after ten seconds
             with Process("cotrain_server", settings, tmp_path / "second.log"):
                 await receiver.until(2)
-                await until(lambda: redis.hget(tenant_keys.webhook(A), "delivered") == b"1")
+                await until(lambda: redis.hget(redis_keys.webhook(A), "delivered") == b"1")
         assert [request.headers["webhook-id"] for request in receiver.requests] == [event] * 2
-        assert redis.hlen(tenant_keys.events(A)) == 0
+        assert redis.hlen(redis_keys.events(A)) == 0
     await connection.aclose()

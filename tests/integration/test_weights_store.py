@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cotrain_store.keys import result_keys, run_keys, weights_keys
 
+from cotrain_store import redis_keys
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.blobs.protocol import ORPHAN_AGE_S
 from cotrain_store.disk.checksums import REMEDY, SUMS
@@ -308,7 +308,7 @@ async def test_only_unreachable_weights_are_swept(samples: Samples, tmp_path: Pa
         store.put(record, weights_of(float(record.ref[-1])))
     written(store)
     assert set(store.sweep()) == {old_name.ref}
-    samples.log.redis.delete(run_keys.sampler(SamplerId(f"{run.session}:sample:3")))
+    samples.log.redis.delete(redis_keys.sampler(SamplerId(f"{run.session}:sample:3")))
     assert set(store.sweep()) == {expired.ref}
     assert store.sweep() == []
     for gone in (old_name, expired):
@@ -327,7 +327,7 @@ async def test_folders_are_deleted_once_they_are_old_and_unreferenced(samples: S
         store.put(record, weights_of(value))
     written(store)
     for seq in (1, 2):
-        samples.log.redis.delete(run_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
+        samples.log.redis.delete(redis_keys.sampler(SamplerId(f"{runs[0].session}:sample:{seq}")))
     assert set(store.sweep()) == {gone.ref, shared.ref}
     for folder in folders(tmp_path):
         os.utime(folder, (0, 0))  # its date must not matter
@@ -381,7 +381,7 @@ async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(samples:
     for torn in ("weights/ab/.torn", "optimizers/ab/.torn", "external/.torn"):
         (tmp_path / torn).mkdir(parents=True)
         (tmp_path / torn / "half").touch()
-    samples.log.redis.delete(weights_keys.checkpoint(run.id, "external_weights", "n2"))
+    samples.log.redis.delete(redis_keys.checkpoint(run.id, "external_weights", "n2"))
     assert store.sweep() == [f"{run.id}:2"]
     everything = files_in(tmp_path)
     sweep_files(store, samples)
@@ -392,7 +392,7 @@ async def test_files_of_all_kinds_are_deleted_once_old_and_unreferenced(samples:
 
 def off_the_round(samples: Samples) -> None:
     """Restrict the sweep to weights that have lost a reference."""
-    samples.log.redis.delete(weights_keys.pool_weights(POOL))
+    samples.log.redis.delete(redis_keys.pool_weights(POOL))
 
 
 async def stored(samples: Samples, tmp_path: Path, *asked: Mapping[str, Any]) -> list[WeightsRecord]:
@@ -415,12 +415,12 @@ async def test_newly_unreferenced_weights_are_found_without_a_full_scan(samples:
     first, older, newer, sampled = await stored(samples, tmp_path, *names)
     off_the_round(samples)
     assert unused(samples) == [older.ref]
-    released = weights_keys.released_weights(POOL)
+    released = redis_keys.released_weights(POOL)
     assert samples.log.redis.zrange(released, 0, -1) == [older.ref.encode()]
     await Checkpoints(samples.log.connection).delete(first.tenant, first.run, "sampler_weights", "a")
     assert unused(samples) == [first.ref]
-    sampler = run_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
-    samples.log.redis.zadd(result_keys.ends(), {sampler: 1})
+    sampler = redis_keys.sampler(SamplerId(f"{sampled.run.partition(':')[0]}:sample:4"))
+    samples.log.redis.zadd(redis_keys.ends(), {sampler: 1})
     await samples.log.dispatch.pass_time()
     assert unused(samples) == [sampled.ref]
     for record in (first, older, sampled):
@@ -432,11 +432,11 @@ async def test_newly_unreferenced_weights_are_found_without_a_full_scan(samples:
 async def test_temporarily_used_weights_are_checked_until_they_are_unused(samples: Samples, tmp_path: Path) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})
     off_the_round(samples)
-    released = weights_keys.released_weights(POOL)
+    released = redis_keys.released_weights(POOL)
     await Checkpoints(samples.log.connection).set_ttl(record.tenant, record.run, "sampler_weights", "a", 100)
     assert unused(samples) == []
     assert samples.log.redis.zcard(released) == 1
-    samples.log.redis.delete(weights_keys.checkpoint(record.run, "sampler_weights", "a"))  # as Redis does
+    samples.log.redis.delete(redis_keys.checkpoint(record.run, "sampler_weights", "a"))  # as Redis does
     assert unused(samples) == []  # it is too early
     samples.log.redis.zadd(released, {record.ref: 0})
     assert unused(samples) == [record.ref]
@@ -456,12 +456,12 @@ async def test_a_full_redis_is_swept_too(samples: Samples, tmp_path: Path) -> No
 async def test_a_sweep_checks_few_weights_and_reaches_all_in_turn(samples: Samples, tmp_path: Path) -> None:
     (record,) = await stored(samples, tmp_path, {"name": "a"})
     old = [f"old:{number}" for number in range(2_000)]
-    row = samples.log.redis.hgetall(weights_keys.weights(record.ref))
+    row = samples.log.redis.hgetall(redis_keys.weights(record.ref))
     with samples.log.redis.pipeline(transaction=False) as batch:
-        batch.sadd(weights_keys.pool_weights(POOL), *old)
+        batch.sadd(redis_keys.pool_weights(POOL), *old)
         for ref in old:
             text = row[b"record"].replace(record.ref.encode(), ref.encode(), 1)
-            batch.hset(weights_keys.weights(WeightsRef(ref)), mapping={**row, "record": text})
+            batch.hset(redis_keys.weights(WeightsRef(ref)), mapping={**row, "record": text})
         batch.execute()
     found: set[WeightsRef] = set()
     for looks in range(1, 100):  # noqa: B007

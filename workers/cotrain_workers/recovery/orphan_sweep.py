@@ -17,7 +17,6 @@ from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.peft_folder import read_metadata
-from cotrain_workers.recovery.orphan_sweep import orphans
 from cotrain_workers.recovery.snapshot_file import SUFFIX, run_folder
 
 log = structlog.get_logger()
