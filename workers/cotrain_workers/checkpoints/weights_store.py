@@ -21,8 +21,8 @@ from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.saves import WeightsRecord
 from cotrain_store.weights.saved_weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
-from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable
+from cotrain_workers.checkpoints.state_files import OptimizerUnreadable
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
 
 

@@ -22,6 +22,7 @@ from cotrain_store.messages.saves import LoadRequest, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.state_files import remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.cycle import Yielding, run_to_end
@@ -38,7 +39,6 @@ from cotrain_workers.recovery.replay import (
     is_foreign,
     rewind_target,
 )
-from cotrain_workers.recovery.snapshot_file import remove_snapshots, write_snapshot
 
 log = structlog.get_logger()
 
