@@ -25,6 +25,7 @@ from cotrain_workers.engine.adapters.bank import StateCopy
 from cotrain_workers.group.engine import Arrived, Trainer
 
 log = structlog.get_logger()
+
 #: Maximum number of copies in host memory that wait for the disk.
 COPIES_AT_ONCE = 4
 _PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)

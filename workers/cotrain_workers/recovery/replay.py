@@ -33,6 +33,7 @@ from cotrain_workers.op_codec import engine_op
 from cotrain_workers.results import CYCLE_METRIC, result_of, saved_of
 
 log = structlog.get_logger()
+
 #: Ops that change no state leave no body in the log and are not run again.
 _STATELESS = (OpKind.FORWARD, OpKind.METRICS, OpKind.REJECTED)
 #: These run last in a cycle, in order.

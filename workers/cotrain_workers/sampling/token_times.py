@@ -1,9 +1,8 @@
-"""Times of sampling: rate of the decoder, waits of requests, intervals of their tokens, spans, device time by tenant.
+"""Times of sample requests: waits, intervals of tokens, spans, and device time by tenant.
 
 A step yields hundreds of tokens, most of them at equal intervals; equal ones are counted at once.
 """
 
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,33 +14,6 @@ from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.monitoring.tracing import record, tracer
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
-
-#: Time constant of the exponential decay in s.
-MEMORY_S = 10.0
-
-
-class DecodeRate:
-    """Recent token rate of a decoder."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read it."""
-        self._tokens = self._seconds = 0.0
-        self._since: float | None = None
-        """End of the last step, if there was always work since then."""
-
-    def rest(self) -> None:
-        """Mark the decoder as idle: the time until the next step is not waiting time."""
-        self._since = None
-
-    def step(self, tokens: int, began: float, ended: float) -> None:
-        """Count a step, including the time for which its work waited."""
-        seconds = ended - (began if self._since is None else self._since)
-        self._since = ended
-        kept = math.exp(-seconds / MEMORY_S)
-        self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
-        if self._seconds > 0:
-            self.tokens_per_s = self._tokens / self._seconds
 
 
 class TokenTimes:

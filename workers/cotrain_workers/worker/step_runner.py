@@ -36,6 +36,7 @@ from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.results import StepRun, history_by
 
 log = structlog.get_logger()
+
 #: Interval in s of looking for queued ops during a step. Shorter steps have no prefetch.
 LOOK_S = 0.1
 #: Maximum number of ops per run, and of bytes of all bodies.
