@@ -77,7 +77,7 @@ MUTANTS = {
     "torn snapshot accepted": Mutant(
         [
             Edit(
-                f"{WORKERS}/recovery/snapshot_file.py",
+                f"{WORKERS}/checkpoints/state_files.py",
                 "if hashlib.sha256(content).hexdigest() != sha256:",
                 "if not content:",
             )

@@ -24,9 +24,10 @@ from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
 from cotrain_workers.engine.adapters.copies import AdapterState
+from cotrain_workers.checkpoints.state_files import write_snapshot
+from cotrain_workers.engine.adapters.bank import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
-from cotrain_workers.recovery.snapshot_file import write_snapshot
 
 SPEC = AdapterSpec(rank=2, seed=3, train_mlp=False)
 LAYOUT = plan_layout(SPEC, [Target("model.layers.0.self_attn.q_proj", "attn", 16, 16)])

@@ -19,9 +19,9 @@ from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
 from cotrain_store.messages.ops import OpKind
+from cotrain_workers.checkpoints.state_files import write_snapshot
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import recovery_copies
-from cotrain_workers.recovery.snapshot_file import write_snapshot
 from cotrain_workers.worker.loop import MARGIN_S
 from tests.support.bodies import sequences
 from tests.support.program import LORA, PROGRAM, restored_digest, results, snapshot_files, submit, undisturbed

@@ -1,6 +1,6 @@
 """Decoder of stored requests into those that the engine runs: logged ops, and claimed sample requests.
 
-`results.py` encodes the outputs of ops. The one result that needs no more than its request is encoded here: a sample.
+`results.py` encodes the outputs of ops. The result of a sample is encoded here.
 """
 
 from __future__ import annotations

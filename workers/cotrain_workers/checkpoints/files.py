@@ -31,7 +31,9 @@ from cotrain_store.messages.runs import external_folder
 from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints import optimizer_file
 from cotrain_workers.checkpoints.optimizer_file import base_model_of_state, read_optimizer, write_optimizer
+from cotrain_store.messages.saves import external_folder
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
+from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, read_optimizer, write_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
@@ -110,7 +112,7 @@ class CheckpointFiles:
         """
         keys = [(self.adapters, f"{key_of(written.digest)}/{CONFIG}")]
         if written.optimizer_digest:
-            keys.append((self.optimizers, optimizer_file.key_of(written.optimizer_digest)))
+            keys.append((self.optimizers, optimizer_key(written.optimizer_digest)))
         if saved.recipients:
             keys.append((self.external, f"{external_folder(ref)}/{OWNER}"))
         if time.monotonic() - written.written_at > YOUNG_S:

@@ -21,8 +21,8 @@ from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.runs import WeightsRecord
 from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
-from cotrain_workers.checkpoints.optimizer_file import OptimizerUnreadable
 from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable
+from cotrain_workers.checkpoints.state_files import OptimizerUnreadable
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
 
 
@@ -152,9 +152,7 @@ class WeightsStore:
         self.reload()
 
     def reload(self) -> None:
-        """Load the list of unstored weights: of a predecessor, or of a commit whose answer was
-        lost.
-        """
+        """Load the list of unstored weights: of a predecessor, or of a commit whose answer was lost."""
         for record in self._saved.unstored():
             if record.ref not in self._given_up:
                 self._unstored.setdefault(record.ref, _Unstored(record, None))
@@ -170,9 +168,7 @@ class WeightsStore:
         return sum(_size(entry.saved) for entry in list(self._unstored.values()))
 
     def has_capacity_for(self, saves: Iterable[Saved]) -> bool:
-        """Return True if memory has space for these saves and another; False while the disk is too
-        far behind.
-        """
+        """Return True if memory has space for these saves and another; False while the disk is too far behind."""
         return self.unstored_bytes + sum(map(_size, saves)) <= self._unstored_limit
 
     def put(self, record: WeightsRecord, saved: Saved, accepted_at: float | None = None) -> None:
@@ -204,9 +200,7 @@ class WeightsStore:
         self._given_up.add(ref)
 
     def first_unstored(self, run: RunId) -> int | None:
-        """Return the first save of a run whose weights are unstored: its log is needed from there
-        on.
-        """
+        """Return the first save of a run whose weights are unstored: its log is needed from there on."""
         of_run = [ref for ref, entry in self._unstored.items() if entry.record.run == run]
         return min((int(ref.rpartition(":")[2]) for ref in of_run), default=None)
 
@@ -401,9 +395,7 @@ class SaveBackpressure:
             log.info("save_backpressure_changed", accepts_saves=self._published)
 
     def admits(self, step: Step) -> bool:
-        """Return True if a step may run now. Accepted saves are never rejected, but may have to
-        wait.
-        """
+        """Return True if a step may run now. Accepted saves are never rejected, but may have to wait."""
         has_save = any(op.kind is OpKind.SAVE for op in step.ops)
         is_admitted = not has_save or self._weights.has_capacity_for(())
         if not is_admitted and step.cycle != self._waiting_cycle:

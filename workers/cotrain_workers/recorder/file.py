@@ -4,7 +4,7 @@ The file is an uncompressed zip archive of JSON and safetensors, without executa
 
 * `cycle.json`: the plan, the base model, the numerics
 * `bodies/<n>`: the body of the plan's n-th op
-* `before/<n>.safetensors`: a run's state before the cycle (`snapshot_file.encode_snapshot`)
+* `before/<n>.safetensors`: a run's state before the cycle (`state_files.encode_snapshot`)
 * `weights/<n>.safetensors`: weights that a load or a reverse KL read
 * `optimizers/<n>.safetensors`: the optimizer state that a load read
 * `outcome.json`: fingerprints of every op's output, and of every run's state after the cycle
@@ -34,10 +34,13 @@ from cotrain_store.messages.ids import OpId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.facts import Numerics
+from cotrain_store.messages.saves import LoadRequest
+from cotrain_workers.checkpoints.state_files import decode_snapshot, encode_snapshot
+from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
-from cotrain_workers.recovery.snapshot_file import decode_snapshot, encode_snapshot
 
 FORMAT = "cotrain-cycle-1"
 #: Exceptions of Python's readers for a damaged file. They raise RuntimeError for content that is encrypted,

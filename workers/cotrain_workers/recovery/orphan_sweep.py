@@ -17,9 +17,10 @@ from cotrain_store.messages.ids import RunId
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
 from cotrain_workers.checkpoints.peft_folder import read_metadata
-from cotrain_workers.recovery.snapshot_file import SUFFIX, run_folder
+from cotrain_workers.checkpoints.state_files import SUFFIX, run_folder
 
 log = structlog.get_logger()
+
 #: The spool is looked over this often, recovery copies less: each of them is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0

@@ -19,12 +19,13 @@ from cotrain_store.messages.ids import OpId, RunId
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
+from cotrain_workers.checkpoints.state_files import Snapshot, remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import StateCopy
 from cotrain_workers.group.engine import Arrived, Trainer
-from cotrain_workers.recovery.snapshot_file import Snapshot, remove_snapshots, write_snapshot
 
 log = structlog.get_logger()
+
 #: Maximum number of copies in host memory that wait for the disk.
 COPIES_AT_ONCE = 4
 _PASSES = (OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL)

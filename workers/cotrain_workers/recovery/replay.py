@@ -22,50 +22,14 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import RunState
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.reader import LogPosition
+from cotrain_workers.checkpoints.state_files import SnapshotUnreadable, read_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, SaveOutput
 from cotrain_workers.engine.training.drift import LAG_METRICS
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import engine_op
-from cotrain_workers.recovery.snapshot_file import SnapshotUnreadable, read_snapshot
 from cotrain_workers.results import CYCLE_METRIC, result_of, saved_of
-
-
-def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
-    """Compare two results except for their cycles and policy lags. On CUDA, other neighbours move the last bits.
-
-    A lag counts committed steps of the run, and a replay has none.
-    """
-    if stored.kind != replayed.kind:
-        return False
-    tolerance = 0.0 if exact else 1e-2
-    if stored.kind is not ResultKind.PASS:
-        before, after = (each.json().get("metrics", {}) for each in (stored, replayed))
-        return _same_metrics(before, after, tolerance)
-    then, now = (wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in (stored, replayed))
-    old, new = _logprobs(then), _logprobs(now)
-    return (
-        _same_metrics(then.metrics, now.metrics, tolerance)
-        and old.shape == new.shape
-        and np.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)
-    )
-
-
-def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
-    records = [record.fields["logprobs"].data for record in output.loss_fn_outputs]
-    return np.frombuffer(b"".join(records), "<f4")
-
-
-def _same_metrics(before: Mapping[str, float], after: Mapping[str, float], tolerance: float) -> bool:
-    names = {*before, *after} - {CYCLE_METRIC, *LAG_METRICS}
-    return all(
-        name in before
-        and name in after
-        and math.isclose(before[name], after[name], rel_tol=tolerance, abs_tol=tolerance)
-        for name in names
-    )
-
 
 log = structlog.get_logger()
 
@@ -255,6 +219,41 @@ class Replay:
             if isinstance(output, SaveOutput):
                 saved = saved_of(SaveRequest.parse(body), output)
                 self.weights.put_again(WeightsRef(op.request_id), saved)
+
+
+def same_result(stored: Result, replayed: Result, *, exact: bool) -> bool:
+    """Compare two results except for their cycles and policy lags. On CUDA, other neighbours move the last bits.
+
+    A lag counts committed steps of the run, and a replay has none.
+    """
+    if stored.kind != replayed.kind:
+        return False
+    tolerance = 0.0 if exact else 1e-2
+    if stored.kind is not ResultKind.PASS:
+        before, after = (each.json().get("metrics", {}) for each in (stored, replayed))
+        return _same_metrics(before, after, tolerance)
+    then, now = (wire_pb2.ForwardBackwardOutput.FromString(each.payload) for each in (stored, replayed))
+    old, new = _logprobs(then), _logprobs(now)
+    return (
+        _same_metrics(then.metrics, now.metrics, tolerance)
+        and old.shape == new.shape
+        and np.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)
+    )
+
+
+def _logprobs(output: wire_pb2.ForwardBackwardOutput) -> np.ndarray:
+    records = [record.fields["logprobs"].data for record in output.loss_fn_outputs]
+    return np.frombuffer(b"".join(records), "<f4")
+
+
+def _same_metrics(before: Mapping[str, float], after: Mapping[str, float], tolerance: float) -> bool:
+    names = {*before, *after} - {CYCLE_METRIC, *LAG_METRICS}
+    return all(
+        name in before
+        and name in after
+        and math.isclose(before[name], after[name], rel_tol=tolerance, abs_tol=tolerance)
+        for name in names
+    )
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from cotrain_store.messages.runs import RunState, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
+from cotrain_store.settings.worker import WorkerSettings
+from cotrain_workers.checkpoints.state_files import remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.coordination import Yielding, run_to_end
@@ -38,7 +40,6 @@ from cotrain_workers.recovery.replay import (
     is_foreign,
     rewind_target,
 )
-from cotrain_workers.recovery.snapshot_file import remove_snapshots, write_snapshot
 
 log = structlog.get_logger()
 
@@ -174,8 +175,11 @@ class RunLifecycle:
     @contextmanager
     def _counted(self, runs: Iterable[RunId]) -> Iterator[None]:
         """Count the progress of the runs among these that have a state to restore."""
-        ops = {run: self._to_replay(run) for run in runs}
-        self.progress.begin({run: count for run, count in ops.items() if count is not None})
+        ops = {run: count for run in runs if (count := self._to_replay(run)) is not None}
+        if not ops:
+            yield
+            return
+        self.progress.begin(ops)
         try:
             yield
         finally:
@@ -193,6 +197,8 @@ class RunLifecycle:
 
         If it cannot be restored, roll it back, or stop it and return the failure of all its requests.
         """
+        if run in self.copies.backlogs:
+            return self._note_restored(run, None)
         try:
             yield from self._recreate_sources(self._logged(run))
             restored = yield from self.ensure(run)
@@ -239,14 +245,11 @@ class RunLifecycle:
         return restored
 
     def _logged(self, run: RunId) -> list[QueuedOp]:
-        """Return the ops that a restore of this run may execute; none if it is in memory.
-
-        Raises SpoolCorrupt if one of them is missing.
-        """
-        position = None if run in self.copies.backlogs else self._execution.logs.position(run)
+        """Return the ops that a restore of this run may execute. Raises SpoolCorrupt if one of them is missing."""
+        position = self._execution.logs.position(run)
         if position is None:
             return []
-        first = min(base.seq for base in bases_of(position)) + 1 if bases_of(position) else 0
+        first = 1 + min((base.seq for base in bases_of(position)), default=-1)
         return self._execution.logs.logged_ops(run, first, position.done)
 
     def _note_restored(self, run: RunId, restored: Restored | None) -> bool:

@@ -32,34 +32,6 @@ from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
 from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 
-#: Time constant of the exponential decay in s.
-MEMORY_S = 10.0
-
-
-class DecodeRate:
-    """Recent token rate of a decoder."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read it."""
-        self._tokens = self._seconds = 0.0
-        self._since: float | None = None
-        """End of the last step, if there was always work since then."""
-
-    def rest(self) -> None:
-        """Mark the decoder as idle: the time until the next step is not waiting time."""
-        self._since = None
-
-    def step(self, tokens: int, began: float, ended: float) -> None:
-        """Count a step, including the time for which its work waited."""
-        seconds = ended - (began if self._since is None else self._since)
-        self._since = ended
-        kept = math.exp(-seconds / MEMORY_S)
-        self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
-        if self._seconds > 0:
-            self.tokens_per_s = self._tokens / self._seconds
-
-
 log = structlog.get_logger()
 
 #: Maximum number of pending claimed requests of one tenant: enough to fill the batch of the next
@@ -79,10 +51,10 @@ GRAMMAR_PAUSE = 9
 FREE_GRAMMAR_S = 0.001
 #: Delay in s before results that could not be written (most likely a full disk) are written again.
 RETRY_S = 1.0
+#: Time constant of the exponential decay in s.
+MEMORY_S = 10.0
 UNREADABLE = Failure("Internal error: this request could not be read back.", "server")
 WEIGHTS_LOST = Failure("The weights of this sampler are lost; save them again.", "server")
-
-
 REFUSED = (
     "This base model is held by a group of processes, which trains and does not sample: each token would gather all "
     "its weights. Its operator can serve samples from a vLLM server (COTRAIN_SAMPLER=vllm, COTRAIN_VLLM_URL)."
@@ -441,6 +413,30 @@ class SamplingService:
         self._finished.clear()
         self._uncounted.clear()
         self._usage.clear()
+
+
+class DecodeRate:
+    """Recent token rate of a decoder."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+        """Tokens of prompts and continuations per s; 0 before the first step. Any thread may read it."""
+        self._tokens = self._seconds = 0.0
+        self._since: float | None = None
+        """End of the last step, if there was always work since then."""
+
+    def rest(self) -> None:
+        """Mark the decoder as idle: the time until the next step is not waiting time."""
+        self._since = None
+
+    def step(self, tokens: int, began: float, ended: float) -> None:
+        """Count a step, including the time for which its work waited."""
+        seconds = ended - (began if self._since is None else self._since)
+        self._since = ended
+        kept = math.exp(-seconds / MEMORY_S)
+        self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
+        if self._seconds > 0:
+            self.tokens_per_s = self._tokens / self._seconds
 
 
 def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:

@@ -1,4 +1,4 @@
-"""Waiting times of sample requests, intervals of their tokens, and device time by tenant.
+"""Times of sample requests: waits, intervals of tokens, spans, and device time by tenant.
 
 A step yields hundreds of tokens, most of them at equal intervals; equal ones are counted at once.
 """
@@ -14,15 +14,6 @@ from cotrain_store.monitoring.logs_and_traces import record, tracer
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
-
-
-@dataclass
-class _Times:
-    """Times of one request."""
-
-    tenant: TenantId
-    accepted_at: float
-    last: dict[int, float] = field(default_factory=dict)  # time of the last token by sequence
 
 
 class TokenTimes:
@@ -77,12 +68,12 @@ class TokenTimes:
 
 
 @dataclass
-class _TracedTimes:
-    """Wall-clock times of one traced request."""
+class _Times:
+    """Times of one request."""
 
-    claimed: ClaimedSample
-    began: float | None = None
-    ended: float | None = None
+    tenant: TenantId
+    accepted_at: float
+    last: dict[int, float] = field(default_factory=dict)  # time of the last token by sequence
 
 
 class SampleTraces:
@@ -116,6 +107,15 @@ class SampleTraces:
         for request, result in results.items():
             if times := self._open.pop(request, None):
                 _report(times, result, usage.get(request))
+
+
+@dataclass
+class _TracedTimes:
+    """Wall-clock times of one traced request."""
+
+    claimed: ClaimedSample
+    began: float | None = None
+    ended: float | None = None
 
 
 def _report(times: _TracedTimes, result: Result, used: SampleUsage | None) -> None:

@@ -78,9 +78,7 @@ class DeviceTime:
         return passed
 
     def optimized(self, seconds: float) -> None:
-        """Book these seconds of the next training lap as the optimizer's, because they are
-        measured only at the end.
-        """
+        """Book these seconds of the next training lap as the optimizer's, because they are measured only at the end."""
         self._optim_s += seconds
 
     @property

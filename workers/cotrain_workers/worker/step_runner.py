@@ -1,13 +1,17 @@
-"""Execution of a step's ops on the engine. Only failing ops fail.
+"""Execution of a step's ops on the engine, and prefetch of the ops queued behind it. Only failing ops fail.
 
 There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception, each run
 executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
+
+While the engine computes a step, a thread reads and decodes the bodies of queued ops, and collects the runs whose
+adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their order. A decoded op is
+used only if its planned body is identical, byte for byte.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -32,6 +36,7 @@ from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
 from cotrain_workers.results import StepRun, history_by
 
 log = structlog.get_logger()
+
 #: Interval in s of looking for queued ops during a step. Shorter steps have no prefetch.
 LOOK_S = 0.1
 #: Maximum number of ops per run, and of bytes of all bodies.
@@ -66,9 +71,7 @@ class StepRunner:
         return self._crashes
 
     def is_risky(self, step: Step) -> bool:
-        """Return True if a process ended during the step or one of its requests. The step then runs
-        without other work.
-        """
+        """Return True if a process ended during the step or one of its requests. It then runs without other work."""
         requests = [op.request_id for op in step.ops]
         return self.crashes(step).count > 0 or self._large_passes.has_kill_of(requests)
 
@@ -114,7 +117,8 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
-        requests, decode_s = yield from timed(self._requests(step, bodies, runs, is_late))
+        allowances = _allowances(step) if runs.is_exact and not self.is_risky(step) else {}
+        requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
                 outputs[op.run, op.seq] = request
@@ -130,19 +134,30 @@ class StepRunner:
         if part.is_alone:
             # Writes take memory, and a crash during one must not be attributed to the request.
             self._runs.await_writes()
-        ran = yield from self._run(step, runnable, outputs, bodies, runs, is_over)
-        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in ran.outputs])
+        if self.crashes(step).is_deadly and runnable:
+            log.error("step_crash_loop", cycle=step.cycle)
+            ran = self._run_in_groups(step, runnable)
+        else:
+            failpoint("worker.before_run", (op.request_id for op in step.ops))
+            whole = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
+            ran = self._run_alone(step, runnable) if whole is None else whole
+        outputs |= ran.outputs
+        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         # An op that does not run waits for an unfinished pass before it, like the others.
-        outputs = finished_outputs(step.ops, ran.outputs)
-        return replace(ran, outputs=outputs, decode_s=decode_s)
+        finished = finished_outputs(step.ops, outputs)
+        return replace(ran, outputs=finished, is_exact=runs.is_exact and ran.is_exact, decode_s=decode_s)
 
     def _requests(
-        self, step: Step, bodies: Mapping[tuple[str, int], bytes], runs: StepRuns, is_late: Callable[[], bool]
+        self,
+        step: Step,
+        bodies: Mapping[tuple[str, int], bytes],
+        runs: StepRuns,
+        allowances: Container[tuple[str, int]],
+        is_late: Callable[[], bool],
     ) -> Yielding[list[tuple[QueuedOp, Op | NoteOutput | Failure]]]:
         """Return the request of each op of a step, except of those that wait for the next step."""
         found: list[tuple[QueuedOp, Op | NoteOutput | Failure]] = []
         decoded: Decoded = {}
-        may_wait = step.allowances if self._may_divide(step, runs) else {}
         waiting: set[RunId] = set()
         has_one = False
         for op in step.ops:
@@ -152,7 +167,7 @@ class StepRunner:
                 or runs.rewinds.get((op.run, op.seq))
                 or (kept.request if kept else self._prefetcher.take(op, body))
             )
-            if request is None and op.request_id in may_wait:
+            if request is None and (op.run, op.seq) in allowances:
                 if has_one and is_late():
                     waiting.add(op.run)
                 has_one = True
@@ -167,6 +182,8 @@ class StepRunner:
     def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
         """Return ops with the optimizer step of their run, where a pass has to report its distance from it."""
         stale = {RunId(op.run) for op in ops if isinstance(op, Pass) and has_policy_steps(op)}
+        if not stale:
+            return list(ops)
         # A rewind of the same step comes first, and is not committed yet.
         rewound = {
             RunId(run): note.answer["step"] for (run, _), note in runs.rewinds.items() if isinstance(note, NoteOutput)
@@ -176,65 +193,49 @@ class StepRunner:
             replace(op, step=steps[RunId(op.run)]) if isinstance(op, Pass) and op.run in steps else op for op in ops
         ]
 
-    def _run(
+    def _run_whole(
         self,
         step: Step,
-        runnable: Sequence[Op],
-        outputs: dict[tuple[str, int], Output],
+        ops: Sequence[Op],
         bodies: Mapping[tuple[str, int], bytes],
-        runs: StepRuns,
+        allowances: Mapping[tuple[str, int], int],
         is_over: Callable[[], bool],
-    ) -> Yielding[StepRun]:
-        """Run ops as a whole, or in parts if the step crashed. `outputs` belong to ops that do not run."""
-        if self.crashes(step).is_deadly and runnable:
-            log.error("step_crash_loop", cycle=step.cycle)
-            answers = self._in_groups(runnable, step)
-            is_exact = runs.is_exact and answers.is_exact
-            found = history_by(runnable, answers.outputs)
-            return StepRun(outputs | answers.outputs, None, is_exact, found)
-        failpoint("worker.before_run", (op.request_id for op in step.ops))
+    ) -> Yielding[StepRun | None]:
+        """Run ops in one cycle. Return None if the engine raised; the request that caused it is not known."""
         try:
-            allowances = allowances_of(step) if self._may_divide(step, runs) else {}
-            cost = yield from self._engine.cycle(runnable, allowances, is_over)
-        except Exception:  # the request that caused it is isolated below and fails alone
+            cost = yield from self._engine.cycle(ops, allowances, is_over)
+        except Exception:  # the request that caused it then fails alone
             log.exception("cycle_failed", cycle=step.cycle)
-        else:
-            earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
-            for request in runnable:
-                if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
-                    self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
-            is_exact = runs.is_exact and cost.is_exact
-            found = history_by(runnable, cost.outputs)
-            return StepRun(outputs | dict(cost.outputs), cost, is_exact, found, earlier_s)
-        self._engine.check_device()
-        # The exception is released only here, with the tensors that its frames hold.
-        answers = Answers(outputs, runs.is_exact)
-        for run in dict.fromkeys(op.run for op in runnable):
-            answers.add(self._alone(runnable, step, None, run))
-        found = history_by(runnable, answers.outputs)
-        return StepRun(answers.outputs, None, answers.is_exact, found)
+            return None  # releases the exception, with the tensors that its frames hold
+        earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
+        for request in ops:
+            if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
+                self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
+        return StepRun(cost.outputs, cost, cost.is_exact, history_by(ops, cost.outputs), earlier_s)
 
-    def _may_divide(self, step: Step, runs: StepRuns) -> bool:
-        return runs.is_exact and not self.is_risky(step)
+    def _run_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
+        """Run each run's ops one by one. A request that breaks the engine fails alone."""
+        self._engine.check_device()
+        answers = Answers()
+        for run in dict.fromkeys(op.run for op in ops):
+            answers.add(self._alone(ops, step, None, run))
+        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
+
+    def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> StepRun:
+        """Run a step that crashed its processes in groups, without the ops that crash."""
+        risks = self.crashes(step).risks
+        side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
+        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._alone, ops, step, risks))
+        self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
+        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
 
     def committed(self, device_s: Mapping[OpId, float]) -> None:
         """Update the computing time of each open pass after a step."""
         for op_id, kept in self._open_ops.items():
             self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
 
-    def _in_groups(self, ops: Sequence[Op], step: Step) -> Answers:
-        risks = self.crashes(step).risks
-        side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
-        alone = partial(self._alone, ops, step, risks)
-        answers = run_in_groups(self._engine, risks, side_by_side, alone)
-        poison = sum(each is POISON for each in answers.outputs.values())
-        self._runs.uncounted["poison_ops"] += poison
-        return answers
-
     def _alone(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
-        """Execute one run's ops one by one, from its last committed state. An op that still fails
-        is the failing op.
-        """
+        """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
             with structlog.contextvars.bound_contextvars(run=run, tenant=step.tenant_by_run[run]):
@@ -251,8 +252,9 @@ class OpenOp:
     body: bytes
     request: Op  # decoded request, so that the body is read and decoded once
     device_s: float = 0.0
-    """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that
-    resolves the pass; work that a crash repeats is never charged.
+    """Compute time of its steps so far in s. It is charged to the tenant once, in the commit that resolves the pass.
+
+    Work that a crash repeats is never charged.
     """
 
 
@@ -276,7 +278,7 @@ class CrashHistory:
         return self.count >= MAX_CRASHES
 
 
-def allowances_of(step: Step) -> dict[tuple[str, int], int]:
+def _allowances(step: Step) -> dict[tuple[str, int], int]:
     """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
     return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}
 

@@ -1,1 +1,1 @@
-"""LoRA on a row of many adapters: the reference loop, grouped products, their self-check."""
+"""LoRA on a row of many adapters: the reference loop, grouped products, and checks of both."""

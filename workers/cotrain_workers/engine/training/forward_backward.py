@@ -35,9 +35,7 @@ from cotrain_workers.engine.training.pass_state import PassState, collect, finis
 
 
 class ForwardBackward:
-    """Executor of passes over one base model. It handles micro-batches and sums, not cycles or
-    optimizers.
-    """
+    """Executor of passes over one base model. It handles micro-batches and sums, not cycles or optimizers."""
 
     def __init__(
         self,
@@ -51,7 +49,10 @@ class ForwardBackward:
         save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
     ) -> None:
-        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers. A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows."""
+        """Under "auto", micro-batches of more than `keep_tokens` recompute their decoder layers.
+
+        A long datum of more than `save_tokens` has its layer inputs on the host, and its MLPs in chunks of rows.
+        """
         self._base = base
         self._lora = lora
         self._device = base.head_weight.device
@@ -111,9 +112,7 @@ class ForwardBackward:
         at_first = iter([False])
 
         def stops() -> bool:
-            """Return False the first time, so that each cycle advances some pass; then
-            `is_over()`.
-            """
+            """Return False the first time, so that each cycle advances some pass; then `is_over()`."""
             return next(at_first, True) and is_over()
 
         for of_kind in of_one_kind([state.slices[0] for state in divided]):
@@ -129,23 +128,18 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
-        """Run slices, those of one pass in their order; stop between two micro-batches once
-        `is_over` returns True.
-        """
+        """Run slices, those of one pass in their order; stop between two micro-batches once `is_over` returns True."""
         order = [self._lora.order(state.adapter) for state in passes]
         waiting = deque(fill(op_slices, self.limits.tokens, self._lora.align, order))
         while waiting:
             if self._must_wait(waiting[0], passes):
-                owner = waiting[0].op_slices[0].owner
-                left = [batch.without(owner) for batch in waiting]
-                waiting = deque(batch for batch in left if batch.op_slices)
+                _drop(waiting, waiting[0].op_slices[0].owner)
                 continue
             if is_over():
                 return
             unusable = yield from self._runner.images.compute(waiting[0], passes, cost)
             if unusable is not None:
-                left = [batch.without(unusable) for batch in waiting]
-                waiting = deque(batch for batch in left if batch.op_slices)
+                _drop(waiting, unusable)
                 continue
             began = time.perf_counter()
             batch = waiting.popleft()
@@ -191,9 +185,7 @@ class ForwardBackward:
         cost: PassesCost,
         is_over: Callable[[], bool],
     ) -> Yielding[None]:
-        """Run a long datum, or continue with it; suspend it after a layer once `is_over` returns
-        True.
-        """
+        """Run a long datum, or continue with it; suspend it after a layer once `is_over` returns True."""
         owner = passes[batch.op_slices[0].owner]
         # On CUDA layers take milliseconds, and kept inputs would not be in the memory model.
         may_suspend = owner.allowance is not None and self._device.type == "cpu"
@@ -305,9 +297,7 @@ class ForwardBackward:
                 waiting.appendleft(batch)
             case Fail(tokens):
                 give_up(owner, needs_memory(tokens))
-                left = [batch.without(op_slice.owner) for batch in waiting]
-                waiting.clear()
-                waiting.extend(batch for batch in left if batch.op_slices)
+                _drop(waiting, op_slice.owner)
             case Split(first, second, cuts_slice):
                 if cuts_slice:
                     owner.slices.popleft()
@@ -325,3 +315,10 @@ class ForwardBackward:
         """
         keep_tokens = tokens - 1 if self._may_recompute else sys.maxsize
         self.limits.lower_plan(tokens=max(1, tokens // 2), keep_tokens=keep_tokens)
+
+
+def _drop(waiting: deque[MicroBatch], owner: int) -> None:
+    """Remove the slices of one pass from the micro-batches that wait."""
+    left = [batch.without(owner) for batch in waiting]
+    waiting.clear()
+    waiting.extend(batch for batch in left if batch.op_slices)

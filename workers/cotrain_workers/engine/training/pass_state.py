@@ -238,9 +238,7 @@ def give_up(failed: PassState, failure: Failure) -> None:
 def output_of(
     op: Pass | ReverseKl, found: Sequence[np.ndarray], loss_sum: float, rows: int
 ) -> PassOutput | ReverseKlOutput:
-    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or
-    divergences, per datum.
-    """
+    """Return the output of a complete pass of `rows` rows; `found` are log-probabilities or divergences, per datum."""
     if not isinstance(op, ReverseKl):
         own = drift(op, found) if op.graph is None else custom_metrics(op.graph, op.datums, found)
         own = {**own, **lag(op)}

@@ -1,1 +1,1 @@
-"""Sampler on a vLLM server: its protocol, and a check of its answers. Independent of Redis."""
+"""Sampler on a vLLM server: its client, its adapters, and the decoder. Independent of Redis."""

@@ -44,6 +44,7 @@ from cotrain_workers.sampling.vllm.client import (
 )
 
 log = structlog.get_logger()
+
 #: Greatest difference of log-probs that counts as equal. It is far above the differences of bf16 kernels between
 #: calls, and far below the effect of the probe adapters.
 NOISE = 0.05
