@@ -32,12 +32,10 @@ from typing import Any
 
 import httpx
 
-from bench.load.http import pass_body
-from bench.load.local_server import local_server
+from bench.load.local_server import local_server, pass_body
 from bench.load.null_worker import POOL
 from bench.load.waiting import until_held
-from bench.support.options import Options
-from bench.support.report import Report, table
+from bench.support.record import Options, Report, table
 from bench.support.serving import datum
 from bench.support.timing import alternate, measure, median_ratio
 from cotrain import Datum, ModelInput, ServiceClient

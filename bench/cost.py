@@ -25,8 +25,7 @@ import torch
 
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Options, Report
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.cuda_graphs import graph_tables
 from cotrain_workers.engine.decoding.cuda_kernels import Grouped, GroupedLora, KernelAttention

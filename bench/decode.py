@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 from bench.support.model import SHAPES, build
-from bench.support.options import DEVICE, Choice, Options, names
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Choice, Options, Report, names, show
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import alternate, timed, turns
 from cotrain_workers.engine.decoding.decoder import EngineDecoder

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.support.options import DEVICE, Options, Some
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Options, Report, Some, show
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
 from tests.support.engine_checks import bf16_gradient_cosine, mixed_against_alone, parity_with_peft

@@ -21,8 +21,7 @@ from typing import Any
 
 import httpx
 
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Options, Report
 
 STEPS = 3
 VOCAB = 128

@@ -19,8 +19,7 @@ import torch
 from torch.nn import functional
 
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Options, Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
 from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.fused_lora import Products

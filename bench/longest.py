@@ -20,8 +20,7 @@ import numpy as np
 
 from bench.support.fake_engine import BF16, FakeEngine, on_fake_device, run_on_fake_cuda
 from bench.support.model import SHAPES, Shape
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Options, Report
 from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, Pass

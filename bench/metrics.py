@@ -26,8 +26,7 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from bench.support.model import build
-from bench.support.options import Options, Some
-from bench.support.report import Report, prepare_torch, show
+from bench.support.record import Options, Report, Some, prepare_torch, show
 from bench.support.timing import Took, ratios, turns
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.messages.ids import TenantId, WorkerId

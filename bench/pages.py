@@ -15,8 +15,7 @@ import json
 import time
 from typing import Any
 
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Options, Report, show
 from bench.support.timing import Took
 from cotrain_server.ui.navigation import PAGES
 from cotrain_store.keys import fleet_keys, run_keys, tenant_keys

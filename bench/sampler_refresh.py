@@ -21,8 +21,7 @@ import torch
 
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.model import SHAPES, build
-from bench.support.options import DEVICE, Choice, Options
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Choice, Options, Report, show
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import Took, measure, turns
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots

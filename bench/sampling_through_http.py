@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from bench.support.model import VOCAB
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Options, Report, show
 from bench.support.serving import Load, Server, drive, small_server, train
 from bench.support.timing import percentile
 from cotrain import ModelInput, SamplingClient, SamplingParams

@@ -24,9 +24,8 @@ import httpx
 from typing_extensions import override
 
 import cotrain
-from bench.support.options import Options
 from bench.support.processes import cpu_by_role
-from bench.support.report import Report, show
+from bench.support.record import Options, Report, show
 from bench.support.serving import Load, drive, random_data, small_server
 from bench.support.timing import alternate, median_ratio
 

@@ -24,9 +24,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from bench.support.options import Choice, Options
 from bench.support.processes import cpu_by_role
-from bench.support.report import Report
+from bench.support.record import Choice, Options, Report
 from bench.support.serving import Load, Server, drive, small_server
 from bench.support.timing import alternate, median_ratio, percentile
 
@@ -121,7 +120,7 @@ def measure_overhead(server: Server) -> dict[str, float]:
 
 def peft(server: Server, tenants: int) -> float:
     """Run the PEFT loop in its own process while the server is idle; return its tokens/s."""
-    command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(server.model)]
+    command = [sys.executable, "-m", "bench.cycle.peft", "--model", str(server.model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
         command += [f"--{name}", str(getattr(server.args, name))]
     done = subprocess.run([*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True)

@@ -21,9 +21,8 @@ from typing import Any
 import psutil
 from typing_extensions import override
 
-from bench.support.options import Options
 from bench.support.processes import cpu_s
-from bench.support.report import Report, show
+from bench.support.record import Options, Report, show
 from bench.support.serving import Load, drive, small_server
 from bench.support.timing import alternate, ratios
 from tests.support.ports import free_port

@@ -34,8 +34,7 @@ from typing import Any
 
 import uvicorn
 
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Options, Report
 from bench.support.serving import datum
 from cotrain import ServiceClient
 from cotrain_server.app import create_app

@@ -21,9 +21,8 @@ from typing import Any
 
 from bench.fleet.measures import LEAST_TURNS
 from bench.fleet.world import KINDS, Shape, World
-from bench.support.options import Options, Some
 from bench.support.processes import a_redis
-from bench.support.report import Report, show, table
+from bench.support.record import Options, Report, Some, show, table
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_version

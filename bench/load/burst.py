@@ -10,8 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
-from bench.load.http import Client, new_run, pass_body, persist
-from bench.load.local_server import LocalServer, keys_of, local_server
+from bench.load.local_server import Client, LocalServer, keys_of, local_server, new_run, pass_body, persist
 from bench.support.timing import percentile
 from cotrain.wire.proto import wire_pb2
 

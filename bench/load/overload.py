@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.load.http import Client, answered, new_run, pass_body
-from bench.load.local_server import LocalServer, keys_of, local_server
+from bench.load.local_server import Client, LocalServer, answered, keys_of, local_server, new_run, pass_body
 from bench.load.null_worker import TOKENS_PER_OP
 from bench.support.timing import percentile
 

@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.http import Client, new_run, trained
-from bench.load.local_server import LocalServer, keys_of, local_server
+from bench.load.local_server import Client, LocalServer, keys_of, local_server, new_run, trained
 from bench.support.processes import PATIENCE_S
 
 TENANTS = 32

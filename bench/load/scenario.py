@@ -15,8 +15,7 @@ import resource
 from typing import Any
 
 from bench.load import burst, overload, redis_restart, small_passes, waiting
-from bench.support.options import Options, Some
-from bench.support.report import Report
+from bench.support.record import Options, Report, Some
 from cotrain_store.monitoring.logs import configure_logs
 
 PARTS = {

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.load.http import Client, new_run, trained
-from bench.load.local_server import LocalServer, keys_of, local_server
+from bench.load.local_server import Client, LocalServer, keys_of, local_server, new_run, trained
 
 TENANTS = 16
 DEPTH = 4  # passes in flight per tenant

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bench.load.http import answered, pass_body
-from bench.load.local_server import ADMIN_KEY, LocalServer, keys_of, local_server
+from bench.load.local_server import ADMIN_KEY, LocalServer, answered, keys_of, local_server, pass_body
 from bench.load.null_worker import TOKENS_PER_OP, run_record
 from bench.support.processes import PATIENCE_S
 from bench.support.timing import percentile

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeVar
 
 Work = Callable[[], object]
-
 Name = TypeVar("Name")
 Measured = TypeVar("Measured")
 
@@ -94,7 +93,6 @@ def timed(work: Work, device: str) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device."""
     if device == "cuda":
         import torch
 

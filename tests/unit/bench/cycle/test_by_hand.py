@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.cycle.by_hand import as_torch_comes
+from bench.cycle.peft import as_torch_comes
 
 
 def test_peft_is_timed_without_our_slower_kernels_which_are_restored() -> None:

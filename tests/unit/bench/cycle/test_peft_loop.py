@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cycle.by_hand import weights_of
 from bench.cycle.load import Load
-from bench.cycle.peft_loop import ByHand
+from bench.cycle.peft import ByHand, weights_of
 from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
