@@ -1,6 +1,7 @@
-"""Local server for load tests: a real Redis, a real scheduler, API processes behind one port, a null worker.
+"""Local server for load tests (Redis, scheduler, API processes behind one port, a null worker), and its least client.
 
-Each is a process of its own, as in `cotrain serve`, and ends with the server.
+Each process is a process of its own, as in `cotrain serve`, and ends with the server. Clients share two cores with it,
+and a whole client library would measure itself. So a client sends one request at a time on a kept connection.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +28,16 @@ from bench.load.null_worker import TOKENS_PER_OP, publish_pool
 from bench.support.processes import PATIENCE_S, cpu_s, start_redis
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]
 ADMIN_KEY = "key-of-the-operator"
+#: Statuses that SDKs repeat without a word to their user, as they do when a connection breaks.
+REPEATED = (408, 429, 503)
+RETRY_S = 0.05
+
+Body = dict[str, Any] | bytes
+Address = tuple[str, int]
 
 
 @dataclass
@@ -54,14 +61,6 @@ class Running:
         self.process.kill()
         self.process.wait()
 
-    def stop(self) -> float:
-        """Send SIGTERM; return the seconds until the process ended."""
-        began = time.monotonic()
-        self.process.terminate()
-        status = self.process.wait(PATIENCE_S)
-        assert status == 0, f"{self.process.args!r} ended with {status}"
-        return time.monotonic() - began
-
 
 @dataclass
 class LocalServer:
@@ -72,14 +71,13 @@ class LocalServer:
     running: dict[str, Running] = field(default_factory=dict)
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Address:
         """Address of the API, shared by all API processes."""
         host, port = self.listener.getsockname()
         return host, port
 
     @property
     def redis_url(self) -> str:
-        """Address of Redis."""
         return f"unix://{self.folder}/redis.sock"
 
     def cpu_s(self) -> dict[str, float]:
@@ -91,9 +89,9 @@ class LocalServer:
         with (self.folder / "redis.log").open("ab") as log:
             self.running["redis"] = Running(start_redis(self.folder, log))
 
-    def start(self, keys: Sequence[str], *worker: str, long_poll_s: float = 25.0, **settings: str) -> None:
+    def start(self, keys: Sequence[str], *worker: str, **settings: str) -> None:
         """Start an API process, a scheduler, and a null worker with options."""
-        self.start_api(keys, long_poll_s=long_poll_s, **settings)
+        self.start_api(keys, **settings)
         self.start_scheduler()
         self.start_worker(*worker)
 
@@ -103,36 +101,45 @@ class LocalServer:
     def start_worker(self, *options: str) -> None:
         self._start("worker", ["bench.load.null_worker", *options])
 
-    def start_api(
-        self, keys: Sequence[str], name: str = "api", *, long_poll_s: float = 25.0, **settings: str
-    ) -> Running:
+    def start_api(self, keys: Sequence[str], *, long_poll_s: float = 25.0, **settings: str) -> None:
         """Start an API process on the server's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
         options = ["--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)]
         given = {"API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings}
-        return self._start(name, ["cotrain_server", *options], (descriptor,), **given)
+        self._start("api", ["cotrain_server", *options], (descriptor,), **given)
 
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[SyncConnection]:
-        """Yield a direct connection to Redis."""
-        with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
-            yield connection
-
-    def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> Running:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(SOURCES),
-            "COTRAIN_REDIS_URL": self.redis_url,
-            "COTRAIN_DATA_DIR": str(self.folder / "data"),
-            "COTRAIN_DISK_RESERVE_BYTES": "0",
-            **{f"COTRAIN_{key}": value for key, value in settings.items()},
-        }
+    def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> None:
+        given = {
+            "REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder / "data"), "DISK_RESERVE_BYTES": "0", **settings,
+        }  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
+        environment |= {f"COTRAIN_{key}": value for key, value in given.items()}
         command = [sys.executable, "-m", *module]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=fds)
         self.running[name] = Running(process)
-        return self.running[name]
+
+    async def until_held(self, count: int) -> None:
+        """Wait until the only API process holds `count` polls; with 0, until it responds.
+
+        Raises:
+            TimeoutError: polls expire as fast as new ones arrive.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while await asyncio.to_thread(self._held) < count:  # noqa: ASYNC110  # there is no notification
+                await asyncio.sleep(0.2)
+
+    def _held(self) -> int:
+        """Return the number of polls that an API process holds; -1 if it does not respond."""
+        host, port = self.address
+        try:
+            request = urllib.request.Request(f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return -1
+        return int(float(text.split("\ncotrain_longpoll_waiters ")[1].split("\n")[0]))
 
 
 @contextlib.contextmanager
@@ -158,36 +165,31 @@ def keys_of(tenants: int) -> list[str]:
     return [f"tml-load-{number:012}" for number in range(tenants)]
 
 
-#: Statuses that SDKs repeat without a word to their user, as they do when a connection breaks.
-REPEATED = (408, 429, 503)
-RETRY_S = 0.05
-
-
 class Dropped(Exception):
-    """The connection ended before the answer was whole."""
+    """The connection ended before the response was complete."""
 
 
 class Client:
     """One connection of one tenant; opened on use, and again after it was closed."""
 
-    def __init__(self, address: tuple[str, int], key: str) -> None:
-        self._address = address
-        self._key = key
+    def __init__(self, address: Address, key: str) -> None:
+        self._address, self._key = address, key
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def post(
-        self, path: str, body: dict[str, Any] | bytes, tail: bytes = b""
-    ) -> tuple[int, dict[str, Any] | bytes]:
-        """POST JSON, or protobuf whose end may be in `tail`; return status and answer. Raises Dropped."""
+    async def post(self, path: str, body: Body, tail: bytes = b"") -> tuple[int, Body]:
+        """POST JSON, or protobuf whose end may be in `tail`; return status and response. Raises Dropped."""
         payload, kind = (body, "x-protobuf") if isinstance(body, bytes) else (json.dumps(body).encode(), "json")
-        size = len(payload) + len(tail)
         head = (
             f"POST /api/v1/{path} HTTP/1.1\r\nhost: bench\r\nx-api-key: {self._key}\r\n"
             f"accept: application/x-protobuf, application/json\r\n"
-            f"content-type: application/{kind}\r\ncontent-length: {size}\r\n\r\n"
+            f"content-type: application/{kind}\r\ncontent-length: {len(payload) + len(tail)}\r\n\r\n"
         )
         try:
-            reader, writer = await self._open()
+            if self._streams and self._streams[0].at_eof():
+                self.close()  # the server has closed it while no request was pending
+            if self._streams is None:
+                self._streams = await asyncio.open_connection(*self._address, limit=2**14)
+            reader, writer = self._streams
             writer.write(head.encode() + payload)
             writer.write(tail)
             return await self._answer(reader)
@@ -200,27 +202,17 @@ class Client:
             self._streams[1].close()
             self._streams = None
 
-    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        if self._streams and self._streams[0].at_eof():
-            self.close()  # the server has closed it while nothing was asked
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._address, limit=2**14)
-        return self._streams
-
-    async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, dict[str, Any] | bytes]:
+    async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, Body]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        status = int(head.split(" ", 2)[1])
         length = int(head.split("content-length:")[1].split("\r\n")[0])
         payload = await reader.readexactly(length)
         if "connection: close" in head:
             self.close()
-        return status, json.loads(payload) if "application/json" in head else payload
+        return int(head.split(" ", 2)[1]), json.loads(payload) if "application/json" in head else payload
 
 
-async def persist(
-    client: Client, path: str, body: dict[str, Any] | bytes, seen: Counter[str], tail: bytes = b""
-) -> Any:
-    """Ask as SDKs do: again after what they repeat silently. Anything else but 200 is a failure."""
+async def persist(client: Client, path: str, body: Body, seen: Counter[str], tail: bytes = b"") -> Any:
+    """Send a request as SDKs do: again after a status that they repeat. Raises for any other but 200."""
     while True:
         try:
             status, answer = await client.post(path, body, tail)
@@ -237,16 +229,14 @@ async def persist(
 
 
 async def new_run(client: Client, seen: Counter[str]) -> str:
-    """Open a session and a run, whose creation is accepted and maybe not done."""
+    """Open a session and a run, whose creation is accepted but may be pending."""
     session = (await persist(client, "create_session", {}, seen))["session_id"]
-    body = {
-        "session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4},
-    }  # fmt: skip
-    run: str = (await persist(client, "create_model", body, seen))["model_id"]
+    lora = {"session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4}}
+    run: str = (await persist(client, "create_model", lora, seen))["model_id"]
     return run
 
 
-async def answered(address: tuple[str, int], key: str, request: str, seen: Counter[str]) -> tuple[str, float]:
+async def answered(address: Address, key: str, request: str, seen: Counter[str]) -> tuple[str, float]:
     """Wait for a result on a connection of its own; return the request and the time of arrival."""
     client = Client(address, key)
     await persist(client, "retrieve_future", {"request_id": request}, seen)
@@ -262,7 +252,7 @@ async def trained(client: Client, run: str, seq: int, seen: Counter[str]) -> Non
 
 
 def pass_body(run: str, seq: int, tokens: int) -> bytes:
-    """Write a forward_backward of one datum, as SDK 0.38 does."""
+    """Return a forward_backward of one datum, encoded as by SDK 0.38."""
     request = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn="cross_entropy")
     datum = request.data.add()
     datum.model_input.add().encoded_text.tokens = bytes(4 * tokens)
