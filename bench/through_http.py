@@ -14,7 +14,6 @@ figures depend on the machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -25,7 +24,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from bench.support.processes import cpu_by_role
-from bench.support.record import Choice, Options, Report
+from bench.support.record import Args, Choice, Options, Report
 from bench.support.serving import Load, Server, drive, small_server
 from bench.support.timing import alternate, median_ratio, percentile
 
@@ -43,7 +42,7 @@ class Driven(NamedTuple):
     cpu_s: dict[str, float]
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
+def run(args: Args, report: Report) -> None:
     """Measure each number of tenants, then the overhead."""
     with small_server(args, max(args.tenants) + 1) as server:
         report["rows"] = [measure(server, tenants) for tenants in args.tenants]
@@ -73,7 +72,10 @@ def measure(server: Server, tenants: int) -> dict[str, Any]:
         "many_s_per_step": statistics.median(many_s),
         "many_over_solo": median_ratio(many_s, solo_s),
         "tokens_per_s": statistics.median(ours),
-        "cpu_s_per_step": {way: median_cpu_s(found[way]) for way in ("solo", "many")},
+        "cpu_s_per_step": {
+            way: {role: statistics.median(each.cpu_s[role] for each in found[way]) for role in found[way][0].cpu_s}
+            for way in ("solo", "many")
+        },
         "all": found,
     }
     line = f"T={tenants:<3} many/solo {row['many_over_solo']:.2f}   ours {row['tokens_per_s']:6.0f} tok/s"
@@ -93,11 +95,6 @@ def driven(loads: list[Load], steps: int) -> Driven:
     step_s = drive(loads, steps)
     after = cpu_by_role()
     return Driven(step_s, {role: (after[role] - s) / steps for role, s in before.items()})
-
-
-def median_cpu_s(rounds: list[Driven]) -> dict[str, float]:
-    """Return the median CPU time of each process over the rounds, in s per step."""
-    return {role: statistics.median(each.cpu_s[role] for each in rounds) for role in rounds[0].cpu_s}
 
 
 def measure_overhead(server: Server) -> dict[str, float]:
