@@ -27,7 +27,6 @@ def scenarios() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scenario and return its exit status."""
     name, *given = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = scenarios()
     if name in ("-h", "--help"):

@@ -53,7 +53,6 @@ TABLE = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure all ways in both shapes."""
     os.environ["TINKER_TELEMETRY"] = "0"
     rows, rounds = report.setdefault("rows", {}), report.setdefault("rounds", {})
     opened = {"httpx": plain, "cotrain": ours, "tinker": official}
@@ -88,7 +87,6 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, flo
 
 @contextmanager
 def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that sends prepared bytes and receives bytes."""
     loop, seqs = asyncio.new_event_loop(), itertools.count(1)
     http = httpx.AsyncClient(
         base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60.0,
@@ -121,7 +119,6 @@ def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 @contextmanager
 def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that uses our client from this thread."""
     with ServiceClient(url, key) as service:
         run = service.create_lora_training_client(POOL.base_model, rank=4)
         inputs: Any = {"target_tokens": [0] * tokens, "weights": [0.0] * tokens}
@@ -131,7 +128,6 @@ def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 @contextmanager
 def official(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that uses the official SDK from this thread."""
     import tinker
 
     service = tinker.ServiceClient(base_url=url, api_key=key)

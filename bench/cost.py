@@ -65,12 +65,10 @@ class Cost(NamedTuple):
 
 
 def run(settings: Args, _: Report) -> int:
-    """Count, and print the counts."""
     return run_on_fake_cuda(lambda: count(settings))
 
 
 def count(settings: Args) -> None:
-    """Print the counts of each size."""
     rows = [row for size in settings.sizes for row in report(size, settings)]
     if settings.json:
         print(json.dumps(rows))
@@ -84,7 +82,6 @@ def count(settings: Args) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a number with its significant digits."""
     if not isinstance(value, float):
         return str(value)
     return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
@@ -180,18 +177,22 @@ def flops(launch: Launch) -> float:
     shapes = [each for each in launch.args if isinstance(each, tuple)]
     match launch.name:
         case "lora_expand":
-            return 2.0 * prod(shapes[0]) * sum(int(weight[0]) for weight in launch.args[1])
+            return 2.0 * size(shapes[0]) * sum(int(weight[0]) for weight in launch.args[1])
         case "expert_expand" | "expert_expand_back":
             weights = launch.args[1]
             rows = launch.args[0] if launch.name == "expert_expand" else launch.args[0][0]
-            return 2.0 * int(rows[0]) * len(weights) * prod(weights[0][1:])
+            return 2.0 * int(rows[0]) * len(weights) * size(weights[0][1:])
         case "lora_expand_back":
-            return sum(2.0 * prod(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
+            return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
-            return 2.0 * prod(left) * int(right[0 if launch.name == "linear" else -1])
+            return 2.0 * size(left) * int(right[0 if launch.name == "linear" else -1])
         case _:
             return 0.0
+
+
+def size(shape: Sequence[int]) -> int:
+    return prod(shape)
 
 
 def flash_flops(launch: Launch) -> float:
@@ -200,7 +201,7 @@ def flash_flops(launch: Launch) -> float:
         return 0.0
     is_back = launch.name.endswith("backward")
     longest = next(each for each in launch.args if type(each) is int)
-    return 2.0 * prod(launch.args[1 if is_back else 0]) * longest * (2.5 if is_back else 1.0)
+    return 2.0 * size(launch.args[1 if is_back else 0]) * longest * (2.5 if is_back else 1.0)
 
 
 def train(shape: Shape, layers: int, settings: Args) -> tuple[FakeEngine, LaunchLog]:

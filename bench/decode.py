@@ -56,7 +56,6 @@ OPTIONS: Options = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure the throughput of each size, then decode steps alone."""
     is_cuda = args.device == "cuda"
     sizes = ["0.6b" if is_cuda else "5m"] if args.sizes is None else args.sizes
     if is_cuda:

@@ -64,7 +64,6 @@ def run(args: Args, report: Report) -> None:
 
 
 def preset_of(card: Any) -> str:
-    """Return the preset of a card by its memory."""
     return "h200" if card.total_memory > 100e9 else "h100" if card.total_memory > 60e9 else "cuda"
 
 
@@ -160,7 +159,6 @@ class Bench:
         return time.monotonic() + SHARE[part] * self.preset.limit_s / parts
 
     def has_time(self) -> bool:
-        """Return True if there is time for another part."""
         if time.monotonic() < self.began + self.preset.limit_s * SHARE["by_hand"]:
             return True
         print("out of time: the rest is left out (--parts measures it alone)", flush=True)
@@ -205,7 +203,6 @@ def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, An
 
 
 def print_size(size: str, parts: dict[str, Any]) -> None:
-    """Print the tables of one model."""
     print(f"\n## {size}")
     for each in (parts["rates"], *parts.get("numerics", [])):
         show(each)

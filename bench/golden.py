@@ -61,7 +61,6 @@ class Server:
         return response
 
     async def result(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result."""
         request = (await self.post(route, body))["request_id"]
         while (result := await self.post("retrieve_future", {"request_id": request})).get("type") == "try_again":
             pass
@@ -100,7 +99,6 @@ def digest(response: object) -> str:
 
 
 def datum(draw: random.Random, loss: str) -> dict[str, Any]:
-    """Return a random datum for a loss."""
     count = draw.randint(1, 40)
     tokens = [draw.randrange(VOCAB) for _ in range(count + 1)]
 
@@ -167,7 +165,6 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
 
 
 async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]:
-    """Train all runs concurrently and return digests by request."""
     headers = {"X-API-Key": api_key, "Accept": "application/json"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=120) as http:
         each = await asyncio.gather(*(train(Server(http), base_model, number) for number in range(len(RUNS))))
@@ -175,6 +172,5 @@ async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]
 
 
 def run(args: Args, _: Report) -> None:
-    """Print the digests as JSON."""
     seen = asyncio.run(golden(args.base_url, args.api_key, args.base_model))
     print(json.dumps(dict(sorted(seen.items())), indent=2))

@@ -39,7 +39,6 @@ OPTIONS: Options = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure and print the rates."""
     report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
     report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
     show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
@@ -97,7 +96,6 @@ def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
 
 
 def adapters_of(targets: Sequence[Target], rows: int, segments: int) -> list[Segment]:
-    """Return one segment for each adapter."""
     layout = plan_layout(AdapterSpec(RANK, seed=0), targets)
     found, share = [], rows // segments
     for at in range(segments):

@@ -32,8 +32,6 @@ OPTIONS: Options = {
 
 
 def run(settings: Args, _: Report) -> int:
-    """Count, and print the counts."""
-
     def count() -> None:
         for row in rows(settings):
             plain = "  ".join(f"{name} {value}" for name, value in row.items())

@@ -33,6 +33,7 @@ from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.logs import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES, Series, WorkerMetrics
 from cotrain_workers.engine.engine import Engine
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.sampling.token_times import TokenTimes
 from cotrain_workers.worker import loop
 from cotrain_workers.worker.device_time import DeviceTime
@@ -53,7 +54,6 @@ COUNTING = (
 
 
 def run(args: Args, report: Report) -> int:
-    """Measure each part, then a scrape."""
     if args.blocks < 2:
         print("--blocks must be 2 or more, because the spread of their ratios is shown")
         return 2
@@ -94,7 +94,6 @@ async def compare(part: Callable[[str, Path], Any], blocks: int) -> dict[str, An
 
 @contextlib.contextmanager
 def without() -> Iterator[None]:
-    """Disable all counting."""
     with contextlib.ExitStack() as patches:
         for kind, name in COUNTING:
             patches.enter_context(patch.object(kind, name, lambda *_, **__: None))
@@ -137,7 +136,8 @@ async def cycles(url: str, folder: Path) -> AsyncIterator[Work]:
 async def decoding(_: str, folder: Path) -> AsyncIterator[Work]:
     """Yield a block that generates 64 sequences of 32 tokens, counted as in `SamplingService`."""
     engine = Engine.load(str(build(folder / "model", "tiny")))
-    decoder = engine.decoder({}.__getitem__, kv_tokens=8192, text=None)
+    weights: dict[str, HostWeights] = {}
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
     times = TokenTimes(WorkerMetrics("bench", WorkerId("w0")))
 
     async def block() -> None:

@@ -58,7 +58,6 @@ OPTIONS: Options = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure next to each neighbour, or be one."""
     if args.be:
         print("begun", flush=True)
         asyncio.run(NEIGHBOURS[args.be](args.address, args.key))  # type: ignore[arg-type]

@@ -35,7 +35,6 @@ OPTIONS: Options = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure one model."""
     size = args.size or ("5m" if args.device == "cpu" else "8b")
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +79,6 @@ def refresh(engine: Engine, args: Args, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> None:
-    """Save the weights of all runs, as for their samplers."""
     outputs = engine.run([Save(run, 1) for run in runs]).outputs
     for run in runs:
         saved = outputs[run, 1]

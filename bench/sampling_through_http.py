@@ -36,7 +36,6 @@ OPTIONS: Options = {
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure the requests alone, the training alone, and both together."""
     os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
     with small_server(args, args.adapters + 1) as server:
         loads = [server.tenant(number, args.batch) for number in range(args.adapters + 1)]

@@ -41,7 +41,6 @@ class Counted(httpx.AsyncHTTPTransport):
 
     @override
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and count it."""
         if request.url.path.endswith(("sweep_pass", "forward_backward", "optim_step")):
             self.sent += len(request.content)
         elif request.url.path.endswith("retrieve_future"):
@@ -59,7 +58,6 @@ class Spent(NamedTuple):
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure all three."""
     network = Counted()
     with small_server(args, 1) as server, cotrain.ServiceClient(server.url, server.keys[0], network=network) as service:
         report |= show(steps(args, service, network))
@@ -67,7 +65,6 @@ def run(args: Args, report: Report) -> None:
 
 
 def spent(network: Counted, work: Callable[[], object]) -> Spent:
-    """Do some work, and return the cost."""
     sent, polled = network.sent, network.polled
     began, before = time.perf_counter(), cpu_by_role()
     work()
@@ -80,7 +77,10 @@ def steps(args: Args, service: cotrain.ServiceClient, network: Counted) -> dict[
     data = random_data(args.batch, args.length, 0)
     sweep = service.create_sweep("bench", settings(args))
     one = Load(lone(args, service, 0), random_data(args.trials * args.batch, args.length, 1))
-    works = {"sweep": partial(trained, sweep, [data] * args.steps), "one": partial(drive, [one], args.steps)}
+    works: dict[str, Callable[[], object]] = {
+        "sweep": partial(trained, sweep, [data] * args.steps),
+        "one": partial(drive, [one], args.steps),
+    }
     found = alternate({name: partial(spent, network, work) for name, work in works.items()}, args.repeats)
     sweep.close()
     one.run.unload()
@@ -111,7 +111,6 @@ def halving(args: Args, service: cotrain.ServiceClient, network: Counted) -> dic
 
 
 def trained(sweep: cotrain.Sweep[Any], batches: Sequence[list[Any]]) -> None:
-    """Train with two steps in flight."""
     sent: list[Any] = []
     for batch in batches:
         if len(sent) == 2:
@@ -127,5 +126,4 @@ def settings(args: Args) -> list[dict[str, float]]:
 
 
 def lone(args: Args, service: cotrain.ServiceClient, seed: int) -> Any:
-    """Return a run with requests of its own."""
     return service.create_lora_training_client("bench", rank=args.rank, seed=seed)

@@ -43,7 +43,6 @@ class Driven(NamedTuple):
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure each number of tenants, then the overhead."""
     with small_server(args, max(args.tenants) + 1) as server:
         report["rows"] = [measure(server, tenants) for tenants in args.tenants]
         overhead = report["overhead"] = measure_overhead(server)
@@ -90,7 +89,6 @@ def measure(server: Server, tenants: int) -> dict[str, Any]:
 
 
 def driven(loads: list[Load], steps: int) -> Driven:
-    """Train all tenants concurrently; return the times of a step."""
     before = cpu_by_role()
     step_s = drive(loads, steps)
     after = cpu_by_role()

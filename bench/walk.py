@@ -55,7 +55,6 @@ OPTIONS: Options = {"list": (False, "name the files, in the order of entry")}
 
 
 def run(args: Args, _: Report) -> None:
-    """Record the path of a pass and print it."""
     recorder = Recorder()
     threading.setprofile(recorder)
     sys.setprofile(recorder)
@@ -99,7 +98,6 @@ class Recorder:
 
 
 def is_beside(frame: FrameType | None) -> bool:
-    """Return True if a function of BESIDE is on the stack."""
     while frame:
         if frame.f_code.co_qualname in BESIDE:
             return True

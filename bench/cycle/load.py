@@ -35,7 +35,6 @@ class Load:
         return np.random.default_rng(0).integers(0, vocab, (self.sequences, self.length + 1))
 
     def batches(self, tenants: int, vocab: int, device: str) -> list[torch.Tensor]:
-        """Return each tenant's share of the rows."""
         return list(torch.from_numpy(self.rows(vocab)).to(device).chunk(tenants))
 
 
@@ -57,7 +56,6 @@ def passes(load: Load, tenants: int, vocab: int) -> list[Op]:
 
 
 def steps(tenants: int) -> list[Op]:
-    """Return one optimizer step per tenant."""
     return [OptimStep(f"run-{at}", 2, 1e-4, 0.9, 0.95, 1e-8, 0.0, 0.0) for at in range(tenants)]
 
 

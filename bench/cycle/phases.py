@@ -42,7 +42,6 @@ class Op:
 
 
 def phase_of(op: Op) -> str:
-    """Return the phase of an op."""
     if not op.in_wave:
         return "optimizer"
     if op.in_head:

@@ -134,7 +134,6 @@ class RateWorker:
         return tokens / TOKENS_PER_S * self._draw.lognormvariate(0.0, NOISE)
 
     def commit(self, lasted_s: float) -> Step:
-        """Commit the step in progress."""
         step, self.at_work = self.at_work, None
         assert step
         results = {(op.run, op.seq): _DONE for op in step.ops}
@@ -151,7 +150,6 @@ class RateWorker:
 
 
 async def played(shape: Shape, redis_url: str, redis_pid: int, spool: Spool) -> dict[str, Any]:
-    """Return the measures of one trial."""
     return await World(shape, redis_url, redis_pid, spool).play()
 
 

@@ -48,7 +48,6 @@ class Running:
 
     @property
     def rss_mb(self) -> float:
-        """Resident memory in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
     @property
@@ -91,7 +90,7 @@ class LocalServer:
 
     def start(self, keys: Sequence[str], *worker: str, **settings: str) -> None:
         """Start an API process, a scheduler, and a null worker with options."""
-        self.start_api(keys, **settings)
+        self.start_api(keys, 25.0, **settings)
         self.start_scheduler()
         self.start_worker(*worker)
 
@@ -101,7 +100,7 @@ class LocalServer:
     def start_worker(self, *options: str) -> None:
         self._start("worker", ["bench.load.null_worker", *options])
 
-    def start_api(self, keys: Sequence[str], *, long_poll_s: float = 25.0, **settings: str) -> None:
+    def start_api(self, keys: Sequence[str], long_poll_s: float, **settings: str) -> None:
         """Start an API process on the server's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
@@ -161,7 +160,6 @@ def local_server() -> Iterator[LocalServer]:
 
 
 def keys_of(tenants: int) -> list[str]:
-    """Return an API key for each tenant."""
     return [f"tml-load-{number:012}" for number in range(tenants)]
 
 

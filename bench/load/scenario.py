@@ -51,7 +51,6 @@ Row = dict[str, Any]
 
 
 def run(args: Args, report: Report) -> None:
-    """Measure each part on a server of its own."""
     configure_logs("bench", "warning")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -97,7 +96,7 @@ async def small_passes(server: LocalServer, args: Args) -> Row:
 async def waiting(server: LocalServer, args: Args) -> Row:
     """Hold polls in one API process, then resolve them at a steady pace: their memory, and the delay of results."""
     keys, times, seen = keys_of(-(-args.waiting // REQUESTS_PER_TENANT)), server.folder / "times", Counter[str]()
-    server.start_api(keys, long_poll_s=LONG_POLL_S)
+    server.start_api(keys, LONG_POLL_S)
     server.start_scheduler()
     accepted = await asyncio.gather(*(_accepted(server, key, seen) for key in keys))
     requests = [one for of_tenant in accepted for one in of_tenant][: args.waiting]

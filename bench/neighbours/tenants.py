@@ -124,7 +124,6 @@ async def awaited(future: Future[Any]) -> None:
 
 
 async def step(run: TrainingClient) -> None:
-    """Train one small step and wait for its results."""
     await (await run.forward_backward_async(random_data(1, 64, seed=0), "cross_entropy"))
     await (await run.optim_step_async(ADAM))
 
@@ -226,7 +225,6 @@ def _nested(at: int, depth: int) -> dict[str, Any]:
 
 
 async def sampler_of(address: str, key: str) -> SamplingClient:
-    """Return a sampler of a new adapter."""
     (run,) = runs(address, key, count=1)
     return await asyncio.to_thread(run.save_weights_and_get_sampling_client)
 

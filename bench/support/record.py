@@ -63,7 +63,6 @@ class Report(dict[str, Any]):
 
 
 def add_options(parser: argparse.ArgumentParser, options: Options) -> None:
-    """Add the options of a scenario, and the folder of its record."""
     for name, given in {**options, "out": (Path("bench/results"), "folder of the record")}.items():
         default, text = given if type(given) is tuple else (given, None)
         parser.add_argument(f"--{name.replace('_', '-')}", **described(default, text))
@@ -92,7 +91,6 @@ def described(default: Any, text: str | None) -> dict[str, Any]:
 
 
 def names(text: str) -> list[str]:
-    """Return the names in a comma-separated list."""
     return [name for name in text.split(",") if name]
 
 

@@ -33,7 +33,6 @@ def measure_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def matmul_flops(device: str, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large square matmul."""
     size = 2048 if device == "cpu" else 8192
     left = torch.randn(size, size, device=device, dtype=dtype)
     return float(2 * size**3 / min(timed(lambda: left @ left, device) for _ in range(10)))

@@ -71,7 +71,6 @@ class Server:
         return Load(run, random_data(count, self.args.length, seed, sdk), sdk.AdamParams(**ADAM_VALUES))
 
     def cycles(self) -> list[dict[str, Any]]:
-        """Return the server's records of its cycles."""
         return cycles_of(self.url)
 
 
@@ -92,7 +91,6 @@ def small_server(args: Args, tenants: int) -> Iterator[Server]:
 
 
 def random_data(count: int, length: int, seed: int, sdk: Any = cotrain) -> list[Any]:
-    """Return datums of random tokens."""
     rows = np.random.default_rng(seed).integers(0, VOCAB, (count, length + 1)).tolist()
     return [datum(row, sdk) for row in rows]
 
