@@ -34,6 +34,8 @@ RUNS = (
     (32, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
 )
 AGAIN = {408, 429, 503}
+#: Fields of a response, at any depth, that differ between two runs of one version.
+NAMES = {"metrics", "model_id", "path", "sampling_session_id", "size_bytes", "training_run_id"}
 ADAM = {
     "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0,
 }  # fmt: skip
@@ -91,9 +93,9 @@ def without_metadata(safetensors: bytes) -> bytes:
 def digest(response: object) -> str:
     """Return the digest of a response without fields that differ between two runs of one version."""
     if not isinstance(response, bytes):
-        kept = json.loads(json.dumps(response))
-        for name in ("metrics", "model_id", "path", "sampling_session_id", "size_bytes"):
-            kept.pop(name, None)
+        kept = json.loads(
+            json.dumps(response), object_hook=lambda found: {k: found[k] for k in found if k not in NAMES}
+        )
         response = json.dumps(kept, sort_keys=True).encode()
     return hashlib.sha256(response).hexdigest()[:16]
 
