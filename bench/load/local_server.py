@@ -1,6 +1,6 @@
-"""Local server for load tests (Redis, scheduler, API processes behind one port, a null worker), and its least client.
+"""Local server for load tests (Redis, scheduler, API, a null worker), and a minimal client of it.
 
-Each process is a process of its own, as in `cotrain serve`, and ends with the server. Clients share two cores with it,
+Each part is a process of its own, as in `cotrain serve`, and ends with the server. Clients share two cores with it,
 and a whole client library would measure itself. So a client sends one request at a time on a kept connection.
 """
 
