@@ -13,27 +13,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support.options import add_options
-from bench.support.report import Report, prepare_torch, show
+from bench.support.record import Report, add_options, prepare_torch, show
 
 FOLDER = Path(__file__).resolve().parent
-PACKAGES = ("client", "scheduler", "server", "workers")
 
 
 def scenarios() -> dict[str, str]:
-    """Return the first line of each scenario's docstring, by name."""
+    """Return the first line of each scenario's docstring, by name, without importing it."""
     files = {file.stem: file for file in FOLDER.glob("[!_]*.py")}
     files |= {file.parent.name: file for file in FOLDER.glob("*/scenario.py")}
-    return {name: summary(files[name]) for name in sorted(files)}
-
-
-def summary(file: Path) -> str:
-    """Return the first line of a file's docstring, without importing it."""
-    return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    texts = {name: ast.get_docstring(ast.parse(files[name].read_text())) for name in sorted(files)}
+    return {name: (text or "").partition("\n")[0] for name, text in texts.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a scenario and return its exit status."""
     name, *given = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = scenarios()
     if name in ("-h", "--help"):
@@ -44,14 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"bench: no benchmark {name!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     # At the end, so that installed versions, or those of PYTHONPATH, come first. A GPU machine has none.
-    sys.path += [str(FOLDER.parent / package) for package in PACKAGES]
+    sys.path += [str(FOLDER.parent / package) for package in ("client", "scheduler", "server", "workers")]
     room = (FOLDER / name).is_dir()
     scenario = importlib.import_module(f"bench.{name}.scenario" if room else f"bench.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"python -m bench {name}",
-        description=scenario.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(f"python -m bench {name}", description=scenario.__doc__, formatter_class=form)
     add_options(parser, scenario.OPTIONS)
     args = parser.parse_args(given)
     if "device" in args:

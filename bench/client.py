@@ -20,7 +20,6 @@ A figure is the median over the rounds. A ratio is the median of the ratios with
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
 import os
@@ -32,21 +31,17 @@ from typing import Any
 
 import httpx
 
-from bench.load.http import pass_body
-from bench.load.local_server import local_server
+from bench.load.local_server import local_server, pass_body
 from bench.load.null_worker import POOL
-from bench.load.waiting import until_held
-from bench.support.options import Options
-from bench.support.report import Report, table
+from bench.support.record import Args, Options, Report, table
 from bench.support.serving import datum
-from bench.support.timing import alternate, measure, median_ratio
+from bench.support.timing import Took, alternate, measure, median_ratio
 from cotrain import Datum, ModelInput, ServiceClient
 from cotrain.wire.codec import PROTOBUF
 
 #: Sends a number of requests, keeps a number of them in flight, and waits for all results.
 Way = Callable[[int, int], None]
 
-KEYS = {name: f"tml-bench-key-of-{name}" for name in ("httpx", "cotrain", "tinker")}
 OPTIONS: Options = {
     "requests": (200, "of each way in each round"), "depth": (64, "requests in flight in `many`"),
     "rounds": 7, "tokens": (32, "of the one datum of a request"),
@@ -57,72 +52,59 @@ TABLE = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure all ways in both shapes."""
+def run(args: Args, report: Report) -> None:
     os.environ["TINKER_TELEMETRY"] = "0"
     rows, rounds = report.setdefault("rows", {}), report.setdefault("rounds", {})
+    opened = {"httpx": plain, "cotrain": ours, "tinker": official}
+    keys = {name: f"tml-bench-key-of-{name}" for name in opened}
     with local_server() as server, ExitStack() as stack:
-        server.start(list(KEYS.values()))
+        server.start(list(keys.values()))
         url = "http://{}:{}".format(*server.address)
-        asyncio.run(until_held(server, 0))  # the API is up
-        ways = {
-            name: stack.enter_context(way(url, KEYS[name], args.tokens))
-            for name, way in {"httpx": plain, "cotrain": ours, "tinker": official}.items()
-        }
+        asyncio.run(server.until_held(0))
+        ways = {name: stack.enter_context(way(url, keys[name], args.tokens)) for name, way in opened.items()}
         for shape, depth in (("alone", 1), ("many", args.depth)):
-            costs = {name: partial(cost_of, way, args.requests, depth) for name, way in ways.items()}
-            found = alternate(costs, args.rounds)
-            rows[shape], rounds[shape] = summary(found), found
+            calls = {name: partial(measure, partial(way, args.requests, depth)) for name, way in ways.items()}
+            took = alternate(calls, args.rounds)
+            rounds[shape] = {name: [costs_ms(each, args.requests) for each in found] for name, found in took.items()}
+            rows[shape] = summary(rounds[shape])
     shown = [{"requests": shape, "client": name, **row} for shape, found in rows.items() for name, row in found.items()]
     print(table(shown, TABLE))
 
 
-def cost_of(way: Way, requests: int, depth: int) -> dict[str, float]:
-    """Return the cost per request of one way in ms."""
-    took = measure(partial(way, requests, depth))
-    return {"wall_ms": 1000 * took.wall_s / requests, "cpu_ms": 1000 * took.cpu_s / requests}
+def costs_ms(took: Took, requests: int) -> dict[str, float]:
+    return {"wall": 1000 * took.wall_s / requests, "cpu": 1000 * took.cpu_s / requests}
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
     """Return medians of each way, and of its ratios to the others within a round."""
-
-    def each(name: str, kind: str) -> list[float]:
-        return [cost[f"{kind}_ms"] for cost in found[name]]
-
-    return {
-        name: {
-            **{f"{kind}_ms": statistics.median(each(name, kind)) for kind in ("wall", "cpu")},
-            **{
-                f"{kind}_over_{other}": median_ratio(each(name, kind), each(other, kind))
-                for other in found
-                for kind in ("wall", "cpu")
-            },
-        }
-        for name in found
-    }
+    rows: dict[str, dict[str, float]] = {name: {} for name in found}
+    for (name, row), kind in itertools.product(rows.items(), ("wall", "cpu")):
+        own, *others = ([cost[kind] for cost in found[each]] for each in (name, *found))
+        row[f"{kind}_ms"] = statistics.median(own)
+        row |= {f"{kind}_over_{other}": median_ratio(own, costs) for other, costs in zip(found, others, strict=True)}
+    return rows
 
 
 @contextmanager
 def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that sends prepared bytes and receives bytes."""
-    loop = asyncio.new_event_loop()
+    loop, seqs = asyncio.new_event_loop(), itertools.count(1)
     http = httpx.AsyncClient(
         base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=60.0,
         limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100),
     )  # fmt: skip
-    session = loop.run_until_complete(http.post("create_session", json={})).json()["session_id"]
-    lora = {"session_id": session, "model_seq_id": 0, "base_model": POOL.base_model,
-            "lora_config": {"rank": 4}}  # fmt: skip
-    run = loop.run_until_complete(http.post("create_model", json=lora)).json()["model_id"]
-    seqs = itertools.count(1)
-    accept = {"Accept": PROTOBUF}
+
+    def create(path: str, **body: Any) -> Any:
+        return loop.run_until_complete(http.post(path, json=body)).json()
+
+    session = create("create_session")["session_id"]
+    lora = {"base_model": POOL.base_model, "lora_config": {"rank": 4}}
+    run = create("create_model", session_id=session, model_seq_id=0, **lora)["model_id"]
 
     async def ask(free: asyncio.Semaphore, seq: int) -> None:
         async with free:
-            body = pass_body(run, seq, tokens)
-            headers = {"Content-Type": PROTOBUF}
+            body, headers = pass_body(run, seq, tokens), {"Content-Type": PROTOBUF}
             accepted = await http.post("forward_backward", content=body, headers=headers)
-            asked = {"request_id": accepted.json()["request_id"]}
+            asked, accept = {"request_id": accepted.json()["request_id"]}, {"Accept": PROTOBUF}
             while (await http.post("retrieve_future", json=asked, headers=accept)).status_code == 408:
                 pass
 
@@ -137,27 +119,25 @@ def plain(url: str, key: str, tokens: int) -> Iterator[Way]:
 
 @contextmanager
 def ours(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that uses our client from this thread."""
     with ServiceClient(url, key) as service:
         run = service.create_lora_training_client(POOL.base_model, rank=4)
         inputs: Any = {"target_tokens": [0] * tokens, "weights": [0.0] * tokens}
         data = [Datum(model_input=ModelInput.from_ints([0] * tokens), loss_fn_inputs=inputs)]
-        yield lambda count, depth: keep_flying(count, depth, lambda: run.forward_backward(data, "cross_entropy"))
+        yield partial(keep_flying, lambda: run.forward_backward(data, "cross_entropy"))
 
 
 @contextmanager
 def official(url: str, key: str, tokens: int) -> Iterator[Way]:
-    """Yield a way that uses the official SDK from this thread."""
     import tinker
 
     service = tinker.ServiceClient(base_url=url, api_key=key)
     run = service.create_lora_training_client(base_model=POOL.base_model, rank=4).result()
     data = [datum([0] * (tokens + 1), tinker)]
-    yield lambda count, depth: keep_flying(count, depth, lambda: run.forward_backward(data, "cross_entropy"))
+    yield partial(keep_flying, lambda: run.forward_backward(data, "cross_entropy"))
     service.close("success")
 
 
-def keep_flying(count: int, depth: int, ask: Callable[[], Any]) -> None:
+def keep_flying(ask: Callable[[], Any], count: int, depth: int) -> None:
     """Send `count` requests; once `depth` are in flight, wait for the oldest."""
     flying: list[Any] = []
     for _ in range(count):

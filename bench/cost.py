@@ -13,30 +13,25 @@ its bytes, whichever is longer, and at least 2 us.
 
 from __future__ import annotations
 
-import argparse
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import prod
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from bench.support.fake_engine import BF16, DEVICE, FakeEngine, on_fake_device, run_on_fake_cuda
+from bench.support.fake_engine import BF16, DEVICE, FakeEngine, a_pass, begin, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Args, Options, Report
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout
 from cotrain_workers.engine.decoding.step import Grouped, GroupedLora, Lora, MixedStep, RowLora
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Create, Datum, Failure, OptimStep, Pass
-from cotrain_workers.engine.spec import AdapterSpec
-from tests.support import fake_cuda
-from tests.support.fake_cuda import Launch, LaunchLog
+from cotrain_workers.engine.ops import Failure, OptimStep
+from tests.support.fake_cuda import Launch, LaunchLog, counts
 
 #: Rates of an H200: GEMMs in bf16, FlashAttention 2, a copy, and the duration of the smallest kernel.
 GEMM_FLOPS, FLASH_FLOPS, COPY_BYTES, LEAST_S = 680e12, 290e12, 4.0e12, 2e-6
@@ -67,6 +62,114 @@ class Cost(NamedTuple):
         return Cost(*(a + layers * b for a, b in zip(self, layer, strict=True)))
 
 
+def run(settings: Args, _: Report) -> int:
+    return run_on_fake_cuda(lambda: count(settings))
+
+
+def count(settings: Args) -> None:
+    rows = [row for size in settings.sizes for row in report(size, settings)]
+    if settings.json:
+        print(json.dumps(rows))
+        return
+    for row in rows:
+        each = {name: value for name, value in row.items() if not name.startswith("ops")}
+        print("  ".join(f"{name} {shown(value)}" for name, value in each.items()))
+        for name in ("ops", "ops_outside") if settings.ops and "lora" in row else ():
+            for op, found in row[name].items():
+                print(f"  {name:12} {op:32}" + "".join(f"{value:10.3f}" for value in found))
+
+
+def shown(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+
+
+def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
+    """Yield the cost of training with each LoRA backend, then of a decode step."""
+    shape = (SHAPES | MIXTURES)[size]
+    is_mixture = isinstance(shape, Mixture)
+    tokens = settings.tenants * settings.length
+    for name in settings.lora:
+        if is_mixture and name == "grouped":
+            continue
+        own = Args(**{**vars(settings), "backend": name})
+        (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
+        layer, outside = split(cost_of(one.log), cost_of(two.log))
+        whole = outside.with_layers(layer, shape.layers)
+        yield {
+            "what": "train", "size": size, "lora": name, "tenants": settings.tenants, "length": settings.length,
+            "launches_per_layer": layer.launches, "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
+            "kept_kb_per_token_and_layer": layer.kept_bytes / tokens / 1e3,
+            "launches_outside": outside.launches, "kb_per_token_outside": outside.bytes / tokens / 1e3,
+            "launches_of_steps": cost_of(step).launches, "host_reads": reads_of(shape, one, two),
+            "estimated_tokens_per_s": tokens / whole.seconds, "estimated_with_flash_3": tokens / whole.seconds_flash_3,
+            **{
+                f"ops{where}": {
+                    op: (each.launches, each.bytes / tokens / 1e3, each.seconds / tokens * 1e6)
+                    for op, each in found.items()
+                    if each.seconds > 0
+                }
+                for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
+            },
+        }  # fmt: skip
+    own = Args(**{**vars(settings), "backend": "seg" if is_mixture else "grouped"})
+    head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
+    one, two = (decode(shape, layers, own) for layers in LAYERS)
+    layer, _ = split(cost_of(one.log), cost_of(two.log))
+    ops = counts(two.log.launches)
+    ops.subtract(counts(one.log.launches))
+    yield {
+        "what": "decode", "size": size, "rows": settings.rows, "adapters": settings.adapters,
+        "launches_per_layer": layer.launches, "mb_per_layer": layer.bytes / 1e6,
+        "host_reads": reads_of(shape, one, two),
+        # Without the choice of tokens, and without the host's work between two steps and between launches.
+        "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
+        "ops": {op: count for op, count in ops.most_common() if count},
+    }  # fmt: skip
+
+
+def reads_of(shape: Shape, one: FakeEngine, two: FakeEngine) -> int:
+    """Return the number of host reads of a whole model, given those of the two layer counts."""
+    first, second = (sum(each.reads.values()) for each in (one, two))
+    return first + (shape.layers - LAYERS[0]) * (second - first)
+
+
+def split(one: Cost, two: Cost) -> tuple[Cost, Cost]:
+    """Return the cost of one layer, and of everything outside the layers, given those of the two layer counts."""
+    layer = two.with_layers(one, -1)
+    return layer, one.with_layers(layer, -LAYERS[0])
+
+
+def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Cost]]:
+    """Return the cost of each op within a layer and outside the layers, most expensive first."""
+    found: list[dict[str, list[Launch]]] = [defaultdict(list), defaultdict(list)]
+    for by_name, log in zip(found, (one, two), strict=True):
+        for launch in log.launches:
+            by_name[launch.name].append(launch)
+    both = {name: split(*(cost_of_launches(each[name]) for each in found)) for name in sorted({*found[0], *found[1]})}
+    layer, outside = (
+        dict(sorted(((name, cost[at]) for name, cost in both.items()), key=lambda item: -item[1].seconds))
+        for at in (0, 1)
+    )
+    return layer, outside
+
+
+def cost_of(log: LaunchLog) -> Cost:
+    return cost_of_launches(log.launches)._replace(kept_bytes=log.peak)
+
+
+def cost_of_launches(launches: Sequence[Launch]) -> Cost:
+    times = [[seconds(each, flash) for each in launches] for flash in (FLASH_FLOPS, FLASH_3_FLOPS)]
+    return Cost(sum(counts(launches).values()), sum(each.bytes for each in launches), sum(times[0]), sum(times[1]))
+
+
+def seconds(launch: Launch, flash: float) -> float:
+    """Return the estimated duration of a launch on an H200."""
+    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / flash
+    return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
+
+
 def flops(launch: Launch) -> float:
     """Return the FLOP of a product; 0 for launches that are bound by their bytes."""
     shapes = [each for each in launch.args if isinstance(each, tuple)]
@@ -81,15 +184,12 @@ def flops(launch: Launch) -> float:
             return sum(2.0 * size(g) * int(w[1]) for g, w in zip(*launch.args[:2], strict=True))
         case "mm" | "_grouped_mm" | "bmm" | "linear":
             left, right = shapes[0], shapes[1]
-            if launch.name == "linear":
-                return 2.0 * size(left) * int(right[0])
-            return 2.0 * size(left) * int(right[-1])
+            return 2.0 * size(left) * int(right[0 if launch.name == "linear" else -1])
         case _:
             return 0.0
 
 
 def size(shape: Sequence[int]) -> int:
-    """Return the number of values in a tensor of this shape."""
     return prod(shape)
 
 
@@ -102,67 +202,25 @@ def flash_flops(launch: Launch) -> float:
     return 2.0 * size(launch.args[1 if is_back else 0]) * longest * (2.5 if is_back else 1.0)
 
 
-def seconds(launch: Launch, flash: float = FLASH_FLOPS) -> float:
-    """Return the estimated duration of a launch on an H200."""
-    compute = flops(launch) / GEMM_FLOPS + flash_flops(launch) / flash
-    return max(compute, launch.bytes / COPY_BYTES, LEAST_S)
-
-
-def cost_of(log: LaunchLog) -> Cost:
-    return cost_of_launches(log.launches)._replace(kept_bytes=log.peak)
-
-
-def cost_of_launches(launches: Sequence[Launch]) -> Cost:
-    return Cost(
-        sum(fake_cuda.counts(launches).values()),
-        sum(each.bytes for each in launches),
-        sum(map(seconds, launches)),
-        sum(seconds(each, FLASH_3_FLOPS) for each in launches),
-    )
-
-
-def by_op(one: LaunchLog, two: LaunchLog) -> tuple[dict[str, Cost], dict[str, Cost]]:
-    """Return the cost of each op within a layer and outside the layers, most expensive first."""
-    both: list[dict[str, Cost]] = []
-    for log in (one, two):
-        names = sorted({each.name for each in log.launches})
-        own = {name: [each for each in log.launches if each.name == name] for name in names}
-        both.append({name: cost_of_launches(launches) for name, launches in own.items()})
-    none = Cost(0, 0, 0, 0)
-    layer = {name: found.with_layers(both[0].get(name, none), -1) for name, found in both[1].items()}
-    outside = {name: both[0][name].with_layers(layer[name], -LAYERS[0]) for name in both[0]}
-    return dearest_first(layer), dearest_first(outside)
-
-
-def dearest_first(found: dict[str, Cost]) -> dict[str, Cost]:
-    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
-
-
-def train(shape: Shape, layers: int, settings: argparse.Namespace) -> tuple[FakeEngine, FakeEngine]:
-    """Run one pass and one optimizer step of every tenant; return the log of each."""
-    fake, steps = FakeEngine(shape, layers, settings), SimpleNamespace(log=fake_cuda.LaunchLog())
-    ids = np.zeros(settings.length, np.int64)
-    datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(settings.length, np.float32)})
+def train(shape: Shape, layers: int, settings: Args) -> tuple[FakeEngine, LaunchLog]:
+    """Run one pass and one optimizer step of every tenant; return the engine with the log of the pass, and that of the step."""
+    fake, step = FakeEngine(shape, layers, settings), LaunchLog()
+    runs = [f"r{at}" for at in range(settings.tenants)]
 
     def work(engine: Engine) -> None:
-        runs = [f"r{at}" for at in range(settings.tenants)]
-        engine.run([Create(run, 0, AdapterSpec(settings.rank, seed=0)) for run in runs])
-        for run in runs:
-            _ = engine.adapters[run].gradient  # as from the second cycle on
-        fake.reads.clear()
-        fake.log.launches.clear()
+        begin(engine, fake, runs, settings.rank)
         with fake.log:
-            found = engine.run([Pass(run, 1, [datum], "cross_entropy", {}, True) for run in runs])
-        with steps.log:
+            found = engine.run([a_pass(run, settings.length) for run in runs])
+        with step:
             stepped = engine.run([OptimStep(run, 2, 1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0) for run in runs])
         for output in (*found.outputs.values(), *stepped.outputs.values()):
             assert not isinstance(output, Failure), output
 
     on_fake_device(fake, work)
-    return fake, steps  # type: ignore[return-value]
+    return fake, step
 
 
-def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngine:
+def decode(shape: Shape, layers: int, settings: Args) -> FakeEngine:
     """Run one decode step of `rows` sequences over `adapters` adapters.
 
     It is the step that a graph captures. A mixture of experts has no graph, and adds LoRA by row.
@@ -193,89 +251,3 @@ def decode(shape: Shape, layers: int, settings: argparse.Namespace) -> FakeEngin
 
     on_fake_device(fake, work)
     return fake
-
-
-def report(size: str, settings: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the cost of training with each LoRA backend, then of a decode step."""
-    shape = (SHAPES | MIXTURES)[size]
-    tokens = settings.tenants * settings.length
-    for name in settings.lora:
-        if isinstance(shape, Mixture) and name == "grouped":
-            continue
-        own = argparse.Namespace(**{**vars(settings), "backend": name})
-        (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
-        costs = [cost_of(fake.log) for fake in (one, two)]
-        layer = costs[1].with_layers(costs[0], -1)
-        outside = costs[0].with_layers(layer, -LAYERS[0])
-        whole = outside.with_layers(layer, shape.layers)
-        adam = cost_of(step.log)
-        yield {
-            **{"what": "train", "size": size, "lora": name},
-            **{"tenants": settings.tenants, "length": settings.length},
-            "launches_per_layer": layer.launches,
-            "kb_per_token_and_layer": layer.bytes / tokens / 1e3,
-            "kept_kb_per_token_and_layer": layer.kept_bytes / tokens / 1e3,
-            "launches_outside": outside.launches,
-            "kb_per_token_outside": outside.bytes / tokens / 1e3,
-            "launches_of_steps": adam.launches,
-            "host_reads": reads_of(shape, one, two),
-            "estimated_tokens_per_s": tokens / whole.seconds,
-            "estimated_with_flash_3": tokens / whole.seconds_flash_3,
-            **{
-                f"ops{where}": {
-                    op: (each.launches, each.bytes / tokens / 1e3, each.seconds / tokens * 1e6)
-                    for op, each in found.items()
-                    if each.seconds > 0
-                }
-                for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
-            },
-        }
-    backend = "seg" if isinstance(shape, Mixture) else "grouped"
-    own = argparse.Namespace(**{**vars(settings), "backend": backend})
-    head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
-    one, two = (decode(shape, layers, own) for layers in LAYERS)
-    costs = [cost_of(fake.log) for fake in (one, two)]
-    layer = costs[1].with_layers(costs[0], -1)
-    each = fake_cuda.counts(two.log.launches)
-    each.subtract(fake_cuda.counts(one.log.launches))
-    yield {
-        **{"what": "decode", "size": size, "rows": settings.rows, "adapters": settings.adapters},
-        "launches_per_layer": layer.launches,
-        "mb_per_layer": layer.bytes / 1e6,
-        "host_reads": reads_of(shape, one, two),
-        # Without the choice of tokens, and without the host's work between two steps and between launches.
-        "estimated_tokens_per_s": settings.rows / (shape.layers * layer.seconds + head_s),
-        "ops": {op: count for op, count in each.most_common() if count},
-    }
-
-
-def reads_of(shape: Shape, one: FakeEngine, two: FakeEngine) -> int:
-    """Return the number of host reads of a whole model, given those of the two layer counts."""
-    first, second = (sum(each.reads.values()) for each in (one, two))
-    return first + (shape.layers - LAYERS[0]) * (second - first)
-
-
-def run(settings: argparse.Namespace, _: Report) -> int:
-    """Count, and print the counts."""
-    return run_on_fake_cuda(lambda: count(settings))
-
-
-def count(settings: argparse.Namespace) -> None:
-    """Print the counts of each size."""
-    rows = [row for size in settings.sizes for row in report(size, settings)]
-    if settings.json:
-        print(json.dumps(rows))
-        return
-    for row in rows:
-        each = {name: value for name, value in row.items() if not name.startswith("ops")}
-        print("  ".join(f"{name} {show(value)}" for name, value in each.items()))
-        for name in ("ops", "ops_outside") if settings.ops and "lora" in row else ():
-            for op, found in row[name].items():
-                print(f"  {name:12} {op:32}" + "".join(f"{value:10.3f}" for value in found))
-
-
-def show(value: object) -> str:
-    """Return a number with its significant digits."""
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"

@@ -14,10 +14,9 @@ are read once. The bandwidth is that of a large copy measured in the same run.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,11 @@ import numpy as np
 import torch
 
 from bench.support.model import SHAPES, build
-from bench.support.options import DEVICE, Choice, Options, names
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Args, Choice, Options, Report, names, show
 from bench.support.roofline import copy_bandwidth
-from bench.support.timing import alternate, timed, turns
+from bench.support.timing import Work, alternate, timed, turns
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
+from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, HostWeights, Save, SaveOutput
@@ -57,49 +55,56 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
+def run(args: Args, report: Report) -> None:
+    is_cuda = args.device == "cuda"
+    sizes = ["0.6b" if is_cuda else "5m"] if args.sizes is None else args.sizes
+    if is_cuda:
+        args.ceiling_size = args.ceiling_size or "8b"
+    report["rank"] = RANK
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = args.models or Path(scratch)
+        report["throughput"] = [row for size in sizes for row in throughput(folder, size, args)]
+        if args.ceiling_size:
+            report["ceiling"] = ceiling(folder, args)
+
+
 @dataclass(frozen=True)
 class Bench:
     """One model, its adapters, and the workloads to measure on it."""
 
-    size: str
     device: str
     engine: Engine
     decoder: EngineDecoder
     network: Any  # transformers, with PEFT adapters "default", "t1", ...
     rng: np.random.Generator
 
-    def requests(self, batch: int, adapters: int) -> list[SampleRequest]:
-        """Return requests over `adapters` adapters (0: the base alone), sorted by adapter."""
-        names = [f"t{at * min(adapters, batch) // batch}" if adapters else None for at in range(batch)]
-        options = {"temperature": 0.0, "max_tokens": NEW_TOKENS[self.device]}
-        return [request(str(at), self.prompt(), name, **options) for at, name in enumerate(names)]
-
     def prompt(self) -> np.ndarray:
         return self.rng.integers(0, self.engine.facts.vocab_size, PROMPT[self.device])
 
-    def decode(self, batch: int, adapters: int) -> Callable[[], None]:
-        """Return our way: all requests in one batch."""
+    def decode(self, batch: int, adapters: int) -> Work:
+        """Return our way: all requests in one batch, over `adapters` adapters (0: the base alone), sorted by adapter."""
+        count = NEW_TOKENS[self.device]
 
         def work() -> None:
-            for each in self.requests(batch, adapters):
-                self.decoder.add(each)
+            for at in range(batch):
+                adapter = f"t{at * min(adapters, batch) // batch}" if adapters else None
+                self.decoder.add(request(str(at), self.prompt(), adapter, temperature=0.0, max_tokens=count))
             while self.decoder.busy:
                 for _, result in self.decoder.step().finished:
                     assert isinstance(result, SampleOutput), result
-                    assert len(result.sequences[0].tokens) == NEW_TOKENS[self.device]
+                    assert len(result.sequences[0].tokens) == count
 
         return work
 
-    def generate(self, batch: int, adapters: int) -> Callable[[], None]:
+    def generate(self, batch: int, adapters: int) -> Work:
         """Return the way without a server: one adapter after the other."""
-        groups = min(adapters, batch)
+        groups, count = min(adapters, batch), NEW_TOKENS[self.device]
 
         def work() -> None:
             for at in range(groups):
                 self.network.set_adapter("default" if at == 0 else f"t{at}")
                 ids = np.stack([self.prompt() for _ in range(batch // groups)])
                 tokens = torch.from_numpy(ids).to(self.device)
-                count = NEW_TOKENS[self.device]
                 self.network.generate(
                     input_ids=tokens, attention_mask=torch.ones_like(tokens), do_sample=False,
                     max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
@@ -108,22 +113,7 @@ class Bench:
         return work
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure the throughput of each size, then decode steps alone."""
-    is_cuda = args.device == "cuda"
-    if args.sizes is None:
-        args.sizes = ["0.6b" if is_cuda else "5m"]
-    if is_cuda:
-        args.ceiling_size = args.ceiling_size or "8b"
-    report["rank"] = RANK
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = args.models or Path(scratch)
-        report["throughput"] = [row for size in args.sizes for row in throughput(folder, size, args)]
-        if args.ceiling_size:
-            report["ceiling"] = ceiling(folder, args)
-
-
-def throughput(folder: Path, size: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def throughput(folder: Path, size: str, args: Args) -> Iterator[dict[str, Any]]:
     """Yield tokens/s per batch size, and the cost and speedup of 32 adapters."""
     bench = load(folder, size, args.device)
     for batch in args.batches:
@@ -156,12 +146,12 @@ def load(folder: Path, size: str, device: str) -> Bench:
     engine = Engine.load(str(model), device=device)
     weights = adapters_of(engine, ADAPTERS, RANK)
     oracle = PeftOracle(model, AdapterSpec(RANK, seed=0), dtype, device)
+    config = oracle.model.peft_config["default"]
     for at in range(1, ADAPTERS):
-        config = oracle.model.peft_config["default"]
         oracle.model.add_adapter(f"t{at}", config, autocast_adapter_dtype=False)
     oracle.model.eval()
     decoder = engine.decoder(weights.__getitem__, kv_tokens=None, text=None)
-    return Bench(size, device, engine, decoder, oracle.model, np.random.default_rng(0))
+    return Bench(device, engine, decoder, oracle.model, np.random.default_rng(0))
 
 
 def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]:
@@ -178,7 +168,7 @@ def adapters_of(engine: Engine, count: int, rank: int) -> dict[str, HostWeights]
     return weights
 
 
-def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+def ceiling(folder: Path, args: Args) -> dict[str, Any]:
     """Measure decode steps alone, against the limit by memory bandwidth."""
     size, device = args.ceiling_size, args.device
     batch, adapters = args.ceiling_batch, args.ceiling_adapters
@@ -190,20 +180,23 @@ def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     tokens = batch * (CEILING_CONTEXT + CEILING_STEPS + 512)
     room = (adapters + ZERO_SLOTS) * slot_bytes
     decoder = engine.decoder(weights.__getitem__, kv_tokens=tokens, text=None, weights_bytes=room)
-    rng = np.random.default_rng(0)
-    for at in range(batch):
-        prompt = rng.integers(0, engine.facts.vocab_size, CEILING_CONTEXT)
-        adapter = f"t{at * adapters // batch}"
-        decoder.add(request(str(at), prompt, adapter, max_tokens=None))
+    prompts = np.random.default_rng(0).integers(0, engine.facts.vocab_size, (batch, CEILING_CONTEXT))
+    for at, prompt in enumerate(prompts):
+        decoder.add(request(str(at), prompt, f"t{at * adapters // batch}", max_tokens=None))
     while decoder.step().decoded_tokens < batch:  # prompts
         pass
+
+    def block() -> None:
+        for _ in range(BLOCK_STEPS):
+            assert decoder.step().decoded_tokens == batch
+
     took: dict[bool, list[float]] = {False: [], True: []}
     for overlaps in turns((False, True), CEILING_BLOCKS):
         decoder.overlaps = overlaps
         for _ in range(4):
             decoder.step()
         # Several steps are timed together, because waiting after each step would prevent the overlap.
-        took[decoder.overlaps].append(timed(partial(steps, decoder, batch), device) / BLOCK_STEPS)
+        took[overlaps].append(timed(block, device) / BLOCK_STEPS)
     shape = SHAPES[size]
     linear = sum(inputs * outputs for inputs, outputs in shape.linears)
     base_bytes = 2 * (shape.layers * linear + shape.hidden * shape.vocab)
@@ -221,9 +214,3 @@ def ceiling(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
             "of_ceiling": possible / median, "bandwidth_tb_s": bandwidth / 1e12, "graphs": graph_report(decoder),
         }
     )  # fmt: skip
-
-
-def steps(decoder: EngineDecoder, batch: int) -> None:
-    """Decode a block of steps."""
-    for _ in range(BLOCK_STEPS):
-        assert decoder.step().decoded_tokens == batch

@@ -13,7 +13,6 @@ with random weights. Ways are timed in alternation, and the minimum counts. Part
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 import tempfile
@@ -24,14 +23,12 @@ from typing import Any
 
 import torch
 
-from bench.cycle.by_hand import forget, measure_by_hand
-from bench.cycle.load import RANK, Load, create_runs, cycle
-from bench.cycle.memory import measure_memory
+from bench.cycle.load import RANK, Load, create_runs, cycle, measure_memory
+from bench.cycle.peft import forget, measure_by_hand
 from bench.cycle.phases import measure_phases
 from bench.cycle.presets import PRESETS, TABLES, Preset
 from bench.support.model import SHAPES, build
-from bench.support.options import DEVICE, Choice, Options, Some, names
-from bench.support.report import Report, show, table
+from bench.support.record import DEVICE, Args, Choice, Options, Report, Some, names, show, table
 from bench.support.roofline import Rates, adapter_bytes, ceiling, measure_rates
 from bench.support.timing import Work, fastest
 from cotrain_workers.engine.engine import Engine
@@ -39,122 +36,24 @@ from cotrain_workers.engine.ops import CycleOutput
 
 #: Figures of a profiled cycle next to its phases.
 COUNTS = ("wall_ms", "profiled_ms", "ops", "launches", "waits")
-PARTS = ("tenants", "memory", "phases", "by_hand")
 #: Share of the time limit after which a part starts no further round.
 SHARE = {"tenants": 0.45, "by_hand": 0.9}
-
 OPTIONS: Options = {
     **DEVICE,
     "preset": (Choice(tuple(PRESETS)), "by default from the device's memory"),
-    "sizes": (names, f"of {', '.join(SHAPES)}"), "parts": Some(PARTS),
+    "sizes": (names, f"of {', '.join(SHAPES)}"), "parts": Some(("tenants", "memory", "phases", "by_hand")),
     "lora_backend": (["auto"], "of auto, seg, grouped, fused"),
     "recompute": Choice(("auto", "always", "never")), "micro_batch_tokens": int, "adapter_bytes": int,
     "rounds": (0, "0: of the preset"), "limit_s": (float, "no round or part begins near it"),
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Bench:
-    """One invocation: its settings and its start time."""
-
-    args: argparse.Namespace
-    preset: Preset
-    began: float  # time.monotonic
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the base model."""
-        return torch.float32 if self.args.device == "cpu" else torch.bfloat16
-
-    def until(self, part: str, parts: int = 1) -> float:
-        """Return the time at which a part that starts now, one of `parts` like it, should stop."""
-        return time.monotonic() + SHARE[part] * self.preset.limit_s / parts
-
-    def engine(self, model: Path, backend: str, tokens: int | None = None) -> Engine:
-        """Return an engine with the settings of the command line.
-
-        If `tokens` is given, it is the size of micro-batches, and activations are not recomputed.
-        """
-        settings: dict[str, Any] = {
-            "lora_backend": backend,
-            "recompute": self.args.recompute,
-            "micro_batch_tokens": self.args.micro_batch_tokens,
-            "adapter_bytes": self.args.adapter_bytes or self.adapter_bytes(model.name),
-        }
-        if tokens is not None:
-            settings |= {"micro_batch_tokens": tokens, "recompute": "never"}
-        given = {name: value for name, value in settings.items() if value is not None}
-        return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
-
-    def adapter_bytes(self, size: str) -> int | None:
-        """Return the memory of all tenants' adapters on CUDA, limited to 0.4 of the device.
-
-        Beyond that limit tenants run in shifts, which is visible in the number of forwards in the tables.
-        """
-        if self.args.device == "cpu":
-            return None
-        tenants = max(tenants for load in self.preset.loads for tenants in load.tenants)
-        needed = int(1.01 * tenants * adapter_bytes(SHAPES[size], RANK, self.dtype))
-        total: int = torch.cuda.get_device_properties().total_memory
-        return min(needed, int(0.4 * total))
-
-    def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
-        """Measure and yield one part after the other while time is left."""
-        device, asked, rounds = self.args.device, self.args.parts, self.args.rounds
-        backends: list[str] = self.args.lora_backend
-        # On a CPU, engines of two backends are loaded together, so that they alternate, too.
-        together = [backends] if device == "cpu" else [[backend] for backend in backends]
-        kept_tokens: int | None = None
-        for names_of_some in together:
-            engines = {backend: self.engine(model, backend) for backend in names_of_some}
-            yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
-            if "tenants" in asked:
-                for load in self.preset.loads:
-                    until = self.until("tenants", len(together) * len(self.preset.loads))
-                    yield "tenants", measure_tenants(engines, load, device, rounds, until)
-            engine = engines[names_of_some[0]]
-            # An engine loaded next to PEFT would measure the memory that PEFT leaves on the device.
-            if device == "cuda" and kept_tokens is None and not engine.recomputes:
-                kept_tokens = engine.facts.numerics.micro_batch_tokens
-            if "phases" in asked and self.has_time():
-                yield "phases", list(self.phases(engine, names_of_some[0]))
-            if "memory" in asked and device == "cuda" and self.has_time():
-                yield "memory", [measure_memory(engine, size, self.dtype)]
-            del engine, engines
-            forget(device)
-        if "by_hand" in asked and self.has_time():
-            rows = measure_by_hand(
-                model, lambda: self.engine(model, backends[0], kept_tokens), self.preset.by_hand, dtype=self.dtype,
-                device=device, mixed_tokens=self.preset.mixed_tokens, rounds=rounds, until=self.until("by_hand"),
-            )  # fmt: skip
-            yield "by_hand", rows
-
-    def phases(self, engine: Engine, backend: str) -> Iterator[dict[str, Any]]:
-        """Profile the smallest and the largest number of tenants of every load."""
-        for load in self.preset.loads:
-            for tenants in (min(load.tenants), max(load.tenants)):
-                row = measure_phases(engine, load, tenants, self.args.device)
-                yield {"backend": backend, **row}
-
-    def has_time(self) -> bool:
-        """Return True if there is time for another part."""
-        if time.monotonic() < self.began + self.preset.limit_s * SHARE["by_hand"]:
-            return True
-        print("out of time: the rest is left out (--parts measures it alone)", flush=True)
-        return False
-
-
-def run(args: argparse.Namespace, report: Report) -> None:
+def run(args: Args, report: Report) -> None:
     """Measure, print and record; a slow machine is not an error."""
     if args.preset is None:
-        is_cpu = args.device == "cpu"
-        args.preset = "cpu" if is_cpu else preset_of(torch.cuda.get_device_properties())
-    preset = PRESETS[args.preset]
-    if args.sizes:
-        preset = dataclasses.replace(preset, sizes=tuple(args.sizes))
-    if args.limit_s:
-        preset = dataclasses.replace(preset, limit_s=args.limit_s)
-    args.rounds = args.rounds or preset.rounds
+        args.preset = "cpu" if args.device == "cpu" else preset_of(torch.cuda.get_device_properties())
+    given = {"sizes": tuple(args.sizes or ()), "limit_s": args.limit_s, "rounds": args.rounds}
+    preset = dataclasses.replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value})
     bench = Bench(args, preset, time.monotonic())
     report |= {"preset": args.preset, "sizes": {}}
     with tempfile.TemporaryDirectory() as scratch:
@@ -162,6 +61,10 @@ def run(args: argparse.Namespace, report: Report) -> None:
             model = build((args.models or Path(scratch)) / size, size, bench.dtype, args.device)
             forget(args.device)
             measure_size(bench, size, model, report)
+
+
+def preset_of(card: Any) -> str:
+    return "h200" if card.total_memory > 100e9 else "h100" if card.total_memory > 60e9 else "cuda"
 
 
 def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
@@ -181,6 +84,85 @@ def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
     parts["verdicts"] = [each for target in bench.preset.targets() for each in target.verdicts(rows)]
     report.write()
     print_size(size, parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """One invocation: its settings and its start time."""
+
+    args: Args
+    preset: Preset
+    began: float  # time.monotonic
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.args.device == "cpu" else torch.bfloat16
+
+    def parts(self, size: str, model: Path) -> Iterator[tuple[str, Any]]:
+        """Measure and yield one part after the other while time is left."""
+        device, asked, preset = self.args.device, self.args.parts, self.preset
+        backends: list[str] = self.args.lora_backend
+        # On a CPU, engines of two backends are loaded together, so that they alternate, too.
+        together = [backends] if device == "cpu" else [[backend] for backend in backends]
+        kept_tokens: int | None = None
+        for some in together:
+            engines = {backend: self.engine(model, backend) for backend in some}
+            yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
+            for load in preset.loads if "tenants" in asked else ():
+                until = self.until("tenants", len(together) * len(preset.loads))
+                yield "tenants", measure_tenants(engines, load, device, preset.rounds, until)
+            engine = engines[some[0]]
+            # An engine loaded next to PEFT would measure the memory that PEFT leaves on the device.
+            if device == "cuda" and kept_tokens is None and not engine.recomputes:
+                kept_tokens = engine.facts.numerics.micro_batch_tokens
+            if "phases" in asked and self.has_time():
+                shapes = [(load, each(load.tenants)) for load in preset.loads for each in (min, max)]
+                yield "phases", [{"backend": some[0], **measure_phases(engine, *each, device)} for each in shapes]
+            if "memory" in asked and device == "cuda" and self.has_time():
+                yield "memory", [measure_memory(engine, size, self.dtype)]
+            del engine, engines
+            forget(device)
+        if "by_hand" in asked and self.has_time():
+            yield "by_hand", measure_by_hand(
+                model, lambda: self.engine(model, backends[0], kept_tokens), preset.by_hand, dtype=self.dtype,
+                device=device, mixed_tokens=preset.mixed_tokens, rounds=preset.rounds, until=self.until("by_hand"),
+            )  # fmt: skip
+
+    def engine(self, model: Path, backend: str, tokens: int | None = None) -> Engine:
+        """Return an engine with the settings of the command line.
+
+        If `tokens` is given, it is the size of micro-batches, and activations are not recomputed.
+        """
+        settings: dict[str, Any] = {
+            "lora_backend": backend, "recompute": self.args.recompute,
+            "micro_batch_tokens": self.args.micro_batch_tokens,
+            "adapter_bytes": self.args.adapter_bytes or self.adapter_bytes(model.name),
+        }  # fmt: skip
+        if tokens is not None:
+            settings |= {"micro_batch_tokens": tokens, "recompute": "never"}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
+
+    def adapter_bytes(self, size: str) -> int | None:
+        """Return the memory of all tenants' adapters on CUDA, limited to 0.4 of the device.
+
+        Beyond that limit tenants run in shifts, which is visible in the number of forwards in the tables.
+        """
+        if self.args.device == "cpu":
+            return None
+        tenants = max(tenants for load in self.preset.loads for tenants in load.tenants)
+        needed = int(1.01 * tenants * adapter_bytes(SHAPES[size], RANK, self.dtype))
+        return min(needed, int(0.4 * torch.cuda.get_device_properties().total_memory))
+
+    def until(self, part: str, parts: int = 1) -> float:
+        """Return the time at which a part that starts now, one of `parts` like it, should stop."""
+        return time.monotonic() + SHARE[part] * self.preset.limit_s / parts
+
+    def has_time(self) -> bool:
+        if time.monotonic() < self.began + self.preset.limit_s * SHARE["by_hand"]:
+            return True
+        print("out of time: the rest is left out (--parts measures it alone)", flush=True)
+        return False
 
 
 def measure_tenants(
@@ -221,10 +203,8 @@ def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, An
 
 
 def print_size(size: str, parts: dict[str, Any]) -> None:
-    """Print the tables of one model."""
     print(f"\n## {size}")
-    show(parts["rates"])
-    for each in parts.get("numerics", []):
+    for each in (parts["rates"], *parts.get("numerics", [])):
         show(each)
     for name, formats in TABLES.items():
         if parts.get(name):
@@ -236,15 +216,7 @@ def print_size(size: str, parts: dict[str, Any]) -> None:
 
 def phase_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return milliseconds by phase, one column per profiled row."""
-    heads = [f"{row['backend']}, {row['tenants']} x {row['length']}" for row in rows]
-    lines = [{"ms": phase} for phase in rows[0]["ms"]]
-    lines += [{"ms": name} for name in COUNTS if name in rows[0]]
-    for head, row in zip(heads, rows, strict=True):
-        for line in lines:
-            line[head] = {**row, **row["ms"]}[line["ms"]]
-    return table(lines, {"ms": "{}", **dict.fromkeys(heads, "{:.1f}")})
-
-
-def preset_of(card: Any) -> str:
-    """Return the preset of a card by its memory."""
-    return "h200" if card.total_memory > 100e9 else "h100" if card.total_memory > 60e9 else "cuda"
+    columns = {f"{row['backend']}, {row['tenants']} x {row['length']}": {**row, **row["ms"]} for row in rows}
+    names = [*rows[0]["ms"], *(name for name in COUNTS if name in rows[0])]
+    lines = [{"ms": name, **{head: row[name] for head, row in columns.items()}} for name in names]
+    return table(lines, {"ms": "{}", **dict.fromkeys(columns, "{:.1f}")})

@@ -8,7 +8,6 @@ and the gap between sampling and training. The exit status is 1 if a guarantee i
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -17,8 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.support.options import DEVICE, Options, Some
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Args, Options, Report, Some, show
 from cotrain_workers.engine.engine import Engine
 from tests.support.decoding import gap_to_trainer, is_same_alone
 from tests.support.engine_checks import bf16_gradient_cosine, mixed_against_alone, parity_with_peft
@@ -27,7 +25,7 @@ from tests.support.tiny_models import FAMILIES, build_tiny
 OPTIONS: Options = {**DEVICE, "families": Some(tuple(FAMILIES))}
 
 
-def run(args: argparse.Namespace, report: Report) -> bool:
+def run(args: Args, report: Report) -> bool:
     """Check every guarantee; return True if one is broken."""
     with tempfile.TemporaryDirectory() as folder:
         report["checks"] = list(checks(Path(folder), args.device, args.families))

@@ -9,7 +9,6 @@ machine, because CPU results depend on the processor and on the version of torch
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import io
@@ -21,8 +20,7 @@ from typing import Any
 
 import httpx
 
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Args, Options, Report
 
 STEPS = 3
 VOCAB = 128
@@ -36,6 +34,8 @@ RUNS = (
     (32, {"train_attn": True, "train_mlp": True, "train_unembed": True}, "cross_entropy"),
 )
 AGAIN = {408, 429, 503}
+#: Fields of a response, at any depth, that differ between two runs of one version.
+NAMES = {"metrics", "model_id", "path", "sampling_session_id", "size_bytes", "training_run_id"}
 ADAM = {
     "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 1.0,
 }  # fmt: skip
@@ -56,23 +56,22 @@ class Server:
         while True:
             answer = await self.http.post(f"/api/v1/{route}", json=body)
             if answer.status_code not in AGAIN:
-                answer.raise_for_status()
-                told: dict[str, Any] = answer.json()
-                return told
+                break
             await asyncio.sleep(0.05)
+        answer.raise_for_status()
+        response: dict[str, Any] = answer.json()
+        return response
 
     async def result(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Send a request and return its result."""
         request = (await self.post(route, body))["request_id"]
-        told = {"type": "try_again"}
-        while told.get("type") == "try_again":
-            told = await self.post("retrieve_future", {"request_id": request})
-        if "error" in told:
-            raise SystemExit(f"{route}: {told['error']}")
-        return told
+        while (result := await self.post("retrieve_future", {"request_id": request})).get("type") == "try_again":
+            pass
+        if "error" in result:
+            raise SystemExit(f"{route}: {result['error']}")
+        return result
 
     async def archive(self, path: str) -> bytes:
-        """Return the adapter weights of a checkpoint as safetensors."""
+        """Return the adapter weights of a checkpoint as safetensors, without metadata."""
         run, _, name = path.removeprefix("tinker://").partition("/")
         url = f"/api/v1/training_runs/{run}/checkpoints/{name}/archive"
         answer = await self.http.get(url, follow_redirects=True)
@@ -91,18 +90,17 @@ def without_metadata(safetensors: bytes) -> bytes:
     return json.dumps(table, sort_keys=True).encode() + safetensors[begin:]
 
 
-def digest(told: object) -> str:
+def digest(response: object) -> str:
     """Return the digest of a response without fields that differ between two runs of one version."""
-    if isinstance(told, bytes):
-        return hashlib.sha256(told).hexdigest()[:16]
-    kept = json.loads(json.dumps(told))
-    for name in ("metrics", "model_id", "path", "sampling_session_id", "size_bytes"):
-        kept.pop(name, None)
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+    if not isinstance(response, bytes):
+        kept = json.loads(
+            json.dumps(response), object_hook=lambda found: {k: found[k] for k in found if k not in NAMES}
+        )
+        response = json.dumps(kept, sort_keys=True).encode()
+    return hashlib.sha256(response).hexdigest()[:16]
 
 
 def datum(draw: random.Random, loss: str) -> dict[str, Any]:
-    """Return a random datum for a loss."""
     count = draw.randint(1, 40)
     tokens = [draw.randrange(VOCAB) for _ in range(count + 1)]
 
@@ -129,34 +127,30 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
         "lora_config": {"rank": rank, "seed": number, **targets},
     }  # fmt: skip
     run = (await server.result("create_model", create))["model_id"]
-    seqs = itertools.count(1)
+    seqs, seen = itertools.count(1), dict[str, str]()
 
     def ask(route: str, **body: object) -> asyncio.Task[dict[str, Any]]:
-        asked = {"model_id": run, "seq_id": next(seqs), **body}
-        return asyncio.create_task(server.result(route, asked))
+        return asyncio.create_task(server.result(route, {"model_id": run, "seq_id": next(seqs), **body}))
 
-    def a_pass(route: str) -> asyncio.Task[dict[str, Any]]:
-        data = [datum(draw, loss) for _ in range(draw.randint(1, 4))]
-        return ask(route, **{f"{route}_input": {"data": data, "loss_fn": loss}})
-
-    seen: dict[str, str] = {}
-
-    async def note(name: str, *tasks: asyncio.Task[dict[str, Any]]) -> list[dict[str, Any]]:
-        told = await asyncio.gather(*tasks)
-        seen.update((f"run {number}: {name}.{n}", digest(one)) for n, one in enumerate(told))
-        return list(told)
+    async def note(name: str, *tasks: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+        results = await asyncio.gather(*tasks)
+        seen.update((f"run {number}: {name}.{n}", digest(one)) for n, one in enumerate(results))
+        return results[0]
 
     async def steps(name: str) -> None:
         for step in range(STEPS):
-            passes = [a_pass(each) for each in ("forward_backward", "forward_backward", "forward")]
+            passes = []
+            for route in ("forward_backward", "forward_backward", "forward"):
+                data = [datum(draw, loss) for _ in range(draw.randint(1, 4))]
+                passes.append(ask(route, **{f"{route}_input": {"data": data, "loss_fn": loss}}))
             await note(f"{name} {step}", *passes, ask("optim_step", adam_params=ADAM))
 
     await steps("step")
-    (saved,) = await note("save", ask("save_weights", path="golden"))
+    saved = await note("save", ask("save_weights", path="golden"))
     await steps("later step")
     await note("load", ask("load_weights", path=saved["path"], optimizer=True))
     await steps("step after the load")
-    (sampler,) = await note("sampler", ask("save_weights_for_sampler", path="golden-sampler"))
+    sampler = await note("sampler", ask("save_weights_for_sampler", path="golden-sampler"))
     seen[f"run {number}: adapter"] = digest(await server.archive(sampler["path"]))
     session_id = (await server.post("create_sampling_session", {
         "session_id": session, "sampling_session_seq_id": 0, "model_path": sampler["path"],
@@ -164,24 +158,21 @@ async def train(server: Server, base_model: str, number: int) -> dict[str, str]:
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1 + number, 2, 3]}]}
     for n, temperature in enumerate((0.0, 1.0)):
         params = {"max_tokens": 24, "seed": number, "temperature": temperature}
-        told = await server.result("asample", {
+        samples = await server.result("asample", {
             "sampling_session_id": session_id, "seq_id": n, "num_samples": 3, "prompt": prompt,
             "sampling_params": params, "prompt_logprobs": True,
         })  # fmt: skip
-        seen[f"run {number}: samples at {temperature:g}"] = digest(told)
+        seen[f"run {number}: samples at {temperature:g}"] = digest(samples)
     return seen
 
 
 async def golden(base_url: str, api_key: str, base_model: str) -> dict[str, str]:
-    """Train all runs concurrently and return digests by request."""
     headers = {"X-API-Key": api_key, "Accept": "application/json"}
     async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=120) as http:
-        all_runs = (train(Server(http), base_model, number) for number in range(len(RUNS)))
-        each = await asyncio.gather(*all_runs)
+        each = await asyncio.gather(*(train(Server(http), base_model, number) for number in range(len(RUNS))))
     return {name: value for seen in each for name, value in seen.items()}
 
 
-def run(args: argparse.Namespace, _: Report) -> None:
-    """Print the digests as JSON."""
+def run(args: Args, _: Report) -> None:
     seen = asyncio.run(golden(args.base_url, args.api_key, args.base_model))
     print(json.dumps(dict(sorted(seen.items())), indent=2))

@@ -11,7 +11,6 @@ once. Times are medians of `triton.testing.do_bench`, which empties the L2 cache
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +18,7 @@ import torch
 from torch.nn import functional
 
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Args, Options, Report, show
 from bench.support.roofline import copy_bandwidth, matmul_flops
 from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.fused_lora import Products
@@ -40,6 +38,27 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
+def run(args: Args, report: Report) -> None:
+    report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
+    report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
+    show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
+    report["rows"] = []
+    for rows in args.rows:
+        for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
+            for modules, rates in rates_of_layer(args.size, rows, segments):
+                report["rows"].append(show({"rows": rows, "adapters": segments, "modules": modules, **rates}))
+                report.write()
+
+
+def rates_of_layer(size: str, rows: int, segments: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield the rates of each group of modules of a layer, or of its experts."""
+    if size in MIXTURES:
+        yield "experts", expert_rates(MIXTURES[size], rows, segments)
+        return
+    for group in groups_of(SHAPES[size], rows, segments):
+        yield group.name, rates_of(group)
+
+
 @dataclass(frozen=True)
 class Group:
     """Modules that read the same `x`: their products, their weights, and random operands of `rows` rows."""
@@ -53,17 +72,12 @@ class Group:
     flops: float  # of the base model's products in one direction
 
 
-def targets_of(shape: Shape) -> list[Target]:
-    """Return the linear modules of one layer."""
-    return [
+def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
+    """Yield the groups of one layer with random values, the rows shared equally by adapters of rank 16."""
+    targets = [
         Target(f"0.{'mlp' if at > 3 else 'self_attn'}.{name}", "mlp" if at > 3 else "attn", *sizes)
         for at, (name, sizes) in enumerate(zip(NAMES, shape.linears, strict=True))
     ]
-
-
-def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
-    """Yield the groups of one layer with random values, the rows shared equally by adapters of rank 16."""
-    targets = targets_of(shape)
     groups = plan_groups(targets)
     adapters = adapters_of(targets, rows, segments)
     tables = make_tables(adapters, rows, groups, CUDA)
@@ -82,7 +96,6 @@ def groups_of(shape: Shape, rows: int, segments: int) -> Iterator[Group]:
 
 
 def adapters_of(targets: Sequence[Target], rows: int, segments: int) -> list[Segment]:
-    """Return one segment for each adapter."""
     layout = plan_layout(AdapterSpec(RANK, seed=0), targets)
     found, share = [], rows // segments
     for at in range(segments):
@@ -112,8 +125,7 @@ def rates_of(group: Group) -> dict[str, float]:
     gate = SILU if group.name == "gate+up" else 0
     gated = [random(*x.shape), random(*x.shape)] if group.name == "down" else []
     residual = random(*gys[0].shape) if len(gys) == 1 else None
-    wide = x.nbytes
-    wide_grad = sum(gy.nbytes for gy in gys)
+    wide, wide_grad = x.nbytes, sum(gy.nbytes for gy in gys)
     took = {
         "cublas": seconds(lambda: [functional.linear(x, weight) for weight in weights]),
         "expand": seconds(lambda: products.outputs(x, weights, (), low, residual, gate)),
@@ -145,11 +157,8 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
     index = torch.rand(rows, experts, device=CUDA).topk(shape.chosen).indices
     sorted_rows = sort_rows(index, probes)
     first, last = (ExpertProducts(group, tables, sorted_rows) for group in groups)
-    base = ExpertWeights(
-        random(experts, 2 * inner_width, width) * width**-0.5,
-        random(experts, width, inner_width) * inner_width**-0.5,
-        SILU,
-    )
+    gate_up, down_w = random(experts, 2 * inner_width, width), random(experts, width, inner_width)
+    base = ExpertWeights(gate_up * width**-0.5, down_w * inner_width**-0.5, SILU)
     x = random(rows, width)
     of_rows = x.index_select(0, sorted_rows.tokens)
     shares = torch.rand(len(of_rows), device=CUDA)
@@ -177,25 +186,3 @@ def expert_rates(shape: Mixture, rows: int, adapters: int) -> dict[str, float]:
         "add_outer_gradients_us": lambda: first.add_outer_gradients(low, x),
     }
     return rates | {name: seconds(work) * 1e6 for name, work in narrow.items()}
-
-
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure and print the rates."""
-    report["matmul_tflops"] = matmul_flops("cuda", torch.bfloat16) / 1e12
-    report["copy_gb_s"] = copy_bandwidth("cuda") / 1e9
-    show({name: report[name] for name in ("matmul_tflops", "copy_gb_s")})
-    found = report["rows"] = []
-    for rows in args.rows:
-        for segments in SEGMENTS if rows == max(args.rows) else SEGMENTS[:1]:
-            for modules, rates in rates_of_layer(args.size, rows, segments):
-                found.append(show({"rows": rows, "adapters": segments, "modules": modules, **rates}))
-                report.write()
-
-
-def rates_of_layer(size: str, rows: int, segments: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield the rates of each group of modules of a layer, or of its experts."""
-    if size in MIXTURES:
-        yield "experts", expert_rates(MIXTURES[size], rows, segments)
-        return
-    for group in groups_of(SHAPES[size], rows, segments):
-        yield group.name, rates_of(group)

@@ -9,7 +9,6 @@ over that without, as the median over pairs of adjacent blocks, and the duration
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,16 +25,15 @@ from prometheus_client import Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
 from bench.support.model import build
-from bench.support.options import Options, Some
-from bench.support.report import Report, prepare_torch, show
-from bench.support.timing import Took, ratios, turns
+from bench.support.record import Args, Options, Report, Some, prepare_torch, show
+from bench.support.timing import ratios, turns
 from cotrain_scheduler.pool_clock import PoolClock
 from cotrain_store.messages.ids import TenantId, WorkerId
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_store.monitoring.logs_and_traces import configure_logs
 from cotrain_store.monitoring.metrics import REGISTRIES, Series, WorkerMetrics
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import HostWeights, WeightsMissing
+from cotrain_workers.engine.ops import HostWeights
 from cotrain_workers.sampling.token_times import TokenTimes
 from cotrain_workers.worker import loop
 from cotrain_workers.worker.device_time import DeviceTime
@@ -47,71 +45,60 @@ from tests.support.stack import Home, stack, worker
 Work = Callable[[], Awaitable[None]]
 REQUESTS, STEPS, SEQUENCES = 200, 10, 64
 SCRAPES = 20
+#: Functions that count; each becomes an empty function in a block without metrics.
+COUNTING = (
+    (Counter, "inc"), (Gauge, "set"), (Histogram, "observe"), (Series, "observe"),
+    (TokenTimes, "accept"), (TokenTimes, "begin"), (TokenTimes, "step"), (TokenTimes, "end"),
+    (DeviceTime, "lap"), (DeviceTime, "optimized"), (PoolClock, "_count"), (loop, "count_cycle"),
+)  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> int:
-    """Measure each part, then a scrape."""
+def run(args: Args, report: Report) -> int:
     if args.blocks < 2:
         print("--blocks must be 2 or more, because the spread of their ratios is shown")
         return 2
     prepare_torch(threads=1)
     configure_logs("bench", "warning")
-    asyncio.run(measure_parts(args, report))
-    scrape()
-    return 0
-
-
-async def measure_parts(args: argparse.Namespace, report: Report) -> None:
     for name in args.parts:
-        with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as folder:
-            async with PARTS[name](redis.url, Path(folder)) as work:
-                report[name] = show({"part": name, **await compare(work, args.blocks)})
-
-
-@contextlib.contextmanager
-def without() -> Iterator[None]:
-    """Disable all counting."""
-    with contextlib.ExitStack() as patches:
-        for kind, name in (
-            (Counter, "inc"), (Gauge, "set"), (Histogram, "observe"), (Series, "observe"),
-            (TokenTimes, "accept"), (TokenTimes, "begin"), (TokenTimes, "step"), (TokenTimes, "end"),
-            (DeviceTime, "lap"), (DeviceTime, "optimized"), (PoolClock, "_count"), (loop, "count_cycle"),
-        ):  # fmt: skip
-            patches.enter_context(patch.object(kind, name, lambda *_, **__: None))
-        patches.enter_context(patch.object(MetricWrapperBase, "labels", lambda self, *_: self))
-        yield
-
-
-def scrape() -> None:
-    """Print the CPU time of one scrape of an API, a scheduler and a worker, with the metrics counted so far."""
+        report[name] = show({"part": name, **asyncio.run(compare(PARTS[name], args.blocks))})
     cpu = time.process_time()
     for _ in range(SCRAPES):
         for registry in REGISTRIES.values():
             generate_latest(registry)
     took_s = (time.process_time() - cpu) / SCRAPES
     print(f"one scrape of all: {1000 * took_s:.1f} ms of CPU, every 10 s {took_s / 10:.2%}")
+    return 0
 
 
-async def compare(work: Work, blocks: int) -> dict[str, Any]:
+async def compare(part: Callable[[str, Path], Any], blocks: int) -> dict[str, Any]:
     """Run blocks in alternation; return medians of their times and ratios, and the quartiles of the CPU ratios."""
-    await work()
-    took: dict[bool, list[Took]] = {True: [], False: []}
-    for counted in turns((True, False), blocks):
-        with contextlib.nullcontext() if counted else without():
-            cpu, wall = time.process_time(), time.perf_counter()
+    wall: dict[bool, list[float]] = {True: [], False: []}
+    cpu: dict[bool, list[float]] = {True: [], False: []}
+    with EmbeddedRedis() as redis, tempfile.TemporaryDirectory() as folder:
+        async with part(redis.url, Path(folder)) as work:
             await work()
-            took[counted].append(Took(time.perf_counter() - wall, time.process_time() - cpu))
-    wall_ratios, cpu_ratios = (
-        ratios(*([getattr(each, kind) for each in took[counted]] for counted in (True, False)))
-        for kind in ("wall_s", "cpu_s")
-    )
-    low, middle, high = statistics.quantiles(cpu_ratios, n=4)
-    with_ms, without_ms = (1000 * statistics.median(each.wall_s for each in took[counted]) for counted in (True, False))
+            for counted in turns((True, False), blocks):
+                with contextlib.nullcontext() if counted else without():
+                    cpu_from, wall_from = time.process_time(), time.perf_counter()
+                    await work()
+                    wall[counted].append(time.perf_counter() - wall_from)
+                    cpu[counted].append(time.process_time() - cpu_from)
+    low, middle, high = statistics.quantiles(ratios(cpu[True], cpu[False]), n=4)
     return {
         "cpu_ratio": middle, "cpu_ratio_low": low, "cpu_ratio_high": high,
-        "wall_ratio": statistics.median(wall_ratios), "wall_ms_with": with_ms, "wall_ms_without": without_ms,
+        "wall_ratio": statistics.median(ratios(wall[True], wall[False])),
+        "wall_ms_with": 1000 * statistics.median(wall[True]), "wall_ms_without": 1000 * statistics.median(wall[False]),
         "blocks": blocks,
     }  # fmt: skip
+
+
+@contextlib.contextmanager
+def without() -> Iterator[None]:
+    with contextlib.ExitStack() as patches:
+        for kind, name in COUNTING:
+            patches.enter_context(patch.object(kind, name, lambda *_, **__: None))
+        patches.enter_context(patch.object(MetricWrapperBase, "labels", lambda self, *_: self))
+        yield
 
 
 @contextlib.asynccontextmanager
@@ -149,7 +136,8 @@ async def cycles(url: str, folder: Path) -> AsyncIterator[Work]:
 async def decoding(_: str, folder: Path) -> AsyncIterator[Work]:
     """Yield a block that generates 64 sequences of 32 tokens, counted as in `SamplingService`."""
     engine = Engine.load(str(build(folder / "model", "tiny")))
-    decoder = engine.decoder(_no_weights, kv_tokens=8192, text=None)
+    weights: dict[str, HostWeights] = {}
+    decoder = engine.decoder(weights.__getitem__, kv_tokens=8192, text=None)
     times = TokenTimes(WorkerMetrics("bench", WorkerId("w0")))
 
     async def block() -> None:
@@ -166,10 +154,6 @@ async def decoding(_: str, folder: Path) -> AsyncIterator[Work]:
                 times.end(name)
 
     yield block
-
-
-def _no_weights(key: str) -> HostWeights:
-    raise WeightsMissing(key)
 
 
 PARTS = {"requests": requests, "cycles": cycles, "decoding": decoding}

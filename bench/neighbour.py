@@ -2,10 +2,10 @@
 
     python -m bench neighbour [--neighbours long_pass,heavy_sampler,…] [--seconds 45]
 
-Each neighbour gets a new `cotrain serve` on a small random model. Three probes use that server
-(`bench/neighbours/ordinary.py`): a tenant that trains 256 tokens per step, one that samples 8 tokens, and a
-health check. They run alone first, then next to the neighbour, which is a process of its own. All processes
-share this machine's cores, clients included.
+Each neighbour gets a new `cotrain serve` on a small random model. Three probes use that server: a tenant that trains
+256 tokens per step, one that samples 8 tokens, and a health check. Each makes one call after another. They run alone
+first, then next to the neighbour, which is a process of its own. All processes share this machine's cores, clients
+included.
 
 * alone, beside: p50 and p99 of a probe's waits (s); a pending call counts with its age
 * promised: limit of p99 (docs/develop/benchmarks.md), for training one clock period + 2 x alone, for sampling and health
@@ -14,7 +14,6 @@ share this machine's cores, clients included.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import math
@@ -22,36 +21,32 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
 from bench.neighbours.attacks import ATTACKER_ADDRESS, ATTACKS
-from bench.neighbours.ordinary import Probe, ordinary
-from bench.neighbours.samplers import SAMPLERS
-from bench.neighbours.tokenizer import add_tokenizer
-from bench.neighbours.trainers import TRAINERS
-from bench.support.edge import edge
-from bench.support.model import build
-from bench.support.options import Choice, Options, Some
-from bench.support.processes import tethered
-from bench.support.report import Report
-from bench.support.serving import OPERATOR, serving
+from bench.neighbours.tenants import TENANTS
+from bench.support.model import add_tokenizer, build
+from bench.support.processes import edge, tethered
+from bench.support.record import Args, Choice, Options, Report, Some
+from bench.support.serving import ADAM, cycles_of, random_data, serving
 from bench.support.timing import percentile
+from cotrain import ModelInput, SamplingParams, ServiceClient
 
-Neighbour = Callable[[str, str], Awaitable[None]]
-
-NEIGHBOURS: dict[str, Neighbour] = {**TRAINERS, **SAMPLERS, **ATTACKS}
+NEIGHBOURS: dict[str, Callable[[str, str], Awaitable[None]]] = {**TENANTS, **ATTACKS}
 PERIOD_S = 10.0
 KEYS = ("tml-ordinary_trainer00", "tml-ordinary_sampler00", "tml-neighbour_00000000")
 #: Seconds after the start of a neighbour that are not counted, because it creates its runs first.
 SETTLING_S = 8.0
-BEGUN = "begun"
-
-
+#: Tokens of a probe's training step, of its sequences, and of a sample.
+STEP_TOKENS, SEQUENCE_TOKENS, SAMPLE_TOKENS = 256, 128, 8
+#: Pause between two health checks in s, as of a load balancer; the other probes have no pause.
+HEALTH_PAUSE_S = 0.1
 OPTIONS: Options = {
     "neighbours": Some(tuple(NEIGHBOURS)),
     "seconds": (45.0, "beside each neighbour"), "alone_seconds": 15.0,
@@ -62,33 +57,30 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure next to each neighbour, or be one."""
+def run(args: Args, report: Report) -> None:
     if args.be:
-        print(BEGUN, flush=True)
+        print("begun", flush=True)
         asyncio.run(NEIGHBOURS[args.be](args.address, args.key))  # type: ignore[arg-type]
         return
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch:
         model = add_tokenizer(build(Path(scratch) / "model"))
-        rows = report["rows"] = [
-            row for name in args.neighbours for row in beside(name, args, model, Path(scratch) / name)
-        ]
+        rows = [row for name in args.neighbours for row in beside(name, args, model, Path(scratch) / name)]
+    report["rows"] = rows
     print(f"{sum(row['kept'] for row in rows)} of {len(rows)} promises kept")
 
 
-def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> list[dict[str, Any]]:
+def beside(name: str, args: Args, model: Path, folder: Path) -> list[dict[str, Any]]:
     """Measure the probes alone, then next to one neighbour; return a row per probe."""
+    log = folder.with_suffix(".log")
     with contextlib.ExitStack() as stack:
-        address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
-        direct = address
+        direct = address = stack.enter_context(serving(model, folder, list(KEYS), args.threads))
         if args.edge:
             address = stack.enter_context(edge(address))
-        probes = ordinary(address, KEYS[:2], stack)
+        probes = [stack.enter_context(probe) for probe in ordinary(address, stack)]
         alone = watched(probes, args.alone_seconds)
         command = [sys.executable, "-m", "bench", "neighbour", "--be", name, "--address", address]
-        log = stack.enter_context(folder.with_suffix(".log").open("w"))
         neighbour = subprocess.Popen(
-            tethered(command), stdout=subprocess.PIPE, stderr=log, text=True,
+            tethered(command), stdout=subprocess.PIPE, stderr=stack.enter_context(log.open("w")), text=True,
             env=os.environ | ({ATTACKER_ADDRESS: "127.0.0.2"} if args.edge else {}),
         )  # fmt: skip
         try:
@@ -101,26 +93,87 @@ def beside(name: str, args: argparse.Namespace, model: Path, folder: Path) -> li
         finally:
             neighbour.kill()
             neighbour.wait()
-        longest_s = max(cycles_of(direct), default=0.0)
+        longest_s = 0.0
+        with contextlib.suppress(httpx.HTTPError):  # a server that does not respond has no records
+            longest_s = max((each["duration_ms"] / 1000 for each in cycles_of(direct)), default=0.0)
     shared = {"neighbour": name, "longest_cycle_s": longest_s, "neighbour_ended": ended}
-    rows = []
-    for probe in probes:
-        row = judged(probe.name, alone[probe.name], found[probe.name])
-        rows.append({**shared, "probe": probe.name, **row})
-        show(rows[-1])
+    rows = [{**shared, "probe": each.name, **judged(each.name, alone, found)} for each in probes]
+    for row in rows:
+        show(row)
     print(f"   longest cycle {longest_s:.1f} s", flush=True)
     if ended is not None:
-        last = (folder.with_suffix(".log").read_text().strip().splitlines() or [""])[-1]
-        print(f"   the neighbour ended by itself ({ended}): {last}")
+        last = (log.read_text().strip().splitlines() or [""])[-1]
+        print(f"   the neighbour ended on its own ({ended}): {last}")
     return rows
 
 
-def cycles_of(address: str) -> list[float]:
-    """Return the durations of the server's cycles in s; none if it does not respond."""
-    with contextlib.suppress(httpx.HTTPError):
-        answer = httpx.get(f"{address}/status", headers=OPERATOR, timeout=120)
-        return [each["duration_ms"] / 1000 for each in answer.json()["pools"][0]["cycles"]]
-    return []
+class Probe:
+    """Repeats one call in a thread of its own and records its durations.
+
+    A pending call counts with its age when the waits are read. A hanging probe therefore differs from one that was
+    never used.
+    """
+
+    def __init__(self, name: str, act: Callable[[], object], pause_s: float = 0.0) -> None:
+        self.name, self._act, self._pause_s = name, act, pause_s
+        self._lock = threading.Lock()
+        self._waits: list[float] = []
+        self._failures: list[str] = []
+        self._began: float | None = None
+        self._leaving = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._act()  # warm-up: creates everything that is created on first use
+        threading.Thread(target=self._repeat, daemon=True, name=self.name).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+
+    def take(self) -> tuple[list[float], list[str]]:
+        """Return the waits (s) and the failures since the last call."""
+        with self._lock:
+            waits, self._waits = self._waits, []
+            failures, self._failures = self._failures, []
+            if self._began is not None and (not waits or time.monotonic() - self._began > 1.0):
+                waits.append(time.monotonic() - self._began)
+        return waits, failures
+
+    def _repeat(self) -> None:
+        while not self._leaving.is_set():
+            self._began = time.monotonic()
+            try:
+                self._act()
+            except Exception as error:  # noqa: BLE001 - it is recorded and shown
+                with self._lock:
+                    self._failures.append(f"{type(error).__name__}: {error}"[:200])
+                self._leaving.wait(1.0)
+            with self._lock:
+                self._waits.append(time.monotonic() - self._began)
+                self._began = None
+            self._leaving.wait(self._pause_s)
+
+
+def ordinary(address: str, stack: contextlib.ExitStack) -> list[Probe]:
+    """Return the probes: a tenant that trains, one that samples from an adapter, and a health check."""
+    services = [stack.enter_context(ServiceClient(base_url=address, api_key=key)) for key in KEYS[:2]]
+    trainer, other = (each.create_lora_training_client("bench", rank=8, seed=at) for at, each in enumerate(services))
+    data = random_data(STEP_TOKENS // SEQUENCE_TOKENS, SEQUENCE_TOKENS, seed=0)
+    sampler = other.save_weights_and_get_sampling_client()
+    prompt = ModelInput.from_ints(list(range(1, 17)))
+    params = SamplingParams(max_tokens=SAMPLE_TOKENS, seed=0, stop=[])
+
+    def train() -> object:
+        passed = trainer.forward_backward(data, "cross_entropy")
+        stepped = trainer.optim_step(ADAM)
+        return passed.result(), stepped.result()
+
+    return [
+        Probe("training", train),
+        Probe("sampling", lambda: sampler.sample(prompt, 1, params).result()),
+        # On a new connection, like a load balancer.
+        Probe("healthz", lambda: httpx.get(f"{address}/healthz", timeout=120.0).raise_for_status(), HEALTH_PAUSE_S),
+    ]
 
 
 def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]]:
@@ -138,13 +191,13 @@ def watched(probes: Sequence[Probe], seconds: float) -> dict[str, dict[str, Any]
     return found
 
 
-def judged(probe: str, alone: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+def judged(probe: str, alone: dict[str, Any], beside: dict[str, Any]) -> dict[str, Any]:
     """Return a probe's waits with and without a neighbour, and the verdict on the promised limit."""
-    promised = 2 * alone["p99_s"] + (PERIOD_S if probe == "training" else 1.0)
+    before, after = alone[probe], beside[probe]
+    promised = 2 * before["p99_s"] + (PERIOD_S if probe == "training" else 1.0)
     return {
-        "alone": alone, "beside": found, "promised_p99_s": promised,
-        "p99_over_alone": found["p99_s"] / alone["p99_s"],
-        "kept": found["p99_s"] <= promised and not found["failures"],
+        "alone": before, "beside": after, "promised_p99_s": promised, "p99_over_alone": after["p99_s"] / before["p99_s"],
+        "kept": after["p99_s"] <= promised and not after["failures"],
     }  # fmt: skip
 
 

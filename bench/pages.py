@@ -9,17 +9,23 @@ of this process, which depends little on other load. Redis runs in a process of 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
+from contextlib import closing
 from typing import Any
 
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Options
+from bench.support.record import Report, show
 from bench.support.timing import Took
 from cotrain_server.ui.router import PAGES
 from cotrain_store import redis_keys
+from bench.support.record import Args, Options, Report, show
+from cotrain_server.ui.router import PAGES
+from cotrain_store import redis_keys
+from cotrain_store.redis_keys import minute_of
+from cotrain_store.redis_keys import usage_field, usage_hour
+from cotrain_store.tenants.history import POINT
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
@@ -29,6 +35,7 @@ from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.ui import log_in
 
+OPTIONS: Options = {}
 TENANTS, RUNS_OF_EACH, RUNS_PER_CYCLE, CYCLES, REPEATS = 1_000, 10, 40, 200, 5
 
 
@@ -40,21 +47,16 @@ def fill(connection: SyncConnection, now: float) -> None:
         pipeline = connection.pipeline(transaction=False)
         pipeline.hset(redis_keys.tenant_names(), tenant, f"tenant {number}")
         pipeline.sadd(redis_keys.queue_tenants(POOL.id), tenant)
-        counts = {"ops": 3, "tokens": 900, "bytes": 9}
-        pipeline.hset(redis_keys.queue(POOL.id, tenant), mapping=counts)
+        pipeline.hset(redis_keys.queue(POOL.id, tenant), mapping={"ops": 3, "tokens": 900, "bytes": 9})
         for each in range(RUNS_OF_EACH):
             session = SessionId(f"{number:016x}{each:016x}")
             run = RunId(f"{session}:train:0")
             at = now - 60 * (number * RUNS_OF_EACH + each)
-            record = RunRecord(
-                run, tenant, session, POOL.id, POOL.base_model, LoraSpec(16, 1), at,
-                {"name": f"experiment {each}"},
-            )  # fmt: skip
+            named = {"name": f"experiment {each}"}
+            record = RunRecord(run, tenant, session, POOL.id, POOL.base_model, LoraSpec(16, 1), at, named)
             runs.append((tenant, run))
             pipeline.hset(redis_keys.run(run), mapping={"record": encode(record)})
-            log = {
-                "state": "live", "tenant": tenant, "next": 62, "done": 60, "last": 63, "worker": "w0",
-            }  # fmt: skip
+            log = {"state": "live", "tenant": tenant, "next": 62, "done": 60, "last": 63, "worker": "w0"}
             pipeline.hset(redis_keys.log(POOL.id, run), mapping=log)
             for key in (redis_keys.training_runs(tenant), redis_keys.all_training_runs()):
                 pipeline.zadd(key, {run: at})
@@ -94,36 +96,28 @@ async def measure(api: Api, key: str) -> list[dict[str, Any]]:
         paths.append(f"/ui/runs/{newest[0]['run']}")
     rows = []
     for path in paths:
-        took, answers = list[Took](), []
+        wall_ms, cpu_ms, sizes = list[float](), list[float](), list[int]()
         for _ in range(REPEATS):
             cpu, wall = time.process_time(), time.perf_counter()
-            answers.append(await api.http.get(path))
-            took.append(Took(time.perf_counter() - wall, time.process_time() - cpu))
-        answer = answers[-1]
-        if answer.status_code == 200:
-            row = {
-                "page": path if len(path) < 30 else "/ui/runs/<run>", "first_ms": 1000 * took[0].wall_s,
-                "others_at_most_ms": 1000 * max(each.wall_s for each in took[1:]),
-                "cpu_ms": 1000 * min(each.cpu_s for each in took), "kb": len(answer.content) / 1000,
-            }  # fmt: skip
-            rows.append(show(row))
+            answer = await api.http.get(path)
+            wall_ms.append(1000 * (time.perf_counter() - wall))
+            cpu_ms.append(1000 * (time.process_time() - cpu))
+            sizes += [len(answer.content)] if answer.status_code == 200 else []
+        if sizes:
+            name = path if len(path) < 30 else "/ui/runs/<run>"
+            times = {"first_ms": wall_ms[0], "others_at_most_ms": max(wall_ms[1:]), "cpu_ms": min(cpu_ms)}
+            rows.append(show({"page": name, **times, "kb": sizes[-1] / 1000}))
     return rows
 
 
-OPTIONS: Options = {}
-
-
-def run(_: argparse.Namespace, report: Report) -> None:
-    """Fill a Redis, then measure as the operator and as a tenant."""
+def run(_: Args, report: Report) -> None:
     asyncio.run(measure_all(report))
 
 
 async def measure_all(report: Report) -> None:
-    with EmbeddedRedis() as redis:
-        connection = open_sync_connection(redis.url)
+    with EmbeddedRedis() as redis, closing(open_sync_connection(redis.url)) as connection:
         fill(connection, time.time())
         for name, key in (("operator", ADMIN_KEY), ("a tenant", ALICE)):
             async with running_api(redis.url) as api:
                 print(f"--- as {name}")
                 report[name] = await measure(api, key)
-        connection.close()

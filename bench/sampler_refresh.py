@@ -10,9 +10,8 @@ Ways alternate, and the minimum counts. A step of all tenants runs once, for com
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,9 @@ import torch
 
 from bench.cycle.load import RANK, Load, create_runs, cycle
 from bench.support.model import SHAPES, build
-from bench.support.options import DEVICE, Choice, Options
-from bench.support.report import Report, show
+from bench.support.record import DEVICE, Args, Choice, Options, Report, show
 from bench.support.roofline import copy_bandwidth
 from bench.support.timing import Took, measure, turns
-from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.slot_pool import ZERO_SLOTS, slot_layout
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights, Save, SaveOutput
@@ -37,8 +34,7 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure one model."""
+def run(args: Args, report: Report) -> None:
     size = args.size or ("5m" if args.device == "cpu" else "8b")
     dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
@@ -47,63 +43,42 @@ def run(args: argparse.Namespace, report: Report) -> None:
     report |= show({"size": size, **refresh(engine, args, dtype)})
 
 
-def refresh(engine: Engine, args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
+def refresh(engine: Engine, args: Args, dtype: torch.dtype) -> dict[str, Any]:
     """Time the saves, both ways into the slots, and the arrival of all weights on the host."""
     create_runs(engine, args.tenants)
     runs = [f"run-{at}" for at in range(args.tenants)]
-    layout = slot_layout(engine.targets, RANK)
-    slot_bytes = layout.size * dtype.itemsize
+    slot_bytes = slot_layout(engine.targets, RANK).size * dtype.itemsize
     work = cycle(engine, Load(args.tenants, args.length, (args.tenants,)), args.tenants)
     best: dict[str, Took] = {"step": measure(work, args.device)}
     weights: dict[str, HostWeights] = {}
     room = (args.tenants + ZERO_SLOTS) * slot_bytes
-    decoder = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None, weights_bytes=room)
+    slots = engine.decoder(weights.__getitem__, kv_tokens=4096, text=None, weights_bytes=room).slots
     for way in turns(("from the device", "from the host"), args.rounds + 1):
         for run in runs:
             engine.adapters[run].weights.add_(1e-6)
             engine.adapters[run].weights_changed()
         took = {"save": measure(partial(save, engine, runs, weights), args.device)}
         if way == "from the host":
-            took["arrive"] = measure(partial(arrive, weights), args.device)
-            weights |= {run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()}
-        took[way] = measure(partial(pin_all, decoder.slots, runs), args.device)
-        drop_all(decoder.slots, runs)
+            took["arrive"] = measure(lambda: [each.flat for each in weights.values()], args.device)
+            weights.update({run: HostWeights(each.spec, each.flat.clone()) for run, each in weights.items()})
+        took[way] = measure(lambda: [slots.pin(run) for run in runs], args.device)
+        for run in runs:  # as at the end of its samplers
+            slots.unpin(run)
+            slots.drop(run)
         for name, each in took.items():
             best[name] = each.fastest(best.get(name, each))
     values = engine.adapters[runs[0]].weights.numel()
-    moved = args.tenants * (4 * values + 2 * slot_bytes)
-    possible_s = moved / copy_bandwidth(args.device)
+    possible_s = args.tenants * (4 * values + 2 * slot_bytes) / copy_bandwidth(args.device)
     return {
-        "tenants": args.tenants,
-        "adapter_mb": 4 * values / 1e6,
+        "tenants": args.tenants, "adapter_mb": 4 * values / 1e6,
         **{f"{name}_ms": 1e3 * each.wall_s for name, each in best.items()},
         **{f"{name}_cpu_ms": 1e3 * each.cpu_s for name, each in best.items()},
-        "save_cpu_of_step": best["save"].cpu_s / best["step"].cpu_s,
-        "possible_ms": 1e3 * possible_s,
+        "save_cpu_of_step": best["save"].cpu_s / best["step"].cpu_s, "possible_ms": 1e3 * possible_s,
         "of_possible": possible_s / best["from the device"].wall_s,
-    }
-
-
-def arrive(weights: Mapping[str, HostWeights]) -> list[torch.Tensor]:
-    """Return the weights on the host; waits for their arrival."""
-    return [each.flat for each in weights.values()]
-
-
-def pin_all(slots: WeightSlots, runs: Sequence[str]) -> None:
-    """Load the weights of all runs into slots."""
-    for run in runs:
-        slots.pin(run)
-
-
-def drop_all(slots: WeightSlots, runs: Sequence[str]) -> None:
-    """Drop the weights of all runs, as at the end of their samplers."""
-    for run in runs:
-        slots.unpin(run)
-        slots.drop(run)
+    }  # fmt: skip
 
 
 def save(engine: Engine, runs: Sequence[str], into: dict[str, HostWeights]) -> None:
-    """Save the weights of all runs, as for their samplers."""
     outputs = engine.run([Save(run, 1) for run in runs]).outputs
     for run in runs:
         saved = outputs[run, 1]

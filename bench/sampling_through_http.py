@@ -14,7 +14,6 @@ pause.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import statistics
@@ -24,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from bench.support.model import VOCAB
-from bench.support.options import Options
-from bench.support.report import Report, show
+from bench.support.record import Args, Options, Report, show
 from bench.support.serving import Load, Server, drive, small_server, train
 from bench.support.timing import percentile
 from cotrain import ModelInput, SamplingClient, SamplingParams
@@ -37,8 +35,7 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure the requests alone, the training alone, and both together."""
+def run(args: Args, report: Report) -> None:
     os.environ["COTRAIN_KV_CACHE_TOKENS"] = str(args.room * (args.prompt + args.generate))
     with small_server(args, args.adapters + 1) as server:
         loads = [server.tenant(number, args.batch) for number in range(args.adapters + 1)]
@@ -50,15 +47,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
         alone = args.batch * args.length / drive([trainer], args.steps)
         beside, trained = asyncio.run(measure_beside(args, samplers, trainer))
         report["beside_training"] = show(beside)
-        report["training"] = show(
-            {
-                "alone_tokens_per_s": alone, "beside_tokens_per_s": trained, "speed": trained / alone,
-                "share_of_time": share_of_time(server),
-            }
-        )  # fmt: skip
+        rates = {"alone_tokens_per_s": alone, "beside_tokens_per_s": trained, "speed": trained / alone}
+        report["training"] = show({**rates, "share_of_time": share_of_time(server)})
 
 
-async def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> dict[str, Any]:
+async def measure(args: Args, samplers: list[SamplingClient]) -> dict[str, Any]:
     """Send all requests at once; return latencies and throughput."""
     began = time.perf_counter()
     latencies = await sample(args, samplers, count=args.requests)
@@ -69,9 +62,7 @@ async def measure(args: argparse.Namespace, samplers: list[SamplingClient]) -> d
     }  # fmt: skip
 
 
-async def measure_beside(
-    args: argparse.Namespace, samplers: list[SamplingClient], trainer: Load
-) -> tuple[dict[str, Any], float]:
+async def measure_beside(args: Args, samplers: list[SamplingClient], trainer: Load) -> tuple[dict[str, Any], float]:
     """Measure the requests next to a tenant that trains without a pause; return also its tokens/s."""
     is_over, began, ended = False, time.perf_counter(), list[float]()
 
@@ -99,17 +90,14 @@ def share_of_time(server: Server) -> float:
     return float(trained_ms / 1000 / (max(busy) - min(busy)))
 
 
-async def sample(args: argparse.Namespace, samplers: list[SamplingClient], count: int) -> list[float]:
+async def sample(args: Args, samplers: list[SamplingClient], count: int) -> list[float]:
     """Request `count` sequences at once, adapters in turn; return the latency of each in s."""
-    rng = np.random.default_rng(count)
-    prompts = rng.integers(0, VOCAB, (count, args.prompt)).tolist()
+    prompts = np.random.default_rng(count).integers(0, VOCAB, (count, args.prompt)).tolist()
 
     async def one(number: int) -> float:
         params = SamplingParams(max_tokens=args.generate, seed=number, stop=[])
         began = time.perf_counter()
-        future = samplers[number % len(samplers)].sample(
-            ModelInput.from_ints(prompts[number]), num_samples=1, sampling_params=params
-        )
+        future = samplers[number % len(samplers)].sample(ModelInput.from_ints(prompts[number]), 1, params)
         (sequence,) = (await future).sequences
         assert len(sequence.tokens) == args.generate
         return time.perf_counter() - began

@@ -13,7 +13,6 @@ on the same host. Polls for results are counted apart: each result of each run i
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +23,8 @@ import httpx
 from typing_extensions import override
 
 import cotrain
-from bench.support.options import Options
 from bench.support.processes import cpu_by_role
-from bench.support.report import Report, show
+from bench.support.record import Args, Options, Report, show
 from bench.support.serving import Load, drive, random_data, small_server
 from bench.support.timing import alternate, median_ratio
 
@@ -43,7 +41,6 @@ class Counted(httpx.AsyncHTTPTransport):
 
     @override
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and count it."""
         if request.url.path.endswith(("sweep_pass", "forward_backward", "optim_step")):
             self.sent += len(request.content)
         elif request.url.path.endswith("retrieve_future"):
@@ -60,8 +57,7 @@ class Spent(NamedTuple):
     polled: int
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure all three."""
+def run(args: Args, report: Report) -> None:
     network = Counted()
     with small_server(args, 1) as server, cotrain.ServiceClient(server.url, server.keys[0], network=network) as service:
         report |= show(steps(args, service, network))
@@ -69,27 +65,23 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def spent(network: Counted, work: Callable[[], object]) -> Spent:
-    """Do some work, and return the cost."""
     sent, polled = network.sent, network.polled
     began, before = time.perf_counter(), cpu_by_role()
     work()
     cpu_s = sum(cpu_by_role().values()) - sum(before.values())
-    wall_s = time.perf_counter() - began
-    return Spent(wall_s, cpu_s, network.sent - sent, network.polled - polled)
+    return Spent(time.perf_counter() - began, cpu_s, network.sent - sent, network.polled - polled)
 
 
-def steps(args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
+def steps(args: Args, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
     """Measure steps of the sweep, and of one run with the same tokens."""
     data = random_data(args.batch, args.length, 0)
     sweep = service.create_sweep("bench", settings(args))
     one = Load(lone(args, service, 0), random_data(args.trials * args.batch, args.length, 1))
-    found = alternate(
-        {
-            "sweep": partial(spent, network, partial(trained, sweep, [data] * args.steps)),
-            "one": partial(spent, network, partial(drive, [one], args.steps)),
-        },
-        args.repeats,
-    )
+    works: dict[str, Callable[[], object]] = {
+        "sweep": partial(trained, sweep, [data] * args.steps),
+        "one": partial(drive, [one], args.steps),
+    }
+    found = alternate({name: partial(spent, network, work) for name, work in works.items()}, args.repeats)
     sweep.close()
     one.run.unload()
     sweeps, ones = found["sweep"], found["one"]
@@ -102,7 +94,7 @@ def steps(args: argparse.Namespace, service: cotrain.ServiceClient, network: Cou
     }
 
 
-def halving(args: argparse.Namespace, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
+def halving(args: Args, service: cotrain.ServiceClient, network: Counted) -> dict[str, Any]:
     """Measure successive halving against all runs over all batches, at once and with requests of their own."""
     batches = [random_data(args.batch, args.length, number) for number in range(args.batches)]
     sweep = service.create_sweep("bench", settings(args))
@@ -111,28 +103,27 @@ def halving(args: argparse.Namespace, service: cotrain.ServiceClient, network: C
     many = [Load(lone(args, service, at), batches[0]) for at in range(args.trials)]
     separate = spent(network, lambda: drive(many, args.batches))
     return {
-        "halving_s": halved.wall_s,
-        "separate_over_halving": separate.wall_s / halved.wall_s,
+        "halving_s": halved.wall_s, "separate_over_halving": separate.wall_s / halved.wall_s,
         "separate_over_halving_cpu": separate.cpu_s / halved.cpu_s,
         "separate_bytes_per_step": separate.sent / args.batches,
         "separate_poll_bytes_per_step": separate.polled / args.batches,
-    }
+    }  # fmt: skip
 
 
 def trained(sweep: cotrain.Sweep[Any], batches: Sequence[list[Any]]) -> None:
-    """Train with two steps in flight."""
-    sent = [sweep.train(batch) for batch in batches[:2]]
-    for batch in [*batches[2:], None, None][: len(batches)]:
-        sent.pop(0).result()
-        if batch is not None:
-            sent.append(sweep.train(batch))
+    sent: list[Any] = []
+    for batch in batches:
+        if len(sent) == 2:
+            sent.pop(0).result()
+        sent.append(sweep.train(batch))
+    for step in sent:
+        step.result()
 
 
-def settings(args: argparse.Namespace) -> list[dict[str, float]]:
+def settings(args: Args) -> list[dict[str, float]]:
     """Return the settings of the trials, which differ in the learning rate."""
     return [{"rank": args.rank, "lr": 10 ** (-5 + at / 8)} for at in range(args.trials)]
 
 
-def lone(args: argparse.Namespace, service: cotrain.ServiceClient, seed: int) -> Any:
-    """Return a run with requests of its own."""
+def lone(args: Args, service: cotrain.ServiceClient, seed: int) -> Any:
     return service.create_lora_training_client("bench", rank=args.rank, seed=seed)

@@ -14,7 +14,6 @@ figures depend on the machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -24,9 +23,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from bench.support.options import Choice, Options
 from bench.support.processes import cpu_by_role
-from bench.support.report import Report
+from bench.support.record import Args, Choice, Options, Report
 from bench.support.serving import Load, Server, drive, small_server
 from bench.support.timing import alternate, median_ratio, percentile
 
@@ -44,8 +42,7 @@ class Driven(NamedTuple):
     cpu_s: dict[str, float]
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Measure each number of tenants, then the overhead."""
+def run(args: Args, report: Report) -> None:
     with small_server(args, max(args.tenants) + 1) as server:
         report["rows"] = [measure(server, tenants) for tenants in args.tenants]
         overhead = report["overhead"] = measure_overhead(server)
@@ -74,7 +71,10 @@ def measure(server: Server, tenants: int) -> dict[str, Any]:
         "many_s_per_step": statistics.median(many_s),
         "many_over_solo": median_ratio(many_s, solo_s),
         "tokens_per_s": statistics.median(ours),
-        "cpu_s_per_step": {way: median_cpu_s(found[way]) for way in ("solo", "many")},
+        "cpu_s_per_step": {
+            way: {role: statistics.median(each.cpu_s[role] for each in found[way]) for role in found[way][0].cpu_s}
+            for way in ("solo", "many")
+        },
         "all": found,
     }
     line = f"T={tenants:<3} many/solo {row['many_over_solo']:.2f}   ours {row['tokens_per_s']:6.0f} tok/s"
@@ -89,16 +89,10 @@ def measure(server: Server, tenants: int) -> dict[str, Any]:
 
 
 def driven(loads: list[Load], steps: int) -> Driven:
-    """Train all tenants concurrently; return the times of a step."""
     before = cpu_by_role()
     step_s = drive(loads, steps)
     after = cpu_by_role()
     return Driven(step_s, {role: (after[role] - s) / steps for role, s in before.items()})
-
-
-def median_cpu_s(rounds: list[Driven]) -> dict[str, float]:
-    """Return the median CPU time of each process over the rounds, in s per step."""
-    return {role: statistics.median(each.cpu_s[role] for each in rounds) for role in rounds[0].cpu_s}
 
 
 def measure_overhead(server: Server) -> dict[str, float]:
@@ -121,7 +115,7 @@ def measure_overhead(server: Server) -> dict[str, float]:
 
 def peft(server: Server, tenants: int) -> float:
     """Run the PEFT loop in its own process while the server is idle; return its tokens/s."""
-    command = [sys.executable, "-m", "bench.cycle.peft_loop", "--model", str(server.model)]
+    command = [sys.executable, "-m", "bench.cycle.peft", "--model", str(server.model)]
     for name in ("batch", "length", "rank", "steps", "threads"):
         command += [f"--{name}", str(getattr(server.args, name))]
     done = subprocess.run([*command, "--tenants", str(tenants)], capture_output=True, text=True, check=True)

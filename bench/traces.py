@@ -9,7 +9,6 @@ load on the machine affects the CPU time less.
 
 from __future__ import annotations
 
-import argparse
 import http.server
 import os
 import statistics
@@ -21,9 +20,8 @@ from typing import Any
 import psutil
 from typing_extensions import override
 
-from bench.support.options import Options
 from bench.support.processes import cpu_s
-from bench.support.report import Report, show
+from bench.support.record import Args, Options, Report, show
 from bench.support.serving import Load, drive, small_server
 from bench.support.timing import alternate, ratios
 from tests.support.ports import free_port
@@ -51,14 +49,12 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> None:
-    """Start the three servers and drive them in alternation."""
+def run(args: Args, report: Report) -> None:
     collector = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=collector.serve_forever, daemon=True).start()
-    ports = {"off": None, "on": collector.server_port, "gone": free_port()}
     ways, known = {}, set[int]()
     with ExitStack() as stack:
-        for arm, port in ports.items():
+        for arm, port in {"off": None, "on": collector.server_port, "gone": free_port()}.items():
             os.environ.pop(ENDPOINT, None)
             if port:
                 os.environ[ENDPOINT] = f"http://127.0.0.1:{port}"
@@ -70,7 +66,12 @@ def run(args: argparse.Namespace, report: Report) -> None:
         took = alternate(ways, args.rounds)
     for arm, steps in took.items():
         for kind in ("wall", "cpu"):
-            report[f"{arm}_{kind}"] = summary(steps, took["off"], f"{kind}_s")
+            own_s, off_s = ([each[f"{kind}_s"] for each in found] for found in (steps, took["off"]))
+            over = ratios(own_s, off_s)
+            report[f"{arm}_{kind}"] = {
+                "s_per_step": statistics.median(own_s), "over_off": statistics.median(over),
+                "least": over[0], "most": over[-1],
+            }  # fmt: skip
             show({"arm": f"{arm} {kind}", **report[f"{arm}_{kind}"]})
     report |= {"received_bytes": Collector.received_bytes, "rounds": took}
 
@@ -80,13 +81,3 @@ def step_of(loads: list[Load], pids: list[int], steps: int) -> dict[str, float]:
     before_s = sum(map(cpu_s, pids))
     wall_s = drive(loads, steps)
     return {"wall_s": wall_s, "cpu_s": (sum(map(cpu_s, pids)) - before_s) / steps}
-
-
-def summary(steps: list[dict[str, float]], off: list[dict[str, float]], kind: str) -> dict[str, float]:
-    """Return the median of a time, and the median, minimum and maximum of the ratios within a round."""
-    own, others = ([took[kind] for took in each] for each in (steps, off))
-    over = ratios(own, others)
-    return {
-        "s_per_step": statistics.median(own), "over_off": statistics.median(over),
-        "least": over[0], "most": over[-1],
-    }  # fmt: skip

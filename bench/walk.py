@@ -1,6 +1,6 @@
 """Call path of one forward_backward: the files that it enters, and its returns to files that it had left.
 
-    python -m bench walk [--list] [--moves]
+    python -m bench walk [--list]
 
 All four roles run in this process, with a real Redis and a tiny model: our client, the API behind a real socket, the
 scheduler's clock and a worker. A first pass warms caches. The second one is recorded, call by call, from
@@ -17,7 +17,6 @@ that run once per layer or per key (KERNELS).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dis
@@ -27,15 +26,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
-from bench.support.options import Options
-from bench.support.report import Report
+from bench.support.record import Args, Options, Report
 from bench.support.serving import datum
 from cotrain import ServiceClient
 from cotrain_server.app import create_app
@@ -46,16 +43,36 @@ from tests.support.stack import Home, make_worker, pool_record_for_tests, stack
 from tests.support.tiny_models import build_tiny_qwen3
 from tests.support.waiting import until
 
-ROOT = Path(__file__).parents[1]
+ROOT = f"{Path(__file__).parents[1]}/"
 PACKAGES = ("client", "scheduler", "server", "workers")
 STEP = "WorkerLoop.execute"
 KEY = "tml-walk_secret-of-the-walk"
 KERNELS = re.compile(r"engine/(model|lora|routing|sequence_table|device)|redis_keys|messages/(ids|encoding)|failpoints")
-
-
 #: Functions of periodic tasks that serve no single request.
 BESIDE = {"Clock._drive.<locals>.scale", "Delivery.run", "repeat", "Clock._keep_lead"}
 RESUME = dis.opmap["RESUME"]
+OPTIONS: Options = {"list": (False, "name the files, in the order of entry")}
+
+
+def run(args: Args, _: Report) -> None:
+    recorder = Recorder()
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    with tempfile.TemporaryDirectory(prefix="cotrain-walk-") as folder, EmbeddedRedis() as redis:
+        asyncio.run(walk(Path(folder), redis.url, recorder))
+    sys.setprofile(None)
+    threading.setprofile(None)
+    entered = {call for calls in recorder.calls.values() for call in calls}
+    files = Counter(path.split("/")[0] for path in {path for path, _ in entered})
+    print(f"entered: {sum(files.values())} files, {len(entered)} functions", dict(files))
+    for thread, calls in sorted(recorder.calls.items()):
+        walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]
+        pairs = zip([("", ""), *walked], walked, strict=False)
+        moves = dict.fromkeys((before, after) for before, after in pairs if before[0] != after[0])
+        seen = dict.fromkeys(after[0] for _, after in moves)
+        print(f"{thread}: {len(seen)} files, {len(moves)} moves, {len(moves) - len(seen)} returns")
+        if args.list:
+            print("   ", "\n    ".join(seen))
 
 
 class Recorder:
@@ -63,41 +80,29 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[str, str]]] = {}
-        self.functions: set[tuple[str, str]] = set()
-        self.is_on = False
-        self.in_step = False
+        self.is_on = self.in_step = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if not self.is_on:
             return
-        if event in {"call", "return"} and frame.f_code.co_qualname == STEP:
+        code = frame.f_code
+        if event in {"call", "return"} and code.co_qualname == STEP:
             self.in_step = event == "call"
         thread = threading.current_thread().name
         if event != "call" or thread == "heartbeat" or (thread == "worker" and not self.in_step):
             return
-        if is_resumed(frame):
-            return
-        path = frame.f_code.co_filename
-        if not path.startswith(str(ROOT)) or not (own := path[len(str(ROOT)) + 1 :]).startswith(PACKAGES):
-            return
-        if any(caller.f_code.co_qualname in BESIDE for caller in callers(frame)):
-            return
-        call = own, frame.f_code.co_qualname
-        self.calls.setdefault(walker(), []).append(call)
-        self.functions.add(call)
+        is_resumed = code.co_code[frame.f_lasti] == RESUME and code.co_code[frame.f_lasti + 1] != 0
+        own = code.co_filename.removeprefix(ROOT)
+        if not is_resumed and own.startswith(PACKAGES) and not is_beside(frame):
+            self.calls.setdefault(walker(), []).append((own, code.co_qualname))
 
 
-def is_resumed(frame: FrameType) -> bool:
-    """Return True if the frame continues after an await or a yield."""
-    code = frame.f_code.co_code
-    return code[frame.f_lasti] == RESUME and code[frame.f_lasti + 1] != 0
-
-
-def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the frame and those below it on the stack."""
+def is_beside(frame: FrameType | None) -> bool:
     while frame:
-        yield frame
+        if frame.f_code.co_qualname in BESIDE:
+            return True
         frame = frame.f_back
+    return False
 
 
 def walker() -> str:
@@ -111,24 +116,6 @@ def walker() -> str:
         if code and "cotrain_scheduler" in code.co_filename:
             return "scheduler"
     return "api"
-
-
-OPTIONS: Options = {
-    "list": (False, "name the files, in the order of entry"),
-    "moves": (False, "name each move, and the pairs they join"),
-}
-
-
-def run(args: argparse.Namespace, _: Report) -> None:
-    """Record the path of a pass and print it."""
-    recorder = Recorder()
-    threading.setprofile(recorder)
-    sys.setprofile(recorder)
-    with tempfile.TemporaryDirectory(prefix="cotrain-walk-") as folder, EmbeddedRedis() as redis:
-        asyncio.run(walk(Path(folder), redis.url, recorder))
-    sys.setprofile(None)
-    threading.setprofile(None)
-    show(recorder, lists=args.list, moves=args.moves)
 
 
 async def walk(folder: Path, url: str, recorder: Recorder) -> None:
@@ -162,27 +149,3 @@ def two_passes(url: str, recorder: Recorder) -> None:
     recorder.is_on = True
     run.forward_backward(data, "cross_entropy").result()
     recorder.is_on = False
-
-
-def show(recorder: Recorder, *, lists: bool, moves: bool) -> None:
-    """Print the recorded files and moves, thread by thread."""
-    files = Counter(path.split("/")[0] for path in {path for calls in recorder.calls.values() for path, _ in calls})
-    print(f"entered: {sum(files.values())} files, {len(recorder.functions)} functions", dict(files))
-    for thread, calls in sorted(recorder.calls.items()):
-        walked = [call for call in calls if thread != "worker" or not KERNELS.search(call[0])]
-        steps = list(dict.fromkeys(
-            (before, after)
-            for before, after in zip([("", ""), *walked], walked, strict=False)
-            if before[0] != after[0]
-        ))  # fmt: skip
-        entered = dict.fromkeys(after[0] for _, after in steps)
-        returns = len(steps) - len(entered)
-        print(f"{thread}: {len(entered)} files, {len(steps)} moves, {returns} returns")
-        if lists:
-            print("   ", "\n    ".join(entered))
-        if moves:
-            for before, after in steps:
-                print("   ", ":".join(before), "->", ":".join(after))
-            pairs = Counter(tuple(sorted((before[0], after[0]))) for before, after in steps)
-            for (one, other), times in pairs.most_common(15):
-                print(f"    {times} times between {one} and {other}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from clock_watch import Watched, cycles_of
+from clock_picture import Watched, cycles_of, draw
 from demo_clock import ADAM, LOOPS
 from demo_tenants import datum
 from opening import FOLDER, counted, log, opened, options_of, show
@@ -54,12 +54,10 @@ def main() -> None:
     show(title, ("loop", "cycles per step", "seconds per step", "seconds in all"), rows, options)
     path = Path(options.picture or FOLDER.parent / f"clock-{options.mode}.png")
     try:
-        from clock_picture import draw
+        draw(requests, done, title, path, period_s)
+        log.print(f"Drawn in {path}")
     except ModuleNotFoundError as error:
         log.print(f"No picture is drawn: pip install {error.name}")
-        return
-    draw(requests, done, title, path, period_s)
-    log.print(f"Drawn in {path}")
 
 
 def of_tokens(row: int) -> Datum:

@@ -1,21 +1,85 @@
-"""Draw requests against clock cycles: one row of axes per loop, time from left to right."""
+"""Requests of a run against the clock cycles of the server: recorded, and drawn into a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from clock_watch import Cycle, Request
+import httpx
 
-mpl.use("Agg")  # draws into a file; needs no screen
-from matplotlib import pyplot
+from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
 
 COLORS = {"forward_backward": "tab:blue", "optim_step": "tab:orange"}
 CYCLE = "0.75"
 NARROWEST = 0.004
-"""Share of the width that the shortest cycle is drawn with, to be seen at all."""
+"""Share of the width that the shortest cycle is drawn with, so that it is visible."""
+
+
+@dataclass
+class Request:
+    """A request in flight; times in seconds since the epoch."""
+
+    op: str
+    sent_at: float
+    answered_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Start and end of a cycle that included this training."""
+
+    number: int
+    started_at: float
+    ended_at: float
+
+
+class Watched:
+    """A run that records its requests and takes some time to prepare each batch."""
+
+    def __init__(self, run: TrainingClient, prepare_s: float) -> None:
+        self._run, self._prepare_s = run, prepare_s
+        self.requests: list[Request] = []
+
+    def forward_backward(self, data: list[Datum], loss_fn: str) -> Answer:
+        """Prepare a batch, then send it."""
+        time.sleep(self._prepare_s)
+        return self._answer("forward_backward", lambda: self._run.forward_backward(data, loss_fn))
+
+    def optim_step(self, adam: AdamParams) -> Answer:
+        """Send an optimizer step."""
+        return self._answer("optim_step", lambda: self._run.optim_step(adam))
+
+    def _answer(self, op: str, send: Callable[[], Future[Any]]) -> Answer:
+        self.requests.append(Request(op, time.time()))
+        return Answer(send(), self.requests[-1])
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A future that records when its result arrives."""
+
+    future: Future[Any]
+    request: Request
+
+    def result(self) -> Any:
+        """Wait for the result."""
+        result = self.future.result()
+        self.request.answered_at = time.time()
+        return result
+
+
+def cycles_of(service: ServiceClient, run: TrainingClient) -> list[Cycle]:
+    """Return the cycles that included the run, read from the session's trace."""
+    session = run.model_id.partition(":")[0]
+    url = service.create_rest_client().export_session_trace(session).result()
+    return [
+        Cycle(int(event["name"].removeprefix("cycle ")), event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6)
+        for event in httpx.get(url).raise_for_status().json()["traceEvents"]
+        if event["name"].startswith("cycle ")
+    ]
 
 
 def draw(
@@ -26,7 +90,12 @@ def draw(
     A bar ends where the loop reads the result, which may have been there before.
     `period_s` is the metronome's period, whose ticks are dotted; None where there is none.
     """
-    figure, rows = pyplot.subplots(len(requests), figsize=(8, 1.7 * len(requests)), sharex=True, layout="constrained")
+    # Imported here, because a laptop without it can still measure.
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
+
+    figure = Figure(figsize=(8, 1.7 * len(requests)), layout="constrained")
+    rows = figure.subplots(len(requests), sharex=True)
     longest_s = max(each[-1].answered_at - each[0].sent_at for each in requests.values())
     for axes, (name, sent) in zip(rows, requests.items(), strict=True):
         _draw_cycles(axes, cycles, sent, NARROWEST * longest_s)
@@ -37,11 +106,10 @@ def draw(
         axes.spines[["left", "right", "top"]].set_visible(False)
     rows[-1].set_xlabel("seconds")
     figure.suptitle(title)
-    bands = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS.values(), CYCLE)]
+    bands = [Rectangle((0, 0), 1, 1, color=color) for color in (*COLORS.values(), CYCLE)]
     figure.legend(bands, [*COLORS, "clock cycle"], loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
-    pyplot.close(figure)
 
 
 def _draw_requests(axes: Any, sent: Sequence[Request]) -> None:

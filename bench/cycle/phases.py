@@ -42,7 +42,6 @@ class Op:
 
 
 def phase_of(op: Op) -> str:
-    """Return the phase of an op."""
     if not op.in_wave:
         return "optimizer"
     if op.in_head:
@@ -86,9 +85,7 @@ def profiled(work: Work, device: str) -> tuple[Sequence[Any], float]:
 
     The time comes from the profiler, like those of the events, because its clock differs from Python's.
     """
-    activities = [ProfilerActivity.CPU]
-    if device == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     with (
         patch.object(Head, "run", ranged(Head.run, HEAD)),
         patch.object(ForwardBackward, "run", ranged_steps(ForwardBackward.run, WAVE)),
@@ -130,17 +127,15 @@ def add_up(events: Sequence[Any], device: str) -> tuple[dict[str, float], int]:
     """Return milliseconds by phase and the number of ops. Events are torch's `FunctionEvent`."""
     # By time, because backward runs in a thread of its own on CUDA, outside of any range.
     waves = [event.time_range for event in events if event.name == WAVE and is_host(event)]
-    spent = dict.fromkeys(PHASES, 0.0)
-    calls = 0
+    spent, calls = dict.fromkeys(PHASES, 0.0), 0
     for event in events:
-        if not is_host(event) or not is_op(event.name):
+        # An op that computes; autograd's nodes and ranges are Python.
+        if not is_host(event) or "::" not in event.name or event.name.startswith("autograd::"):
             continue
         shapes = [shape for shape in event.input_shapes or [] if shape]
-        began = event.time_range.start
-        in_wave = any(wave.start <= began <= wave.end for wave in waves)
-        op = Op(event.name, shapes, is_inside(event, HEAD), in_wave)
+        in_wave = any(wave.start <= event.time_range.start <= wave.end for wave in waves)
         own_us = event.self_device_time_total if device == "cuda" else event.self_cpu_time_total
-        spent[phase_of(op)] += own_us / 1e3
+        spent[phase_of(Op(event.name, shapes, is_in_head(event), in_wave))] += own_us / 1e3
         calls += 1
     return spent, calls
 
@@ -150,16 +145,9 @@ def is_host(event: Any) -> bool:
     return bool(event.device_type == DeviceType.CPU)
 
 
-def is_op(name: str) -> bool:
-    """Return True for an op that computes; autograd's nodes and ranges are Python."""
-    return "::" in name and not name.startswith("autograd::")
-
-
-def is_inside(event: Any, name: str) -> bool:
-    """Return True if an event happened within a range of the same thread."""
-    parent = event.cpu_parent
-    while parent is not None:
-        if parent.name == name:
+def is_in_head(event: Any) -> bool:
+    """Return True if an event happened within the head's range of the same thread."""
+    while (event := event.cpu_parent) is not None:
+        if event.name == HEAD:
             return True
-        parent = parent.cpu_parent
     return False

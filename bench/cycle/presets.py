@@ -23,19 +23,15 @@ class Target:
     def verdicts(self, rows: Sequence[dict[str, Any]]) -> list[str]:
         """Return a sentence for each row with this figure, or one that says that it was not measured."""
         where = f"{self.figure} at {self.tenants} tenants, {self.length} tokens a sequence"
-        found = [
-            row for row in rows if (row["tenants"], row["length"]) == (self.tenants, self.length) and self.figure in row
-        ]
-        if not found:
-            return [f"not measured: {where} (promised {self.bound:g})"]
+        own = [row for row in rows if (row["tenants"], row["length"]) == (self.tenants, self.length)]
         return [
             f"{'kept' if self.is_kept(row[self.figure]) else 'MISSED'}: {where}, {row.get('backend', 'by hand')}:"
             f" {row[self.figure]:.4g} (promised {self.bound:g})"
-            for row in found
-        ]
+            for row in own
+            if self.figure in row
+        ] or [f"not measured: {where} (promised {self.bound:g})"]
 
     def is_kept(self, measured: float) -> bool:
-        """Return True if the target is reached."""
         return measured <= self.bound if self.figure == "many_over_one" else measured >= self.bound
 
 
@@ -56,10 +52,8 @@ class Preset:
     def targets(self) -> Iterator[Target]:
         """Yield the bounds, each for the most tenants of its load."""
         loads: dict[Figure, Load] = {
-            "tokens_per_s": self.loads[-1],
-            "over_loop": self.by_hand,
-            "many_over_one": self.loads[0],
-        }
+            "tokens_per_s": self.loads[-1], "over_loop": self.by_hand, "many_over_one": self.loads[0],
+        }  # fmt: skip
         for figure, load in loads.items():
             if (bound := getattr(self, figure)) is not None:
                 yield Target(figure, max(load.tenants), load.length, bound)

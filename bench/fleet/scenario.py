@@ -10,7 +10,6 @@ if a guarantee is broken.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import tempfile
@@ -20,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet.measures import LEAST_TURNS
-from bench.fleet.world import KINDS, Shape, World
-from bench.support.options import Options, Some
+from bench.fleet.world import KINDS, Shape, played
 from bench.support.processes import a_redis
-from bench.support.report import Report, show, table
+from bench.support.record import Args, Options, Report, Some, show, table
 from cotrain_store.disk.embedded_redis import find_redis_binary, redis_version
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.monitoring.logs_and_traces import configure_logs
@@ -40,7 +38,6 @@ WAYS: dict[str, dict[str, bool]] = {
     "scheduler killed": {"scheduler_killed": True},
 }
 
-
 TABLE = {
     "way": "{}", "runs": "{:,}", "turns": "{:.1f}", "scheduler_ms_per_op": "{:.3f}", "redis_ms_per_op": "{:.3f}",
     "planning_ms_per_op": "{:.3f}", "tick_p99_ms": "{:.1f}",
@@ -54,7 +51,7 @@ OPTIONS: Options = {
 }  # fmt: skip
 
 
-def run(args: argparse.Namespace, report: Report) -> bool:
+def run(args: Args, report: Report) -> bool:
     """Play every size in every way; return True if a guarantee is broken."""
     configure_logs("bench", "error")
     report["machine"]["redis_server"] = ".".join(map(str, redis_version(find_redis_binary())))
@@ -65,13 +62,10 @@ def run(args: argparse.Namespace, report: Report) -> bool:
             load = os.getloadavg()[0]
             rows.append(show({"way": way, **play(shape), "load_before": load}))
     report["verdicts"] = judge(rows)
-    shown = [
-        {**row, **row["waits_s"], "idle": " ".join(f"{x:.2f}" for x in row["idle_share"].values())} for row in rows
-    ]
-    print(f"\n{table(shown, TABLE)}\n")
+    idle = [" ".join(f"{share:.2f}" for share in row["idle_share"].values()) for row in rows]
+    print("\n" + table([{**row, **row["waits_s"], "idle": each} for row, each in zip(rows, idle, strict=True)], TABLE))
     for verdict in report["verdicts"]:
-        kept = "kept  " if verdict["kept"] else "BROKEN"
-        print(f"{kept} {verdict['what']}: {verdict['found']:.3f}")
+        print(f"{'kept  ' if verdict['kept'] else 'BROKEN'} {verdict['what']}: {verdict['found']:.3f}")
     return not all(verdict["kept"] for verdict in report["verdicts"])
 
 
@@ -82,11 +76,7 @@ def play(shape: Shape) -> dict[str, Any]:
         a_redis(Path(name), "--appendonly", "no", maxmemory="8gb") as (url, pid),
         closing(Spool(Path(name) / "spool", new_writer("fleet"))) as spool,
     ):
-
-        async def played() -> dict[str, Any]:
-            return await World(shape, url, pid, spool).play()
-
-        return asyncio.run(played())
+        return asyncio.run(played(shape, url, pid, spool))
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -99,9 +89,13 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for way in dict.fromkeys(row["way"] for row in rows):
         of_way = [row for row in rows if row["way"] == way]
         sizes = f"{of_way[0]['runs']:,} to {of_way[-1]['runs']:,} runs"
-        costs = [(cost_of_all(row), float(row["planning_ms_per_op"])) for row in of_way]
         # Also without idle ticks, four per second, which would hide growth.
-        for what, first, last in zip(("all costs", "cost of ticks that plan"), costs[0], costs[-1], strict=True):
+        both = {
+            "all costs": ("scheduler_ms_per_op", "redis_ms_per_op"),
+            "cost of ticks that plan": ("planning_ms_per_op",),
+        }
+        for what, names in both.items():
+            first, last = (sum(row[name] for name in names) for row in (of_way[0], of_way[-1]))
             growth = last / first
             add(f"{way}: {what} per op, from {sizes}, times", growth, growth <= MAX_GROWTH)
         for row in of_way:
@@ -114,8 +108,3 @@ def judge(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if row["turns"] >= LEAST_TURNS:
                 add(f"{where}: Jain's index", jain, jain >= LEAST_JAIN)
     return verdicts
-
-
-def cost_of_all(row: dict[str, Any]) -> float:
-    """Return the planning cost of an op, in ms of both processes."""
-    return float(row["scheduler_ms_per_op"] + row["redis_ms_per_op"])

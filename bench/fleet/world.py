@@ -62,8 +62,6 @@ _BEAT_S = 3.0
 _SENT_AT_ONCE = 256
 _DONE = Result.of_json({"type": "done"})
 
-Requests = list[tuple[OpKind, int]]
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -99,7 +97,7 @@ class Run:
     waiting: deque[tuple[int, float]] = field(default_factory=deque)  # cost, time of acceptance
     worker: str = ""
 
-    def requests(self) -> Requests:
+    def requests(self) -> list[tuple[OpKind, int]]:
         """Return kind and tokens of the requests to send now; none while the loop waits for results."""
         step = [(OpKind.FORWARD_BACKWARD, self.draw.randint(*TOKENS)), (OpKind.OPTIM_STEP, 0)]
         if self.kind in ("naive", "burst") and self.in_flight:
@@ -113,10 +111,8 @@ class RateWorker:
     """Worker with a fixed token rate that commits one small result per op."""
 
     def __init__(self, execution: Execution, name: str, seed: int) -> None:
-        self.execution = execution
-        self.name = name
+        self.execution, self.name, self.busy_s = execution, name, 0.0
         self.at_work: Step | None = None
-        self.busy_s = 0.0
         self._draw = random.Random(f"{seed} {name}")
         execution.claim()
         execution.publish(POOL)
@@ -137,7 +133,6 @@ class RateWorker:
         return tokens / TOKENS_PER_S * self._draw.lognormvariate(0.0, NOISE)
 
     def commit(self, lasted_s: float) -> Step:
-        """Commit the step in progress."""
         step, self.at_work = self.at_work, None
         assert step
         results = {(op.run, op.seq): _DONE for op in step.ops}
@@ -151,6 +146,10 @@ class RateWorker:
             return []
         epoch, moves = self.execution.epoch, self.execution.moves
         return [m.run for m in moves.wanted() if moves.hand_over(m, epoch, in_memory=False)]
+
+
+async def played(shape: Shape, redis_url: str, redis_pid: int, spool: Spool) -> dict[str, Any]:
+    return await World(shape, redis_url, redis_pid, spool).play()
 
 
 class World:
@@ -203,8 +202,7 @@ class World:
     def _report(self, virtual_s: float, turns: float) -> dict[str, Any]:
         costs, ops = self._costs, max(1, self._planned)
         return {
-            "runs": len(self._runs), "idle_worker": self._shape.idle_worker,
-            "scheduler_killed": self._shape.scheduler_killed,
+            "runs": len(self._runs), "idle_worker": self._shape.idle_worker, "scheduler_killed": self._shape.scheduler_killed,
             "ops_planned": self._planned, "cycles": self._cycles, "virtual_s": virtual_s, "turns": turns,
             "scheduler_ms_per_op": 1e3 * costs.scheduler_s / ops, "redis_ms_per_op": 1e3 * costs.redis_s / ops,
             "planning_ms_per_op": 1e3 * costs.planning_s / ops, "tick_p99_ms": 1e3 * percentile(costs.tick_s, 0.99),
@@ -290,8 +288,7 @@ class World:
         served = {op.run for op in step.ops}
         for run in self._runs.values():
             name = run.record.id
-            waits = name in served or self._clock._queue._at.get(name) == worker
-            if run.waiting and waits:
+            if run.waiting and (name in served or self._clock._queue._at.get(name) == worker):
                 heads[run.record.tenant][name] = run.waiting[0][0]
         tokens: dict[str, int] = defaultdict(int)
         for op in step.ops:

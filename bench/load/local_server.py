@@ -1,31 +1,43 @@
-"""Local server for load tests: a real Redis, a real scheduler, API processes behind one port, a null worker.
+"""Local server for load tests (Redis, scheduler, API, a null worker), and a minimal client of it.
 
-Each is a process of its own, as in `cotrain serve`, and ends with the server.
+Each part is a process of its own, as in `cotrain serve`, and ends with the server. Clients share two cores with it,
+and a whole client library would measure itself. So a client sends one request at a time on a kept connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from bench.load.null_worker import publish_pool
+from bench.load.null_worker import TOKENS_PER_OP, publish_pool
 from bench.support.processes import PATIENCE_S, cpu_s, start_redis
+from cotrain.wire.proto import wire_pb2
 from cotrain_store.disk.spool import Spool, new_writer
-from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [str(ROOT / name) for name in ("client", "scheduler", "server", "workers", ".")]
 ADMIN_KEY = "key-of-the-operator"
+#: Statuses that SDKs repeat without a word to their user, as they do when a connection breaks.
+REPEATED = (408, 429, 503)
+RETRY_S = 0.05
+
+Body = dict[str, Any] | bytes
+Address = tuple[str, int]
 
 
 @dataclass
@@ -36,7 +48,6 @@ class Running:
 
     @property
     def rss_mb(self) -> float:
-        """Resident memory in MB."""
         return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
 
     @property
@@ -49,14 +60,6 @@ class Running:
         self.process.kill()
         self.process.wait()
 
-    def stop(self) -> float:
-        """Send SIGTERM; return the seconds until the process ended."""
-        began = time.monotonic()
-        self.process.terminate()
-        status = self.process.wait(PATIENCE_S)
-        assert status == 0, f"{self.process.args!r} ended with {status}"
-        return time.monotonic() - began
-
 
 @dataclass
 class LocalServer:
@@ -67,14 +70,13 @@ class LocalServer:
     running: dict[str, Running] = field(default_factory=dict)
 
     @property
-    def address(self) -> tuple[str, int]:
+    def address(self) -> Address:
         """Address of the API, shared by all API processes."""
         host, port = self.listener.getsockname()
         return host, port
 
     @property
     def redis_url(self) -> str:
-        """Address of Redis."""
         return f"unix://{self.folder}/redis.sock"
 
     def cpu_s(self) -> dict[str, float]:
@@ -86,9 +88,9 @@ class LocalServer:
         with (self.folder / "redis.log").open("ab") as log:
             self.running["redis"] = Running(start_redis(self.folder, log))
 
-    def start(self, keys: Sequence[str], *worker: str, long_poll_s: float = 25.0, **settings: str) -> None:
+    def start(self, keys: Sequence[str], *worker: str, **settings: str) -> None:
         """Start an API process, a scheduler, and a null worker with options."""
-        self.start_api(keys, long_poll_s=long_poll_s, **settings)
+        self.start_api(keys, 25.0, **settings)
         self.start_scheduler()
         self.start_worker(*worker)
 
@@ -98,36 +100,45 @@ class LocalServer:
     def start_worker(self, *options: str) -> None:
         self._start("worker", ["bench.load.null_worker", *options])
 
-    def start_api(
-        self, keys: Sequence[str], name: str = "api", *, long_poll_s: float = 25.0, **settings: str
-    ) -> Running:
+    def start_api(self, keys: Sequence[str], long_poll_s: float, **settings: str) -> None:
         """Start an API process on the server's port."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
         options = ["--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)]
         given = {"API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings}
-        return self._start(name, ["cotrain_server", *options], (descriptor,), **given)
+        self._start("api", ["cotrain_server", *options], (descriptor,), **given)
 
-    @contextlib.contextmanager
-    def connected(self) -> Iterator[SyncConnection]:
-        """Yield a direct connection to Redis."""
-        with contextlib.closing(open_sync_connection(self.redis_url)) as connection:
-            yield connection
-
-    def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> Running:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(SOURCES),
-            "COTRAIN_REDIS_URL": self.redis_url,
-            "COTRAIN_DATA_DIR": str(self.folder / "data"),
-            "COTRAIN_DISK_RESERVE_BYTES": "0",
-            **{f"COTRAIN_{key}": value for key, value in settings.items()},
-        }
+    def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> None:
+        given = {
+            "REDIS_URL": self.redis_url, "DATA_DIR": str(self.folder / "data"), "DISK_RESERVE_BYTES": "0", **settings,
+        }  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(SOURCES)}
+        environment |= {f"COTRAIN_{key}": value for key, value in given.items()}
         command = [sys.executable, "-m", *module]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=fds)
         self.running[name] = Running(process)
-        return self.running[name]
+
+    async def until_held(self, count: int) -> None:
+        """Wait until the only API process holds `count` polls; with 0, until it responds.
+
+        Raises:
+            TimeoutError: polls expire as fast as new ones arrive.
+        """
+        async with asyncio.timeout(PATIENCE_S):
+            while await asyncio.to_thread(self._held) < count:  # noqa: ASYNC110  # there is no notification
+                await asyncio.sleep(0.2)
+
+    def _held(self) -> int:
+        """Return the number of polls that an API process holds; -1 if it does not respond."""
+        host, port = self.address
+        try:
+            request = urllib.request.Request(f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return -1
+        return int(float(text.split("\ncotrain_longpoll_waiters ")[1].split("\n")[0]))
 
 
 @contextlib.contextmanager
@@ -149,5 +160,101 @@ def local_server() -> Iterator[LocalServer]:
 
 
 def keys_of(tenants: int) -> list[str]:
-    """Return an API key for each tenant."""
     return [f"tml-load-{number:012}" for number in range(tenants)]
+
+
+class Dropped(Exception):
+    """The connection ended before the response was complete."""
+
+
+class Client:
+    """One connection of one tenant; opened on use, and again after it was closed."""
+
+    def __init__(self, address: Address, key: str) -> None:
+        self._address, self._key = address, key
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, path: str, body: Body, tail: bytes = b"") -> tuple[int, Body]:
+        """POST JSON, or protobuf whose end may be in `tail`; return status and response. Raises Dropped."""
+        payload, kind = (body, "x-protobuf") if isinstance(body, bytes) else (json.dumps(body).encode(), "json")
+        head = (
+            f"POST /api/v1/{path} HTTP/1.1\r\nhost: bench\r\nx-api-key: {self._key}\r\n"
+            f"accept: application/x-protobuf, application/json\r\n"
+            f"content-type: application/{kind}\r\ncontent-length: {len(payload) + len(tail)}\r\n\r\n"
+        )
+        try:
+            if self._streams and self._streams[0].at_eof():
+                self.close()  # the server has closed it while no request was pending
+            if self._streams is None:
+                self._streams = await asyncio.open_connection(*self._address, limit=2**14)
+            reader, writer = self._streams
+            writer.write(head.encode() + payload)
+            writer.write(tail)
+            return await self._answer(reader)
+        except (OSError, asyncio.IncompleteReadError) as error:
+            self.close()
+            raise Dropped(repr(error)) from error
+
+    def close(self) -> None:
+        if self._streams:
+            self._streams[1].close()
+            self._streams = None
+
+    async def _answer(self, reader: asyncio.StreamReader) -> tuple[int, Body]:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length:")[1].split("\r\n")[0])
+        payload = await reader.readexactly(length)
+        if "connection: close" in head:
+            self.close()
+        return int(head.split(" ", 2)[1]), json.loads(payload) if "application/json" in head else payload
+
+
+async def persist(client: Client, path: str, body: Body, seen: Counter[str], tail: bytes = b"") -> Any:
+    """Send a request as SDKs do: again after a status that they repeat. Raises for any other but 200."""
+    while True:
+        try:
+            status, answer = await client.post(path, body, tail)
+        except Dropped:
+            seen[f"{path} dropped"] += 1
+            await asyncio.sleep(RETRY_S)
+            continue
+        seen[f"{path} {status}"] += 1
+        if status == 200:
+            return answer
+        if status not in REPEATED:
+            raise AssertionError(f"{path}: {status} {answer!r}")
+        await asyncio.sleep(0 if status == 408 else RETRY_S)
+
+
+async def new_run(client: Client, seen: Counter[str]) -> str:
+    """Open a session and a run, whose creation is accepted but may be pending."""
+    session = (await persist(client, "create_session", {}, seen))["session_id"]
+    lora = {"session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4}}
+    run: str = (await persist(client, "create_model", lora, seen))["model_id"]
+    return run
+
+
+async def answered(address: Address, key: str, request: str, seen: Counter[str]) -> tuple[str, float]:
+    """Wait for a result on a connection of its own; return the request and the time of arrival."""
+    client = Client(address, key)
+    await persist(client, "retrieve_future", {"request_id": request}, seen)
+    client.close()
+    return request, time.time()
+
+
+async def trained(client: Client, run: str, seq: int, seen: Counter[str]) -> None:
+    """Send one forward_backward and wait for its result."""
+    body = pass_body(run, seq, TOKENS_PER_OP)
+    request = (await persist(client, "forward_backward", body, seen))["request_id"]
+    await persist(client, "retrieve_future", {"request_id": request}, seen)
+
+
+def pass_body(run: str, seq: int, tokens: int) -> bytes:
+    """Return a forward_backward of one datum, encoded as by SDK 0.38."""
+    request = wire_pb2.ForwardBackwardRequest(model_id=run, seq_id=seq, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = bytes(4 * tokens)
+    targets, weights = datum.loss_fn_inputs["target_tokens"], datum.loss_fn_inputs["weights"]
+    targets.dtype, targets.dense = wire_pb2.DTYPE_INT64, bytes(8 * tokens)
+    weights.dtype, weights.dense = wire_pb2.DTYPE_FLOAT32, bytes(4 * tokens)
+    return request.SerializeToString()

@@ -20,9 +20,9 @@ import numpy as np
 from cotrain_store.bodies.pass_body import encode_pass_output
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import PoolId, RunId, SessionId, TenantId, WorkerId, run_id
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
-from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
+from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
 
@@ -46,11 +46,8 @@ class NullWorker:
     """Worker that commits steps until it is stopped, and waits while Redis is unavailable."""
 
     def __init__(self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None) -> None:
-        self._execution = execution
-        self._ops_per_s = ops_per_s
-        self._ops_per_cycle = ops_per_cycle
-        self._times = times
-        self._beat_at = 0.0
+        self._execution, self._ops_per_s, self._ops_per_cycle = execution, ops_per_s, ops_per_cycle
+        self._times, self._beat_at = times, 0.0
         self._snapshots: dict[RunId, int] = {}
         self._stopping = False
 
@@ -92,9 +89,8 @@ class NullWorker:
         self._beat_at = now
         # The planner fills a cycle with the work of one clock period.
         tokens_per_s = self._ops_per_cycle * TOKENS_PER_OP / CLOCK_PERIOD_S
-        self._execution.heartbeat(
-            WorkerHeartbeat(WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now)
-        )
+        beat = WorkerHeartbeat(WORKER, self._execution.epoch, "serving", "none", tokens_per_s, 0, 0, now)
+        self._execution.heartbeat(beat)
 
 
 def publish_pool(redis_url: str, spool: Spool) -> None:
@@ -104,15 +100,6 @@ def publish_pool(redis_url: str, spool: Spool) -> None:
     execution.claim()
     execution.publish(POOL)
     connection.close()
-
-
-def run_record(number: int, tenant: TenantId) -> RunRecord:
-    """Return the record of a run with a session of its own."""
-    session = SessionId(f"{number:032x}")
-    return RunRecord(
-        id=run_id(session, 0), tenant=tenant, session=session, pool=POOL.id, base_model=POOL.base_model,
-        lora=LoraSpec(rank=4, seed=0), created_at=time.time(),
-    )  # fmt: skip
 
 
 def _result(op: QueuedOp) -> Result:

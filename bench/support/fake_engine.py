@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.support.model import Shape, config_of
+from bench.support.record import Args
 from cotrain_workers.engine.adapters import bank
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.lora import backend
@@ -29,6 +30,8 @@ from cotrain_workers.engine.model import (
     kernel_check,
     layer_kernels,
 )
+from cotrain_workers.engine.ops import Create, Datum, Pass
+from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import adamw, memory_model, pass_state
 from tests.support import fake_cuda
 
@@ -39,7 +42,7 @@ BF16 = torch.bfloat16
 class FakeEngine:
     """Engine with a model of a given shape and few layers, and counts of its host reads."""
 
-    def __init__(self, shape: Shape, layers: int, settings: argparse.Namespace) -> None:
+    def __init__(self, shape: Shape, layers: int, settings: Args) -> None:
         self.reads: Counter[str] = Counter()
         self.log = fake_cuda.LaunchLog()
         config = config_of(replace(shape, layers=layers))
@@ -47,16 +50,12 @@ class FakeEngine:
 
     def load(self) -> Engine:
         """Return the engine; call it on the fake device, with `played` patched in."""
+        settings = self._settings
         return Engine.load(
-            "fake",
-            device="cuda:0",
-            dtype=BF16,
-            micro_batch_tokens=max(self._settings.tenants * self._settings.length, 256),
-            recompute="always" if self._settings.recompute else "never",
-            lora_backend=self._settings.backend,
-            fusion=not self._settings.plain,
-            adapter_bytes=60_000_000_000,
-        )
+            "fake", device="cuda:0", dtype=BF16, micro_batch_tokens=max(settings.tenants * settings.length, 256),
+            recompute="always" if settings.recompute else "never", lora_backend=settings.backend,
+            fusion=not settings.plain, adapter_bytes=60_000_000_000,
+        )  # fmt: skip
 
     def played(self) -> dict[Any, dict[str, Any]]:
         """Return replacements, by module, of functions that need values or kernels."""
@@ -86,11 +85,8 @@ class FakeEngine:
         return {
             experts: {"choices_on_host": balanced, "gate_of": lambda _: SILU},
             base_model: {
-                "refuse_not_finite": lambda _: None,
-                "refuse_failing": lambda _: None,
-                "read_config": lambda *_, **__: self._config,
-                "refuse_too_large": lambda _: None,
-                "read_weights": build,
+                **dict.fromkeys(("refuse_not_finite", "refuse_failing", "refuse_too_large"), lambda _: None),
+                "read_config": lambda *_, **__: self._config, "read_weights": build,
             },
             backend: {"disagreement": lambda *_, **__: None, "missing_kernels": lambda _: None},
             kernel_check: {"disagreement": lambda *_, **__: None},
@@ -98,15 +94,30 @@ class FakeEngine:
             attention: {"varlen_is_right": lambda *_: True},
             fused_layers: {
                 "first_equal": lambda candidates, *_: candidates[0],
-                "is_right": lambda *_: True,
-                "missing_kernels": lambda _: None,
+                "is_right": lambda *_: True, "missing_kernels": lambda _: None,
             },
             layer_kernels: {"disagreement": lambda *_: 0.0},
             pass_state: {"values_on_host": values},
             adamw: {"gradient_norms": norms},
             memory_model: {"probe": lambda *_, **__: True},
             bank: {"initial_weights": lambda _, layout: torch.empty(layout.size)},
-        }
+        }  # fmt: skip
+
+
+def begin(engine: Engine, fake: FakeEngine, runs: Sequence[str], rank: int) -> None:
+    """Create runs with gradients, as from the second cycle on, and clear the counts."""
+    engine.run([Create(run, 0, AdapterSpec(rank, seed=0)) for run in runs])
+    for run in runs:
+        _ = engine.adapters[run].gradient
+    fake.reads.clear()
+    fake.log.launches.clear()
+
+
+def a_pass(run: str, length: int) -> Pass:
+    """Return a forward_backward of one datum."""
+    ids = np.zeros(length, np.int64)
+    datum = Datum(ids, {"target_tokens": ids, "weights": np.ones(length, np.float32)})
+    return Pass(run, 1, [datum], "cross_entropy", {}, True)
 
 
 def run_on_fake_cuda(count: Callable[[], None]) -> int:
@@ -122,16 +133,7 @@ def run_on_fake_cuda(count: Callable[[], None]) -> int:
 
 def on_fake_device(fake: FakeEngine, work: Callable[[Engine], None]) -> None:
     """Load an engine on the fake device and pass it to `work`."""
-    with fake_cuda.fake_cuda():
-        patches = [
-            mock.patch.object(module, name, value)
-            for module, values in fake.played().items()
-            for name, value in values.items()
-        ]
-        for patch in patches:
-            patch.start()
-        try:
-            work(fake.load())
-        finally:
-            for patch in patches:
-                patch.stop()
+    with fake_cuda.fake_cuda(), ExitStack() as patches:
+        for module, values in fake.played().items():
+            patches.enter_context(mock.patch.multiple(module, **values))
+        work(fake.load())

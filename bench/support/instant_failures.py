@@ -10,12 +10,10 @@ class InstantFailures:
 
     @staticmethod
     def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-        """Print the reason of a failure."""
         if report.failed:
             print(f"\nFAILED {report.nodeid}\n{report.longreprtext}", flush=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add the reporter where results arrive: processes of xdist send theirs there."""
-    if not hasattr(config, "workerinput"):
+    if not hasattr(config, "workerinput"):  # processes of xdist send their results to this one
         config.pluginmanager.register(InstantFailures(), "instant_failures")

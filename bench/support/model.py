@@ -1,4 +1,4 @@
-"""Models of the benchmarks: Qwen3 shapes with random weights, without a tokenizer."""
+"""Models of the benchmarks: Qwen3 shapes with random weights."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 VOCAB = 4096
@@ -61,34 +63,34 @@ MIXTURES = {
 def config_of(shape: Shape) -> Qwen3Config | Qwen3MoeConfig:
     """Return the configuration of a Qwen3 of this shape."""
     sizes: dict[str, Any] = {
-        "num_hidden_layers": shape.layers,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.mlp,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": False,
-    }
-    if not isinstance(shape, Mixture):
-        return Qwen3Config(**sizes)
-    return Qwen3MoeConfig(
-        **sizes,
-        moe_intermediate_size=shape.mlp,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.chosen,
-        norm_topk_prob=True,
-    )
+        "num_hidden_layers": shape.layers, "hidden_size": shape.hidden, "intermediate_size": shape.mlp,
+        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head,
+        "vocab_size": shape.vocab, "max_position_embeddings": 32_768, "tie_word_embeddings": False,
+    }  # fmt: skip
+    if isinstance(shape, Mixture):
+        sizes |= {"num_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+        return Qwen3MoeConfig(**sizes, moe_intermediate_size=shape.mlp, norm_topk_prob=True)
+    return Qwen3Config(**sizes)
 
 
 def build(folder: Path, size: str = "5m", dtype: torch.dtype = torch.float32, device: str = "cpu") -> Path:
     """Write the model to a folder, unless it exists there, and return the folder."""
-    if (folder / "config.json").exists():
-        return folder
-    config = config_of(SHAPES[size])
-    torch.manual_seed(0)
-    with torch.device(device):
-        network = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    network.save_pretrained(folder)
+    if not (folder / "config.json").exists():
+        torch.manual_seed(0)
+        with torch.device(device):
+            network = AutoModelForCausalLM.from_config(config_of(SHAPES[size]), dtype=dtype)
+        network.save_pretrained(folder)
+    return folder
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Add a tokenizer with a token for each byte, so that the model accepts text; return the folder."""
+    end = "<|im_end|>"
+    vocabulary = {byte: at for at, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE({**vocabulary, end: len(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+    fast.chat_template = f"{{% for m in messages %}}{{{{ m['content'] }}}}{end}{{% endfor %}}"
+    fast.save_pretrained(folder)
     return folder

@@ -33,11 +33,9 @@ def measure_rates(device: str, dtype: torch.dtype) -> Rates:
 
 
 def matmul_flops(device: str, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a large square matmul."""
     size = 2048 if device == "cpu" else 8192
     left = torch.randn(size, size, device=device, dtype=dtype)
-    seconds = min(timed(lambda: left @ left, device) for _ in range(10))
-    return float(2 * size**3 / seconds)
+    return float(2 * size**3 / min(timed(lambda: left @ left, device) for _ in range(10)))
 
 
 def copy_bandwidth(device: str) -> float:
@@ -45,14 +43,19 @@ def copy_bandwidth(device: str) -> float:
     size = 2**28 if device == "cpu" else 2**31
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = min(timed(lambda: target.copy_(source), device) for _ in range(10))
-    return 2 * size / seconds
+    return 2 * size / min(timed(lambda: target.copy_(source), device) for _ in range(10))
 
 
 def adapter_parameters(shape: Shape, rank: int, *, unembed: bool = True) -> int:
     """Return the number of trained values of an adapter on every linear module: `rank * sum(in + out)`."""
     pairs = shape.linears * shape.layers + [(shape.hidden, shape.vocab)] * unembed
     return rank * sum(inputs + outputs for inputs, outputs in pairs)
+
+
+def adapter_bytes(shape: Shape, rank: int, dtype: torch.dtype) -> int:
+    """Return the bytes of an adapter in training: fp32 arenas, and a copy in the dtype of a 16-bit base."""
+    copy = dtype.itemsize if dtype.itemsize < 4 else 0
+    return (ARENA_BYTES_PER_PARAMETER + copy) * adapter_parameters(shape, rank)
 
 
 def flops_per_token(shape: Shape, length: int, rank: int, *, recompute: bool = False) -> float:
@@ -80,9 +83,3 @@ def ceiling(shape: Shape, length: int, rank: int, rates: Rates, *, adapters: int
     compute_s = tokens * flops_per_token(shape, length, rank) / rates.matmul_flops
     stepped = adapters * adapter_parameters(shape, rank)
     return tokens / (compute_s + ADAM_BYTES_PER_PARAMETER * stepped / rates.copy_bytes)
-
-
-def adapter_bytes(shape: Shape, rank: int, dtype: torch.dtype) -> int:
-    """Return the bytes of an adapter in training: fp32 arenas, and a copy in the dtype of a 16-bit base."""
-    copy = dtype.itemsize if dtype.itemsize < 4 else 0
-    return (ARENA_BYTES_PER_PARAMETER + copy) * adapter_parameters(shape, rank)

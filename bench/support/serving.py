@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -20,6 +19,7 @@ import numpy as np
 import cotrain
 from bench.support.model import VOCAB, build
 from bench.support.processes import COTRAIN, running
+from bench.support.record import Args
 
 ADAM_VALUES = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 ADAM = cotrain.AdamParams(**ADAM_VALUES)
@@ -38,12 +38,10 @@ class Load:
 @contextmanager
 def serving(model: Path, data_dir: Path, keys: list[str], threads: int) -> Iterator[str]:
     """Run `cotrain serve` on a free port; yield its URL."""
-    command = [str(COTRAIN), "serve", "--base-model", f"bench={model}",
-               "--port", "0", "--data-dir", str(data_dir), "--torch-threads", str(threads)]  # fmt: skip
-    environment = {
-        **os.environ, "COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"],
-    }  # fmt: skip
-    with running(command, stdout=subprocess.PIPE, env=environment) as process:
+    options = {"base-model": f"bench={model}", "port": 0, "data-dir": data_dir, "torch-threads": threads}
+    command = [str(COTRAIN), "serve", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+    given = {"COTRAIN_API_KEYS": ",".join(keys), "COTRAIN_ADMIN_KEY": OPERATOR["X-API-Key"]}
+    with running(command, stdout=subprocess.PIPE, env={**os.environ, **given}) as process:
         assert process.stdout
         for line in process.stdout:
             if "cotrain ready at " in line:
@@ -59,8 +57,7 @@ class Server:
     url: str
     keys: list[str]
     model: Path
-    folder: Path
-    args: argparse.Namespace
+    args: Args
     _stack: ExitStack
 
     def tenant(self, number: int, count: int, seed: int | None = None, sdk: Any = cotrain) -> Load:
@@ -71,46 +68,44 @@ class Server:
         seed = number if seed is None else seed
         service = self._stack.enter_context(sdk.ServiceClient(base_url=self.url, api_key=self.keys[number]))
         run = service.create_lora_training_client("bench", rank=self.args.rank, seed=seed)
-        data = random_data(count, self.args.length, seed, sdk)
-        return Load(run, data, sdk.AdamParams(**ADAM_VALUES))
+        return Load(run, random_data(count, self.args.length, seed, sdk), sdk.AdamParams(**ADAM_VALUES))
 
     def cycles(self) -> list[dict[str, Any]]:
-        """Return the server's records of its cycles."""
-        answer = httpx.get(f"{self.url}/status", headers=OPERATOR, timeout=120)
-        records: list[dict[str, Any]] = answer.json()["pools"][0]["cycles"]
-        return records
+        return cycles_of(self.url)
+
+
+def cycles_of(url: str) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{url}/status", headers=OPERATOR, timeout=120)
+    records: list[dict[str, Any]] = answer.json()["pools"][0]["cycles"]
+    return records
 
 
 @contextmanager
-def small_server(args: argparse.Namespace, tenants: int) -> Iterator[Server]:
+def small_server(args: Args, tenants: int) -> Iterator[Server]:
     """Run a server on a random model of 5 M parameters, in a temporary folder, with `--threads`."""
     with tempfile.TemporaryDirectory(prefix="cotrain-bench-") as scratch, ExitStack() as stack:
-        folder = Path(scratch)
-        model = build(folder / "model")
+        model = build(Path(scratch) / "model")
         keys = [f"tml-bench-{number:012}" for number in range(tenants)]
-        url = stack.enter_context(serving(model, folder / "data", keys, args.threads))
-        yield Server(url, keys, model, folder, args, stack)
+        url = stack.enter_context(serving(model, Path(scratch) / "data", keys, args.threads))
+        yield Server(url, keys, model, args, stack)
 
 
 def random_data(count: int, length: int, seed: int, sdk: Any = cotrain) -> list[Any]:
-    """Return datums of random tokens."""
     rows = np.random.default_rng(seed).integers(0, VOCAB, (count, length + 1)).tolist()
     return [datum(row, sdk) for row in rows]
 
 
 def datum(row: list[int], sdk: Any = cotrain) -> Any:
     """Return the datum that trains every token of a row but its first."""
-    length = len(row) - 1
+    shape = [len(row) - 1]
     inputs = {
-        "target_tokens": sdk.TensorData(data=row[1:], dtype="int64", shape=[length]),
-        "weights": sdk.TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
+        "target_tokens": sdk.TensorData(data=row[1:], dtype="int64", shape=shape),
+        "weights": sdk.TensorData(data=[1.0] * shape[0], dtype="float32", shape=shape),
     }
     return sdk.Datum(model_input=sdk.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
 
 
-async def train(
-    load: Load, goes_on: Callable[[int], bool], done: Callable[[Any, Any], None] = lambda passed, stepped: None
-) -> int:
+async def train(load: Load, goes_on: Callable[[int], bool], done: Callable[[Any, Any], None] = lambda *_: None) -> int:
     """Train with two steps in flight as long as `goes_on(steps)`; return the number of steps.
 
     The results of each step are passed to `done` in order.

@@ -11,7 +11,6 @@ from functools import partial
 from typing import TypeVar
 
 Work = Callable[[], object]
-
 Name = TypeVar("Name")
 Measured = TypeVar("Measured")
 
@@ -62,12 +61,10 @@ def fastest(ways: Mapping[Name, Work], device: str, *, rounds: int, until: float
 
 
 def ratios(ones: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Return the ratio of each round, in ascending order."""
     return sorted(one / other for one, other in zip(ones, others, strict=True))
 
 
 def median_ratio(ones: Iterable[float], others: Iterable[float]) -> float:
-    """Return the median of the ratios within a round."""
     return statistics.median(ratios(ones, others))
 
 
@@ -78,7 +75,6 @@ def percentile(values: Iterable[float], share: float, empty: float = 0.0) -> flo
 
 
 def measure(work: Work, device: str = "cpu") -> Took:
-    """Return the times of one call."""
     cpu = time.process_time()
     wall = timed(work, device)
     return Took(wall, time.process_time() - cpu)
@@ -94,7 +90,6 @@ def timed(work: Work, device: str) -> float:
 
 
 def synchronize(device: str) -> None:
-    """Wait for the device."""
     if device == "cuda":
         import torch
 

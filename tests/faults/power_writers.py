@@ -23,9 +23,8 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.spool import Spool
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved
-from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.checkpoints.state_files import write_snapshot
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec, Target, plan_layout
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.integration.test_http_wire import Address, answers, api_process
 
-from bench.support import edge as edges
+from bench.support import processes as edges
 from cotrain_server.limits import FAILURES_PER_MINUTE
 from tests.integration.test_http_bounds import Address, answers, api_process
 from tests.support.http_api import ALICE

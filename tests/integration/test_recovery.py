@@ -11,11 +11,8 @@ import pytest
 from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RequestId, RunId, request_id
 from cotrain_store.messages.ops import OpKind, Result
-from cotrain_workers.engine.coordination import run_to_end
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
 from cotrain_workers.checkpoints.state_files import Snapshot, write_snapshot
-from cotrain_workers.engine.cycle import run_to_end
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.worker.loop import WorkerLoop
 from tests.support.bodies import pass_body, sequences

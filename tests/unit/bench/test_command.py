@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from bench.__main__ import main, scenarios
-from bench.support.options import Choice, Some, add_options
+from bench.support.record import Choice, Some, add_options
 
 
 def test_without_a_name_the_command_lists_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,12 @@ def test_a_digest_leaves_out_the_names_of_a_run() -> None:
     assert digest(told) != digest({**other, "loss": np.nextafter(1.5, 2)})
 
 
+def test_a_digest_of_a_sample_leaves_out_the_run_of_its_policy() -> None:
+    one, other = ({"sequences": [{"tokens": [1], "policy_spans": [{"training_run_id": run}]}]} for run in "ab")
+    assert digest(one) == digest(other)
+    assert digest(one) != digest({"sequences": [{"tokens": [2], "policy_spans": [{}]}]})
+
+
 def test_a_digest_of_weights_covers_names_and_tensors() -> None:
     tensors = {"a": np.arange(6, dtype="f4")}
     assert without_metadata(save(tensors, {"run": "a"})) == without_metadata(save(tensors, {"run": "b"}))

@@ -22,7 +22,7 @@ from cotrain_store.blobs.folder import passes
 from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Moments
 from cotrain_store.failpoints import failpoint
 from cotrain_workers.checkpoints.peft_folder import LayoutOf, metadata_of, read_metadata
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
 

@@ -32,12 +32,9 @@ from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
 from cotrain_store.messages.ids import OpId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_workers.checkpoints.state_files import decode_snapshot, encode_snapshot
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.facts import Numerics
-from cotrain_store.messages.saves import LoadRequest
-from cotrain_workers.checkpoints.state_files import decode_snapshot, encode_snapshot
-from cotrain_workers.engine.adapters.bank import AdapterState
-from cotrain_workers.engine.numerics import Numerics
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint

@@ -22,7 +22,6 @@ from cotrain_store.messages.runs import RunState, WeightsRecord
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.settings import WorkerSettings
-from cotrain_store.settings.worker import WorkerSettings
 from cotrain_workers.checkpoints.state_files import remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import AdapterState

@@ -23,7 +23,7 @@ from cotrain_workers.checkpoints.state_files import (
     write_optimizer,
     write_snapshot,
 )
-from cotrain_workers.engine.adapters.bank import AdapterState
+from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout
 from cotrain_workers.recovery.orphan_sweep import orphans

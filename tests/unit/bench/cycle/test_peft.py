@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.cycle.by_hand import weights_of
 from bench.cycle.load import Load
-from bench.cycle.peft_loop import ByHand
+from bench.cycle.peft import ByHand, as_torch_comes, weights_of
 from bench.support.model import build
 from cotrain_workers.engine.engine import Engine
 
@@ -58,3 +57,21 @@ def test_both_use_one_copy_of_the_base(model: Path) -> None:
     ours = {weight.data_ptr() for weight in weights.values()}
     named = hand.model.named_parameters()
     assert {p.data_ptr() for name, p in named if "lora_" not in name} == ours
+
+
+def test_peft_is_timed_without_our_slower_kernels_which_are_restored() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        raise torch.OutOfMemoryError
+
+    torch.use_deterministic_algorithms(mode=True)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            as_torch_comes(work)()
+
+        assert seen == [False]
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
