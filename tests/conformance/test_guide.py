@@ -2,7 +2,8 @@
 
 The blocks of a page share their names, in order, like the cells of a notebook. Code in `<!-- check
 … -->` also runs and verifies the claims of a page. A block marked `<!-- not run: reason -->` is
-only compiled (`tests/unit/test_docs.py`)."""
+only compiled (`tests/unit/test_docs.py`).
+"""
 
 from __future__ import annotations
 
