@@ -168,7 +168,7 @@ def test_vllm_gets_what_it_serves_and_is_compared(
     place: Place, cotrain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = SimpleNamespace(decode=lambda tokens: "")
-    monkeypatch.setattr("tests.support.fake_vllm_model.tokenizer_of", lambda folder: tokenizer)
+    monkeypatch.setattr("tests.support.fake_vllm.tokenizer_of", lambda folder: tokenizer)
     case = place.cases["qwen3"]
     merged, adapter = tmp_path / "whole", tmp_path / "adapter"
     done = cotrain("export", case.path, "--vllm", "-o", str(merged))

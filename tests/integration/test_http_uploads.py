@@ -27,12 +27,11 @@ from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.messages.results import Result
 from cotrain_store.messages.saves import SaveRequest
 from cotrain_store.oplog.dispatch import Dispatch
-from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.operations import EXTERNAL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-from tests.support.uploads import adapter, config, q_proj, tar
+from tests.support.uploads import BOMBS, HOSTILE, adapter, config, q_proj, tar
 
 GOOD = tar(adapter(), "w:gz")
 
