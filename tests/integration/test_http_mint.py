@@ -163,11 +163,6 @@ async def test_a_reverse_kl_without_a_run_is_rejected(api: Api, body: dict[str, 
     assert (await api.post(KL, body)).status_code == 400
 
 
-async def test_a_foreign_run_is_not_found(api: Api) -> None:
-    run = await api.new_run()
-    assert (await pull(api, run, key=BOB)).status_code == 404
-
-
 async def test_an_interpolation_is_a_new_run(api: Api, worker: StandIn) -> None:
     runs = [await api.new_run(rank=rank) for rank in (4, 8)]
     paths = [await saved(api, worker, run) for run in runs]
@@ -237,12 +232,6 @@ async def test_a_sum_of_ranks_over_the_limit_is_rejected(api: Api, worker: Stand
         f"The ranks of the sources add up to {4 * (most + 1)}: rank must be between 1 and {POOL.max_rank}."
     )
     assert (await mix(api, [path] * most, [0.1] * most)).status_code == 200
-
-
-async def test_a_foreign_checkpoint_cannot_be_interpolated(api: Api, worker: StandIn) -> None:
-    path = await saved(api, worker, await api.new_run())
-
-    assert (await mix(api, [path], [1.0], key=BOB)).status_code == 404
 
 
 async def test_over_the_checkpoint_quota_interpolations_are_rejected(empty_redis: EmbeddedRedis) -> None:
