@@ -73,8 +73,6 @@ def _created(host: Host) -> int:
     return len({line for line in lines if line.startswith("api.before_answer") and line.endswith(":0:0")})  # fmt: skip
 
 
-@pytest.mark.faults
-@pytest.mark.asyncio(loop_scope="session")
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 2), (2, 1)])
 async def test_deaths_over_a_suspected_request_from_outside_are_not_held_against_it(
     before: int, after: int, nursery: Nursery, folder: Path, calm: Calm
