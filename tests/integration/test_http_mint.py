@@ -352,10 +352,7 @@ FAILPOINTS = [
     ],
 )
 async def test_a_worker_that_dies_leaves_no_trace_in_a_distillation(
-    server: Stack,
-    engine: Engine,
-    failpoint: Failpoint,
-    targets: Sequence[int],
+    server: Stack, engine: Engine, failpoint: Failpoint, targets: Sequence[int]
 ) -> None:
     with worker(server, engine):
         teacher = await taught(server, "teacher")
