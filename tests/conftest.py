@@ -43,7 +43,6 @@ RUNS_WITH = {
     "tests/faults/test_random.py": "tests/faults/test_directed.py",
     "tests/unit/store/blobs/test_blobs.py": "tests/unit/store/blobs/test_objects.py",
     "tests/conformance/test_cotrain_extras.py": "tests/conformance/test_official_sdks.py",
-    "tests/conformance/test_export_sdks.py": "tests/conformance/test_checkpoint_sdks.py",
     "tests/cookbook/test_reinforcement.py": "tests/cookbook/test_supervised.py",
 }
 

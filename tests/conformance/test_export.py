@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,10 +21,12 @@ from typer.testing import CliRunner, Result
 
 from cotrain import AdamParams, Datum, ExportFailed, ModelInput, RequestFailed, SamplingParams, ServiceClient
 from cotrain.cli import command_line
+from tests.conformance.running import ROOT
 from tests.support.draws import variant
 from tests.support.fake_vllm import FakeVllm
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny
+from tests.warm.popen import run
 
 KEY = "tml-exporter_0123456789abcdef"
 VOCAB = 128
@@ -168,7 +172,7 @@ def test_vllm_gets_what_it_serves_and_is_compared(
     place: Place, cotrain: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = SimpleNamespace(decode=lambda tokens: "")
-    monkeypatch.setattr("tests.support.fake_vllm_model.tokenizer_of", lambda folder: tokenizer)
+    monkeypatch.setattr("tests.support.fake_vllm.tokenizer_of", lambda folder: tokenizer)
     case = place.cases["qwen3"]
     merged, adapter = tmp_path / "whole", tmp_path / "adapter"
     done = cotrain("export", case.path, "--vllm", "-o", str(merged))
@@ -258,3 +262,37 @@ def test_a_missing_library_is_named_with_its_remedy(
     done = cotrain("export", place.cases["llama"].path, "--gguf", "-o", str(tmp_path / "x"))
     assert done.exit_code == 1
     assert "needs gguf: pip install" in done.stderr
+
+
+COOKBOOK = ROOT / ".sdk" / "tinker_cookbook-0.6.1" / "site-packages"
+#: fp32, and the sum `W + scale * B @ A` is rounded once more when it is merged.
+TOLERANCE = 1e-5
+
+#: One matrix is both embedding and unembedding: no merged model can hold LoRA on one of them alone.
+IMPOSSIBLE = {"tied everything merged", "tied unembedding merged"}
+
+
+@pytest.fixture(scope="module")
+def distances() -> Mapping[str, float | str]:
+    if not COOKBOOK.exists():
+        pytest.fail("tinker_cookbook is missing: run tests/cookbook/fetch.sh")
+    roots = [ROOT, *(ROOT / name for name in ("client", "scheduler", "server", "workers"))]
+    done = run(
+        [sys.executable, "-m", "tests.conformance.cookbook_weights"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*roots, COOKBOOK]))},
+    )
+    assert done.returncode == 0, done.stderr
+    found: Mapping[str, float | str] = json.loads(done.stdout)
+    return found
+
+
+def test_an_export_merges_and_converts_to_the_same_function(distances: Mapping[str, float | str]) -> None:
+    far = {case: far for case, far in distances.items() if isinstance(far, str) or far > TOLERANCE}
+    assert set(far) == IMPOSSIBLE
+    assert len(distances) == 14
+
+
+def test_what_cannot_be_merged_is_refused_and_not_merged_wrongly(distances: Mapping[str, float | str]) -> None:
+    for case in IMPOSSIBLE:
+        assert "lm_head.weight" in str(distances[case])

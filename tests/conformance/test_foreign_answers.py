@@ -1,4 +1,4 @@
-"""A proxy that answers in the server's place, once: no step is lost, none is done twice, nothing waits."""
+"""Clients whose server answers wrongly: foreign answers, and requests that cannot be sent. No bit changes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cotrain import AdamParams, ServiceClient
 from cotrain.errors import APIStatusError, ForeignAnswer
 from cotrain.transport.responses import RetryPolicy
 from cotrain.types import ModelInput, SamplingParams
-from tests.conformance.running import KEYS, Server
+from tests.conformance.running import KEYS, Facts, Server, run_scenarios
 from tests.conformance.test_cotrain_client import datum, logprobs
 from tests.support.draws import variant
+from tests.support.serving import Serving
 from tests.support.swapping_proxy import FOREIGN, PAGE, Swapped, SwappingProxy
 
 DATA = [datum(6, 1)]
@@ -136,3 +138,39 @@ def test_a_client_says_after_a_fork_that_its_thread_stayed_behind(server: Server
         child.join(30)
         assert child.exitcode == 0
         service.get_server_capabilities()
+
+
+OLD = "0.22.0"
+
+
+@pytest.fixture(scope="module")
+def met(server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Facts, Facts]:
+    """Facts of the SDK on a server that waits two seconds for a lost request, and the server's
+    status afterwards."""
+    settings = {"COTRAIN_GAP_LIMIT_S": "2"}
+    folder = tmp_path_factory.mktemp("impatient")
+    with Serving(folder, [server.base_model], KEYS, settings=settings) as impatient:
+        facts = run_scenarios(OLD, impatient.address, server.base_model, ["unsent"])
+        status = httpx.get(f"{impatient.address}/status", headers=impatient.operator)
+        return facts["unsent"], status.json()
+
+
+def test_the_sdk_reports_the_request_that_it_cannot_send(met: tuple[Facts, Facts]) -> None:
+    assert met[0]["itself"]["error"] == "ValueError"
+
+
+@pytest.mark.parametrize("which", ["behind", "later"])
+def test_later_requests_fail_and_report_the_remedy(met: tuple[Facts, Facts], which: str) -> None:
+    failure = met[0][which]
+    assert failure["error"] == "RequestFailedError"
+    assert "seq_id 1 of this run never reached the server" in failure["message"]
+    assert "a new training client from the last checkpoint" in failure["message"]
+
+
+def test_a_new_training_client_can_continue(met: tuple[Facts, Facts]) -> None:
+    assert met[0]["next_loss"] > 0
+
+
+def test_requests_that_were_given_up_are_in_no_queue(met: tuple[Facts, Facts]) -> None:
+    [pool] = met[1]["pools"]
+    assert (pool["queue"]["ops"], pool["queue"]["oldest_gap_s"]) == (0, 0.0)

@@ -17,7 +17,7 @@ import pytest
 from typing_extensions import override
 
 from tests.faults.host import Host
-from tests.faults.leftovers import PLACES
+from tests.faults.invariants import PLACES
 from tests.faults.orders import Nursery
 from tests.faults.trial import Disturb
 from tests.support.waiting import until

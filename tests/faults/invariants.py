@@ -6,8 +6,8 @@
 * I4: snap ≤ done < next, an idle server has no planned op, and no op has a result before its
   commit.
 * I5: The log reaches back to its snapshots, the files it refers to exist, every counter matches its
-  objects, and there are no unreferenced files (`leftovers.py`).
-* I6: Epochs, `done` and `snap` only grow, and a replaced worker commits nothing (`fencing.py`).
+  objects, and there are no unreferenced files (`leftovers`).
+* I6: Epochs, `done` and `snap` only grow, and a replaced worker commits nothing (`accepted_from_replaced`).
 * I7: Queues of an idle server count 0.
 * I8: Processes end only by SIGKILL or in an orderly way.
 * I9: Tenants with pending work receive equal turns (`fairness.py`).
@@ -34,12 +34,13 @@ from safetensors.numpy import load
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
 from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
+from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
+from cotrain_store.messages.ids import PoolId, RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.settings import pool_of
 from tests.faults.fairness import Cycle, cycles_of
 from tests.faults.host import Death
-from tests.faults.leftovers import SCAN_COUNT, leftovers
 from tests.faults.traffic import Played
 
 #: Maximum bytes of Redis' log and of the spool in a trial.
@@ -289,3 +290,62 @@ def _refers(op: QueuedOp, done: int) -> bool:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+#: Names that Redis scans per command. With its default, most work of a trial would be these scans.
+SCAN_COUNT = 1_000
+#: Depth below the data folder of files, or of folders that are one object, by kind.
+PLACES = {"spool": "*", "snapshots": "*/*", "weights": "??/*", "optimizers": "??/*", "external": "*"}
+
+
+def leftovers(folder: Path, store: SyncConnection, pool: PoolId) -> list[str]:
+    """List unreferenced files, as paths below the data folder."""
+    wanted = set(_wanted(store, pool))
+    found = ((path.relative_to(folder), path.stem) for path in _written(folder))
+    return sorted(
+        str(path)
+        for path, stem in found
+        if {(path.parts[0], name) for name in (stem, path.name, "/".join(path.parts[1:]))}.isdisjoint(wanted)
+    )  # fmt: skip
+
+
+def _written(folder: Path) -> list[Path]:
+    return [path for place, pattern in PLACES.items() for path in (folder / place).glob(pattern)]
+
+
+def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
+    """Yield the referenced files, as kind and name."""
+    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*", SCAN_COUNT):
+        files = store.hmget(log, ["snapfile", "oldfile"])
+        yield from (("snapshots", file.decode()) for file in files if file)
+    for count in (result_keys.spool_segment_refs(), result_keys.spool_results()):
+        yield from (("spool", segment.decode()) for segment in store.hkeys(count))
+    for weights in store.smembers(weights_keys.pool_weights(pool)):
+        row = store.hmget(f"cotrain:weights:{weights.decode()}", ["digest", "optimizer"])
+        for place, digest in zip(("weights", "optimizers"), row, strict=True):
+            if digest:
+                yield place, digest.decode()
+    for external in store.smembers(weights_keys.external_folders(pool)):
+        yield "external", external.decode()
+
+
+def accepted_from_replaced(reached: Iterable[str]) -> list[str]:
+    """List the accepted commits that a worker began after its successor had entered.
+
+    `reached` are the lines `<moment> <pid> <about>` of all processes, in the order of the moments.
+    """
+    violations = []
+    holder: dict[str, str] = {}
+    place: dict[str, str] = {}
+    begun_late: set[str] = set()
+    for line in reached:
+        moment, pid, about = line.split(" ", 2)
+        match moment:
+            case "worker.entered":
+                holder[about] = pid
+                place[pid] = about
+            case "worker.before_commit" if holder[place[pid]] != pid:
+                begun_late.add(pid)
+            case "worker.after_commit" if pid in begun_late:
+                violations.append(f"I6 {pid} committed {about} after {place[pid]} was another's")
+    return violations

@@ -1,4 +1,4 @@
-"""The fairness check itself, on made-up cycles."""
+"""The checks of fairness and of fencing themselves, on made-up records."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cotrain_scheduler.queue import FairQueue
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from tests.faults.fairness import Accepted, Cycle, Turns, turns
+from tests.faults.invariants import accepted_from_replaced
 from tests.support.planning import waiting_of
 
 QUANTUM = 8
@@ -126,3 +127,26 @@ def test_plans_are_fair_for_any_use_of_an_allowance() -> None:
 def test_a_planner_without_turns_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairQueue, "_end", lambda *_: 0.0)
     assert any(played(seed).violations for seed in range(50))
+
+
+REPLACED = ["worker.entered 1 w0", "worker.before_run 1 a:1", "worker.entered 2 w0"]
+
+
+def test_a_commit_after_the_successor_entered_is_reported() -> None:
+    seen = [*REPLACED, "worker.before_commit 1 a:1", "worker.after_commit 1 a:1"]
+    assert accepted_from_replaced(seen) == ["I6 1 committed a:1 after w0 was another's"]
+
+
+def test_a_fenced_commit_is_accepted_by_the_check() -> None:
+    seen = [*REPLACED, "worker.before_commit 1 a:1", "worker.after_commit 2 a:1"]
+    assert accepted_from_replaced(seen) == []
+
+
+def test_a_commit_that_began_earlier_may_be_recorded_later() -> None:
+    seen = ["worker.before_commit 1 a:1", "worker.entered 2 w0", "worker.after_commit 1 a:1"]
+    assert accepted_from_replaced(["worker.entered 1 w0", *seen]) == []
+
+
+def test_a_worker_with_another_id_replaces_no_worker() -> None:
+    seen = ["worker.entered 2 w1", "worker.before_commit 1 a:1", "worker.after_commit 1 a:1"]
+    assert accepted_from_replaced(["worker.entered 1 w0", *seen]) == []

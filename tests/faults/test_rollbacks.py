@@ -49,9 +49,8 @@ def program(number: int, parts: Sequence[Sequence[Call]]) -> Program:
 
 
 async def play(
-    nursery: Nursery, folder: Path, first: Sequence[Sequence[Call]], then: Sequence[Sequence[Call]],
-    **settings: str,
-) -> tuple[Host, list[Mapping[str, Any]], list[dict[str, str]]]:  # fmt: skip
+    nursery: Nursery, folder: Path, first: Sequence[Sequence[Call]], then: Sequence[Sequence[Call]], **settings: str
+) -> tuple[Host, list[Mapping[str, Any]], list[dict[str, str]]]:
     """Play `first`; if `then` follows, lose all snapshots in between.
 
     Return answers and endings.

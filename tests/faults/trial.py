@@ -14,10 +14,16 @@ from typing import Any
 from cotrain_scheduler.planner import QUANTUM_TOKENS
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from tests.faults.fairness import turns
-from tests.faults.fencing import accepted_from_replaced
 from tests.faults.host import MODEL, REDIS, Death, Host
-from tests.faults.invariants import Ending, PageRequest, Watch, differences, unexpected
-from tests.faults.leftovers import SCAN_COUNT
+from tests.faults.invariants import (
+    SCAN_COUNT,
+    Ending,
+    PageRequest,
+    Watch,
+    accepted_from_replaced,
+    differences,
+    unexpected,
+)
 from tests.faults.orders import Nursery
 from tests.faults.traffic import Played, Player, Program, Refused, client_of
 from tests.support.object_store import BadNetwork, SeaweedFS

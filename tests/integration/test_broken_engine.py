@@ -80,11 +80,7 @@ async def two_runs(server: Stack, last: int) -> tuple[RunRecord, RunRecord]:
     ids=str,
 )
 async def test_what_breaks_the_engine_fails_alone(
-    server: Stack,
-    engine: Engine,
-    breaks_at: Callable[..., None],
-    poison: set[int],
-    half_way: bool,
+    server: Stack, engine: Engine, breaks_at: Callable[..., None], poison: set[int], half_way: bool
 ) -> None:
     """Afterwards its run stands where it would without these requests, in memory and in its log."""
     expected, digest = await undisturbed(server, engine, last=4)
@@ -119,10 +115,7 @@ async def played_alone(server: Stack, engine: Engine, seqs: Sequence[int]) -> st
 
 
 async def test_a_cycle_that_broke_is_told_in_its_record(
-    server: Stack,
-    engine: Engine,
-    breaks_at: Callable[..., None],
-    redis: Any,
+    server: Stack, engine: Engine, breaks_at: Callable[..., None], redis: Any
 ) -> None:
     guilty, neighbour = await two_runs(server, 4)
     breaks_at({(guilty.id, 3)})
@@ -138,10 +131,7 @@ async def test_a_cycle_that_broke_is_told_in_its_record(
 
 
 async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
-    server: Stack,
-    engine: Engine,
-    breaks_at: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, breaks_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, digest = await undisturbed(server, engine, last=4)
     guilty, neighbour = await two_runs(server, 4)
@@ -165,10 +155,7 @@ async def test_a_run_that_cannot_be_restored_among_the_suspects_stops_alone(
 
 
 async def test_a_request_that_kills_every_process_fails_alone_in_the_end(
-    server: Stack,
-    engine: Engine,
-    breaks_at: Callable[..., None],
-    redis: Any,
+    server: Stack, engine: Engine, breaks_at: Callable[..., None], redis: Any
 ) -> None:
     expected, digest = await undisturbed(server, engine, last=4)
     guilty, neighbour = await two_runs(server, 4)
@@ -237,10 +224,7 @@ async def test_no_write_runs_beside_a_part_that_may_kill(
 
 
 async def test_a_worker_whose_device_is_lost_ends_and_leaves_the_step_to_the_next(
-    server: Stack,
-    engine: Engine,
-    breaks_at: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, breaks_at: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody is blamed for an error after which nothing can be computed any more."""
     expected, digest = await undisturbed(server, engine, last=4)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.integration.test_http_wire import Address, answers, api_process
 
 from bench.support import processes as edges
 from cotrain_server.limits import FAILURES_PER_MINUTE

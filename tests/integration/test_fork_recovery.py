@@ -65,11 +65,7 @@ async def fork(server: Stack, ref: str, count: int) -> list[RunRecord]:
     ids=lambda failpoint: f"{failpoint.method}-{failpoint.after}",
 )
 async def test_forks_of_unstored_weights_end_as_the_run_whenever_their_worker_is_killed(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    failpoint: Failpoint,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch, failpoint: Failpoint
 ) -> None:
     expected, digest = await undisturbed(server, engine, last=2 * STEP)
 

@@ -177,17 +177,6 @@ async def test_a_request_of_no_run_is_not_found(log: Log, request_name: str) -> 
             await futures.wait(A, RequestId(request_name), 0.01)
 
 
-async def test_another_tenants_request_is_as_unknown_as_one_that_never_was(log: Log) -> None:
-    run = await log.new_run("a")
-    await log.run_all()
-    async with log.futures() as futures:
-        with pytest.raises(RequestNotFound) as foreign:
-            await futures.wait(B, request_id(run.id, 0), 0.01)
-        with pytest.raises(RequestNotFound) as unknown:
-            await futures.wait(B, RequestId("nobody:train:0:0"), 0.01)
-        assert str(foreign.value) == str(unknown.value)
-
-
 async def test_an_expired_result_is_not_found_and_says_so(log: Log) -> None:
     run = await log.new_run()
     await log.run_all()

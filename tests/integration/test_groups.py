@@ -16,8 +16,7 @@ from cotrain_workers.engine.engine import Engine
 from cotrain_workers.group.sharded_base import own_bytes
 from tests.support.draws import variant
 from tests.support.fake_vllm import FakeVllm
-from tests.support.group_program import MICRO_BATCH
-from tests.support.group_scenarios import SCENARIOS
+from tests.support.group_program import MICRO_BATCH, SCENARIOS
 from tests.support.serving import Serving
 from tests.support.tiny_models import build_tiny
 from tests.support.waiting import wait_until

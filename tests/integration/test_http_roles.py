@@ -47,8 +47,6 @@ PUBLIC = {
     "GET /", "GET /ui/static/{name:path}", "GET /ui/login", "POST /ui/login", "POST /ui/logout",
     "GET /healthz", "GET /api/v1/healthz", "GET /readyz",
 }  # fmt: skip
-#: Operations with a link of its tenant; the other callers present a forged one.
-LINKED = {"GET /api/v1/files/{token}/{file}", "GET /api/v1/traces/{token}"}
 #: An operation that names no object of Alice's: another tenant's call makes its own run, in the
 #: common queue.
 OF_ONES_OWN = "POST /api/v1/checkpoints/upload"

@@ -39,19 +39,6 @@ async def test_a_request_is_accepted_at_once_and_its_id_contains_its_seq(api: Ap
     assert answer.json() == {"request_id": f"{run}:1", "model_id": run}
 
 
-async def test_requests_are_accepted_in_any_order(api: Api) -> None:
-    run = await api.new_run()
-    for seq in (3, 2, 1):
-        assert (await api.post("forward_backward", pass_body(run, seq))).status_code == 200
-
-
-async def test_a_repeated_request_is_the_same_request(api: Api) -> None:
-    run = await api.new_run()
-    answers = [await api.post("forward_backward", pass_body(run, 1)) for _ in range(2)]
-    assert answers[0].json() == answers[1].json()
-    assert len(await kinds(api, run)) == 2  # the creation, and this one
-
-
 async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api) -> None:
     run = await api.new_run()
     unplaced = {key: value for key, value in pass_body(run, 1).items() if key != "seq_id"}
@@ -161,13 +148,6 @@ async def test_a_held_poll_is_answered_as_soon_as_its_result_exists(empty_redis:
         await finish(api, f"{run}:0", Result.of_json({"model_id": run}))
         answer = await poll
         assert answer.json() == {"model_id": run}
-
-
-async def test_a_result_can_be_fetched_twice(api: Api) -> None:
-    run = await api.new_run()
-    await finish(api, f"{run}:0", Result.of_json({"n": 1}))
-    answers = [await api.post("retrieve_future", {"request_id": f"{run}:0"}) for _ in range(2)]
-    assert [answer.json() for answer in answers] == [{"n": 1}, {"n": 1}]
 
 
 async def test_a_failed_op_is_a_200_with_an_error(api: Api) -> None:
@@ -347,13 +327,6 @@ async def test_base_models_and_their_context_are_listed(api: Api) -> None:
             }
         ]
     }
-
-
-async def test_get_info_names_the_tokenizer_and_the_rank(api: Api) -> None:
-    run = await api.new_run()
-    info = (await api.post("get_info", {"model_id": run})).json()
-    assert info["model_data"]["tokenizer_id"] == POOL.base_model
-    assert info["lora_rank"] == 4
 
 
 async def test_a_rollback_is_reported_with_its_run_and_sdks_can_read_it(api: Api) -> None:

@@ -25,12 +25,11 @@ from cotrain_store.bodies.adapter_bodies import SaveRequest, decode_import
 from cotrain_store.messages.ids import RequestId, RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result
 from cotrain_store.oplog.dispatch import Dispatch
-from tests.support.hostile_archives import BOMBS, HOSTILE
 from tests.support.http_api import ALICE, BOB, POOL, Api, running_api
 from tests.support.operations import EXTERNAL
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.stand_in import StandIn, stand_in
-from tests.support.uploads import adapter, config, q_proj, tar
+from tests.support.uploads import BOMBS, HOSTILE, adapter, config, q_proj, tar
 
 GOOD = tar(adapter(), "w:gz")
 
@@ -210,20 +209,10 @@ async def test_an_invalid_query_is_rejected_before_the_body_is_read(api: Api, qu
     assert answer.status_code == code, answer.text
 
 
-async def test_another_tenants_session_is_not_found(api: Api) -> None:
-    place: dict[str, Any] = {"session_id": await new_session(api, BOB), "model_seq_id": 0}
-    assert (await upload(api, **place)).status_code == 404
-    assert (await upload(api, key=BOB, **place)).status_code == 200
-
-
 async def test_a_finished_session_rejects_uploads(api: Api) -> None:
     session = await new_session(api)
     await api.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
     assert (await upload(api, session_id=session, model_seq_id=0)).status_code == 410
-
-
-async def test_without_a_key_no_byte_is_read(api: Api) -> None:
-    assert (await upload(api, key="tml-nobody_secret")).status_code == 401
 
 
 async def test_an_upload_over_the_limit_is_rejected_in_every_format(empty_redis: EmbeddedRedis) -> None:

@@ -88,15 +88,6 @@ async def test_no_client_is_notified_of_a_result_that_nobody_polls(empty_redis: 
         assert await api.services.connection.keys(f"cotrain:completions:{claimed.sampler}:*") == []
 
 
-async def test_foreign_weights_are_not_found(empty_redis: EmbeddedRedis) -> None:
-    async with speaking_api(empty_redis) as (api, worker):
-        path = await save(api, worker, await api.new_run(), 1, "mine")
-        foreign = await complete(api, path, key=BOB)
-        unknown = await complete(api, path.replace("mine", "none"), key=BOB)
-        assert foreign.status_code == unknown.status_code == 404
-        assert foreign.json() == unknown.json()
-
-
 async def test_two_tenants_have_two_samplers_of_one_base_model(empty_redis: EmbeddedRedis) -> None:
     async with speaking_api(empty_redis) as (api, worker):
         mine = await sampled(api, worker, POOL.base_model)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +42,8 @@ def moves_and_owners(redis: Any, runs: Sequence[RunRecord]) -> tuple[int, list[s
 
 
 async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothing(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     moves = Moves(server.connection)
     expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
@@ -92,9 +90,8 @@ async def test_a_run_that_is_moved_there_and_back_in_mid_training_replays_nothin
     ids=str,
 )
 async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any, failpoint: Failpoint,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any, failpoint: Failpoint
+) -> None:
     moves = Moves(server.connection)
     expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
@@ -115,9 +112,8 @@ async def test_wherever_its_owner_dies_the_run_goes_on_with_the_same_numbers(
 
 
 async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     moves = Moves(server.connection)
     run = await server.create("a", "a", LORA)
     with worker(server, engine, tuning=snapshots(ops=1000)) as loop:
@@ -147,9 +143,8 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
 
 
 async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     moves = Moves(server.connection)
     run = await server.create("a", "a", LORA)
     with worker(server, engine) as loop:
@@ -166,12 +161,11 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
 
 
 async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_none_goes_twice(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setattr("cotrain_scheduler.placement.LASTS_S", 0.5)
-    monkeypatch.setattr("cotrain_scheduler.placement.DIFFERENCE_S", 2.0)
-    monkeypatch.setattr("cotrain_scheduler.placement.REST_S", 2.0)
+    server: Stack, engine: Engine, other: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(server, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)
@@ -190,14 +184,10 @@ async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_no
 
 
 async def test_a_worker_is_drained_while_its_runs_train_and_returns(
-    server: Stack, engine: Engine, tiny_model: Path,
-    redis: Any,
-) -> None:  # fmt: skip
-    from cotrain_workers.engine.engine import Engine as AnotherEngine
-
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     drains = Drains(server.connection)
     expected, digest = await undisturbed(server, engine)
-    other = AnotherEngine.load(str(tiny_model))
     run = await server.create("a", "a", LORA)
     with worker(server, engine):
         answers = await results(server, run, await submit(server, run, 1, STEP))
@@ -222,13 +212,9 @@ async def test_a_worker_is_drained_while_its_runs_train_and_returns(
 
 
 async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
-    server: Stack, engine: Engine, tiny_model: Path,
-    redis: Any,
-) -> None:  # fmt: skip
-    from cotrain_workers.engine.engine import Engine as AnotherEngine
-
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     drains = Drains(server.connection)
-    other = AnotherEngine.load(str(tiny_model))
     with refused(Reason.WORKER_NOT_FOUND):
         await drains.ask(POOL, OLD)
     run = await server.create("a", "a", LORA)
@@ -251,12 +237,8 @@ async def test_a_single_worker_keeps_its_runs_until_another_one_starts(
 
 
 async def test_a_drained_worker_that_starts_again_stays_drained(
-    server: Stack, engine: Engine, tiny_model: Path,
-    redis: Any,
-) -> None:  # fmt: skip
-    from cotrain_workers.engine.engine import Engine as AnotherEngine
-
-    other = AnotherEngine.load(str(tiny_model))
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     with worker(server, other, worker_id=NEW):
         await until(lambda: heartbeat(redis, NEW))
         redis.hset(redis_keys.draining(POOL), OLD, "1.0")
@@ -268,9 +250,8 @@ async def test_a_drained_worker_that_starts_again_stays_drained(
 
 
 async def test_its_runs_go_on_elsewhere_at_once_and_nothing_is_replayed(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     expected, digest = await undisturbed(server, engine)
     run = await server.create("a", "a", LORA)
     with ExitStack() as old, worker(server, other, worker_id=NEW):
@@ -320,9 +301,8 @@ async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_proc
 
 
 async def test_workers_that_all_leave_find_their_runs_again(
-    server: Stack, engine: Engine, other: Engine,
-    redis: Any,
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, other: Engine, redis: Any
+) -> None:
     run = await server.create("a", "a", LORA)
     with worker(server, engine), worker(server, other, worker_id=NEW):
         await results(server, run, await submit(server, run, 1, STEP))

@@ -153,11 +153,7 @@ KILLS = [
 
 @pytest.mark.parametrize("failpoint", KILLS, ids=str)
 async def test_a_worker_killed_in_the_middle_of_a_pass_leaves_no_partial_result(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    failpoint: Failpoint,
-    whole: tuple[list[Any], str],
+    server: Stack, engine: Engine, redis: Any, failpoint: Failpoint, whole: tuple[list[Any], str]
 ) -> None:
     """Neither the numbers nor the usage of the tenant and of the pool contain a partial result."""
     expected, digest = whole
@@ -272,10 +268,8 @@ async def test_a_late_step_decodes_one_divided_pass_and_leaves_the_others(
 
 
 async def test_an_open_pass_of_a_moved_run_restarts_on_the_other_worker(
-    server: Stack, engine: Engine, tiny_model: Path,
-    redis: Any,
-    whole: tuple[list[Any], str],
-) -> None:  # fmt: skip
+    server: Stack, engine: Engine, tiny_model: Path, redis: Any, whole: tuple[list[Any], str]
+) -> None:
     expected, digest = whole
     other = Engine.load(str(tiny_model), micro_batch_tokens=64)
     run = await server.create("large", "large", LORA)
@@ -328,10 +322,7 @@ def long_answers(engine: Engine) -> tuple[list[Any], str]:
 
 
 async def test_passes_of_a_neighbour_run_between_the_layers_of_a_long_datum(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    long_answers: tuple[list[Any], str],
+    server: Stack, engine: Engine, redis: Any, long_answers: tuple[list[Any], str]
 ) -> None:
     expected, digest = long_answers
     large = await server.create("large", "large", LORA)
@@ -357,11 +348,7 @@ LONG_KILLS = [
 
 @pytest.mark.parametrize("failpoint", LONG_KILLS, ids=str)
 async def test_a_kill_between_layers_of_a_long_datum_leaves_no_partial_result(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    failpoint: Failpoint,
-    long_answers: tuple[list[Any], str],
+    server: Stack, engine: Engine, redis: Any, failpoint: Failpoint, long_answers: tuple[list[Any], str]
 ) -> None:
     expected, digest = long_answers
     run = await server.create("a", "a", LORA)

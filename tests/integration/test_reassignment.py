@@ -323,10 +323,7 @@ async def test_a_successor_continues_with_the_same_numbers_and_saves(
 
 
 async def test_a_successor_samples_from_weights_that_it_must_still_restore(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its request may reach the successor first; the weights are made again for it."""
     monkeypatch.setattr("cotrain_workers.checkpoints.weights_store.RELOAD_S", 3600.0)

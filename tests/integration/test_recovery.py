@@ -100,10 +100,7 @@ async def test_a_drained_worker_leaves_nothing_to_replay(server: Stack, engine: 
 
 
 async def test_a_drain_copies_a_run_that_changed_while_its_last_copy_was_written(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = await server.create("a", "a", LORA)
     with worker(server, engine, tuning=snapshots(ops=1)) as loop:

@@ -7,7 +7,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,9 +243,6 @@ async def test_the_scheduler_waits_for_a_redis_that_has_no_memory_left(
     with worker(server, engine):
         await results(server, run, await submit(server, run, 1, 2))
     assert crowded.refused >= 3
-
-
-Refusing = Callable[[str], AbstractContextManager[None]]
 
 
 @contextlib.contextmanager

@@ -111,10 +111,7 @@ async def test_a_long_log_is_cut_and_two_copies_are_kept(
 
 
 async def test_a_run_that_only_evaluates_does_not_keep_a_line_for_every_forward(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cotrain_workers.recovery.recovery_copies.LOG_ENTRIES", 4)
     with worker(server, engine):
@@ -199,10 +196,7 @@ async def test_a_copy_stays_while_its_worker_may_register_it(
 
 
 async def test_a_copy_that_cannot_be_written_is_tried_again(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
         raise OSError("No space left on device")
@@ -217,10 +211,7 @@ async def test_a_copy_that_cannot_be_written_is_tried_again(
 
 
 async def test_a_drain_gives_up_at_its_deadline_and_the_rest_is_replayed(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = await undisturbed(server, engine, last=4)
     released = threading.Event()

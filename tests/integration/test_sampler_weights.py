@@ -255,19 +255,6 @@ async def test_a_save_never_takes_the_place_of_a_sampler(samples: Samples) -> No
     assert unused(samples) == [ref_of(run, 1)]
 
 
-async def test_samplers_and_checkpoints_are_their_tenants_alone(samples: Samples) -> None:
-    run = await samples.log.new_run("a")
-    await samples.save(run, 1, name="x")
-    sampler = await samples.sampler("a")
-    with pytest.raises(SamplerNotFound) as foreign:
-        await samples.records.sampler(B, sampler.id)
-    with pytest.raises(SamplerNotFound) as unknown:
-        await samples.records.sampler(B, "nobody:sample:0")
-    assert str(foreign.value) == str(unknown.value)
-    with pytest.raises(CheckpointNotFound):
-        await samples.records.checkpoint(B, path_of(run))
-
-
 @pytest.mark.parametrize("name", ["", ":", "x", "a:sample:", "\ud800:sample:0", "a:sample:0\n", "*"])
 async def test_what_is_no_sampler_id_names_no_sampler(samples: Samples, name: str) -> None:
     with pytest.raises(SamplerNotFound):

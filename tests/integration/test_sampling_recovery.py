@@ -172,10 +172,7 @@ async def test_a_request_killed_in_the_middle_gives_the_same_tokens_after(server
 
 
 async def test_a_drained_worker_gives_back_what_it_has_not_finished(
-    server: Stack,
-    engine: Engine,
-    redis: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Stack, engine: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sampler = await base_sampler(server)
     requests = [await submit_sample(server, sampler, seq, LONG) for seq in range(3)]

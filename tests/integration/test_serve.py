@@ -1,6 +1,7 @@
 """`cotrain serve` as an operator meets it: keys, deaths of every process, an orderly and a hard end, refused models.
 
-One of the servers is started by the interpreter, as an operator's is (`by_interpreter`)."""
+One of the servers is started by the interpreter, as an operator's is (`by_interpreter`).
+"""
 
 from __future__ import annotations
 

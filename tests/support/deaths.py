@@ -77,12 +77,7 @@ def live(loop: WorkerLoop, opened: contextlib.ExitStack) -> bool:
 
 @contextlib.asynccontextmanager
 async def dying_worker(
-    home: Stack | Home,
-    engine: Engine,
-    failpoint: Failpoint,
-    *,
-    tuning: Tuning = TUNING,
-    **settings: float | str,
+    home: Stack | Home, engine: Engine, failpoint: Failpoint, *, tuning: Tuning = TUNING, **settings: float | str
 ) -> AsyncIterator[WorkerLoop]:
     """Run a worker until it is killed at `failpoint`. Leaving the block waits for that."""
     loop, opened = make_worker(home, engine, tuning, UNMEASURED, **settings)

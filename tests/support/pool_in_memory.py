@@ -50,9 +50,8 @@ class InMemory:
         self.wake: asyncio.Queue[Wake | None] = asyncio.Queue()
 
     def submit(
-        self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD, *, is_noted: bool = True,
-        at: float = NOW,
-    ) -> None:  # fmt: skip
+        self, run: str, kind: OpKind = OpKind.FORWARD_BACKWARD, *, is_noted: bool = True, at: float = NOW
+    ) -> None:
         seq = sum(op.run == run for step in self.steps for op in step.ops) + len(self.queued[run])
         self.queued[run].append(QueuedOp(RunId(run), seq, kind, 10, "inline", 1, at))
         if is_noted:

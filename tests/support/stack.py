@@ -166,11 +166,7 @@ def worker(
 
 
 def make_worker(
-    home: Stack | Home,
-    engine: Engine,
-    tuning: Tuning = TUNING,
-    cost: ReplayCost = UNMEASURED,
-    **overrides: float | str,
+    home: Stack | Home, engine: Engine, tuning: Tuning = TUNING, cost: ReplayCost = UNMEASURED, **overrides: float | str
 ) -> tuple[WorkerLoop, contextlib.ExitStack]:
     """Build a worker's loop without running it. Return it with its open resources, which the caller must close."""
     settings = WorkerSettings.model_validate(

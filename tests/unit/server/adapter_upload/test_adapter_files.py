@@ -15,8 +15,7 @@ from cotrain_server.adapter_upload.adapter_files import _Gunzip, unpack
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_store.errors import Refused
 from tests.support.draws import examples
-from tests.support.hostile_archives import BOMBS, GOOD, HOSTILE, PACKERS
-from tests.support.uploads import CONFIG, TENSORS, tar
+from tests.support.uploads import BOMBS, CONFIG, GOOD, HOSTILE, PACKERS, TENSORS, tar
 
 LIMIT = 64 * 1024
 FORBIDDEN = "Archive contains a forbidden member"
