@@ -21,7 +21,6 @@ from cotrain_store import redis_keys
 from cotrain_store.messages.ids import RunId, SessionId, TenantId, encode
 from cotrain_store.messages.runs import LoraSpec, RunRecord
 from cotrain_store.redis_client.connection import SyncConnection, open_sync_connection
-from cotrain_store.redis_keys import minute_of, usage_field, usage_hour
 from cotrain_store.tenants.history import POINT
 from cotrain_store.usage import minute_of, usage_field, usage_hour
 from tests.support.http_api import ADMIN_KEY, ALICE, POOL, Api, running_api

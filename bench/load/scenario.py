@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.load import burst, overload
 from bench.load.local_server import (
     Client,
     LocalServer,

@@ -33,8 +33,6 @@ from safetensors.numpy import load
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import SpoolRef
-from cotrain_store.messages.ids import RunId, WorkerId, request_id, seq_of
-from cotrain_store.keys import fleet_keys, result_keys, run_keys, weights_keys
 from cotrain_store.messages.ids import PoolId, RunId, WorkerId, request_id, seq_of
 from cotrain_store.messages.ops import OpKind, QueuedOp
 from cotrain_store.redis_client.connection import SyncConnection
@@ -315,17 +313,17 @@ def _written(folder: Path) -> list[Path]:
 
 def _wanted(store: SyncConnection, pool: PoolId) -> Iterable[tuple[str, str]]:
     """Yield the referenced files, as kind and name."""
-    for log in store.scan_iter(f"{run_keys.log(pool, RunId(''))}*", SCAN_COUNT):
+    for log in store.scan_iter(f"{redis_keys.log(pool, RunId(''))}*", SCAN_COUNT):
         files = store.hmget(log, ["snapfile", "oldfile"])
         yield from (("snapshots", file.decode()) for file in files if file)
-    for count in (result_keys.spool_segment_refs(), result_keys.spool_results()):
+    for count in (redis_keys.spool_segment_refs(), redis_keys.spool_results()):
         yield from (("spool", segment.decode()) for segment in store.hkeys(count))
-    for weights in store.smembers(weights_keys.pool_weights(pool)):
+    for weights in store.smembers(redis_keys.pool_weights(pool)):
         row = store.hmget(f"cotrain:weights:{weights.decode()}", ["digest", "optimizer"])
         for place, digest in zip(("weights", "optimizers"), row, strict=True):
             if digest:
                 yield place, digest.decode()
-    for external in store.smembers(weights_keys.external_folders(pool)):
+    for external in store.smembers(redis_keys.external_folders(pool)):
         yield "external", external.decode()
 
 

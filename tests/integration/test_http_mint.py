@@ -13,18 +13,12 @@ import pytest
 import torch
 
 from cotrain_store import redis_keys
-from cotrain_store.bodies.adapter_bodies import LoadRequest
-from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
-from cotrain_store.messages.ids import RunId
-from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource, SaveRequest
 from cotrain_store.bodies.reverse_kl_body import KlArrays, ReverseKlBody, decode_reverse_kl, encode_reverse_kl
-from cotrain_store.disk.result_storage import is_spooled
-from cotrain_store.keys import run_keys, weights_keys
+from cotrain_store.disk.storage import is_spooled
 from cotrain_store.messages.ids import RequestId, RunId, SessionId, TenantId, WeightsRef, encode, run_id
-from cotrain_store.messages.ops import OpKind, QueuedOp
-from cotrain_store.messages.results import ResultKind
-from cotrain_store.messages.runs import LoraSpec, RunRecord, RunState
-from cotrain_store.messages.saves import CheckpointRecord, LoadRequest, LoadSource, SaveRequest
+from cotrain_store.messages.ops import OpKind, QueuedOp, ResultKind
+from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, RunState
 from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.engine import Engine
 from tests.support import stack
@@ -390,7 +384,7 @@ async def test_what_a_step_pulls_to_stays_when_its_name_is_gone(server: Stack, e
         teacher = await taught(server, "teacher")
     run = await server.create("a", "b", LORA)
     request = await submit_reverse_kl(server, run, teacher.weights)
-    redis.delete(weights_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
+    redis.delete(redis_keys.checkpoint(teacher.run, teacher.kind, teacher.name))
     loop, opened = make_worker(server, engine)
     assert loop._weights.sweep() == []
     opened.close()

@@ -163,9 +163,9 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
 async def test_of_eight_runs_on_one_worker_some_go_to_a_second_that_joins_and_none_goes_twice(
     server: Stack, engine: Engine, other: Engine, redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.LASTS_S", 0.5)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.DIFFERENCE_S", 2.0)
-    monkeypatch.setattr("cotrain_scheduler.rebalancing.REST_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.LASTS_S", 0.5)
+    monkeypatch.setattr("cotrain_scheduler.placement.DIFFERENCE_S", 2.0)
+    monkeypatch.setattr("cotrain_scheduler.placement.REST_S", 2.0)
     runs = [await server.create(f"t{number}", f"s{number}", LORA) for number in range(8)]
     with worker(server, engine), ExitStack() as second:
         moved, owners = moves_and_owners(redis, runs)
@@ -283,13 +283,13 @@ async def test_alone_it_says_that_it_drains_and_keeps_its_runs_for_its_next_proc
     run = await server.create("a", "a", LORA)
     with worker(server, engine) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
-        drain = loop._residents.drain
+        drain = loop._runs.copies.drain
 
         def look_and_drain(deadline_s: float) -> None:
             seen.append(heartbeat(redis, OLD))
             drain(deadline_s)
 
-        loop._residents.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
+        loop._runs.copies.drain = look_and_drain  # type: ignore[method-assign]  # the real one, watched
     (last,) = seen
     assert (last["state"], last["is_handing_over"]) == ("draining", True)
     assert is_listed(redis, OLD)

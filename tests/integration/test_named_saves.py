@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 
 from cotrain_store import redis_keys
+from cotrain_store.bodies.adapter_bodies import LoadRequest, LoadSource
 from cotrain_store.errors import CheckpointNotFound, Fenced, RunClosed, SeqConflict, WeightsDeleted
 from cotrain_store.messages.ids import OpId, RequestId, SessionId, TenantId, WeightsRef, encode, run_id
 from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import (
     CheckpointKind,
     CheckpointRecord,
-    LoadRequest,
-    LoadSource,
     LoraSpec,
     RunRecord,
     RunState,

@@ -369,14 +369,14 @@ async def test_a_run_that_ran_elsewhere_is_not_continued_from_stale_memory(
     run = await server.create("a", "a", LORA)
     with worker(server, engine, worker_id=HEIR) as loop:
         answers = await results(server, run, await submit(server, run, 1, STEP))
-        await until(lambda: loop._residents._backlogs[run.id].seq == STEP)  # after the results
-        stale, debt = engine.adapters.state(run.id), loop._residents._backlogs[run.id]
+        await until(lambda: loop._runs.copies.backlogs[run.id].seq == STEP)  # after the results
+        stale, debt = engine.adapters.state(run.id), loop._runs.copies.backlogs[run.id]
         debt_before = type(debt)(debt.seq, used_at=debt.used_at)
         requests = await submit(server, run, STEP + 1, 2 * STEP - 1)
         answers += await results(server, run, requests)
-        await until(lambda: loop._residents._backlogs[run.id].seq == 2 * STEP - 1)
+        await until(lambda: loop._runs.copies.backlogs[run.id].seq == 2 * STEP - 1)
         engine.adapters.restore(run.id, stale)
-        loop._residents._backlogs[run.id] = debt_before
+        loop._runs.copies.backlogs[run.id] = debt_before
         answers += await results(server, run, await submit(server, run, 2 * STEP, 2 * STEP))
     assert answers == expected
     assert restored_digest(server, engine, run.id) == digest

@@ -21,7 +21,14 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from cotrain_server.supervisor.data_folder import DataFolder
-from cotrain_store.disk.embedded_redis import ONE_FILE, cut_zeros, find_redis_binary, last_file, redis_command
+from cotrain_store.disk.embedded_redis import (
+    ONE_FILE,
+    cut_zeros,
+    find_redis_binary,
+    last_file,
+    redis_command,
+    redis_version,
+)
 from cotrain_store.errors import UnsafeRedis
 from cotrain_store.redis_client.clients import RedisRefuses
 from cotrain_store.redis_client.connection import (
@@ -32,8 +39,6 @@ from cotrain_store.redis_client.connection import (
     open_connection,
     open_sync_connection,
 )
-from cotrain_store.redis_client.embedded_server import find_redis_binary, redis_command, redis_version
-from cotrain_store.redis_client.refusals import RedisRefuses
 from cotrain_workers.engine.engine import Engine
 from tests.support.ports import free_port
 from tests.support.program import LORA, PROGRAM, restored_digest, results, submit, undisturbed

@@ -90,7 +90,7 @@ async def test_a_replay_after_a_kill_starts_before_the_abandoned_copies(
     before, after = await back_and_on(server, run)
     never = snapshots(ops=1_000, replay_s=1e9)
     with worker(server, engine, tuning=never, drains=False) as loop:
-        loop._residents._copy_out = lambda *_: None  # type: ignore[method-assign]  # no copy at all
+        loop._runs.copies.start = lambda *_: None  # type: ignore[method-assign]  # no copy at all
         await results(server, run, [*before, *after])
     row = redis.hgetall(redis_keys.log(POOL, run.id))
     assert (row[b"snap"], row[b"rewind:13"], row[b"rewound"]) == (b"-1", b"4", b"13")

@@ -20,9 +20,9 @@ from cotrain_store.monitoring.failures import Refusals, most_failures, recent_fa
 from cotrain_store.monitoring.fleet import pool_status
 from cotrain_store.monitoring.status import TOP_MINUTES, busiest_tenants, cycle_records
 from cotrain_store.redis_client.connection import SyncConnection, open_connection
-from cotrain_store.redis_keys import minute_of
 from cotrain_store.tenants.audit_log import AuditEvent
 from cotrain_store.tenants.lists import RunList
+from cotrain_store.usage import minute_of
 from cotrain_workers.engine.engine import Engine
 from tests.support import http_api
 from tests.support.bodies import sequences

@@ -19,16 +19,11 @@ import torch
 
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.activation_checkpointing import Choice
-from cotrain_workers.group.engine import GroupEngine
-from cotrain_workers.group.lock_step import GroupLockStep, follow
-from cotrain_workers.group.processes import Links, launch
 from cotrain_workers.engine.ops import Create, KlDatum, Op, OptimStep, Pass, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.engine import GroupEngine, Trainer
-from cotrain_workers.group.followers import follow
-from cotrain_workers.group.launch import launch
-from cotrain_workers.group.links import Links
-from cotrain_workers.group.lock_step import GroupLockStep
+from cotrain_workers.group.lock_step import GroupLockStep, follow
+from cotrain_workers.group.processes import Links, launch
 from cotrain_workers.group.sharded_base import load_sharded, own_bytes
 from tests.support.training import MIX, Tenant, random_datum
 

@@ -129,6 +129,6 @@ def restored_digest(home: Stack | Home, engine: Engine, run: RunId) -> str:
     """Restore a run from stored data, as a new worker would. Return the digest of its state."""
     engine.adapters.drop(run)
     loop, opened = make_worker(home, engine)
-    run_to_end(loop._residents.ensure(run))
+    run_to_end(loop._runs.ensure(run))
     opened.close()
     return engine.adapters.state(run).digest()

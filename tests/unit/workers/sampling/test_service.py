@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cotrain_workers.sampling.token_times import MEMORY_S, DecodeRate
+from cotrain_workers.sampling.service import MEMORY_S, DecodeRate
 
 
 def test_the_rate_is_zero_before_the_first_step() -> None:
