@@ -144,11 +144,11 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
     found = memory_model.measure(base, passes, bank, peak)
 
     choices: dict[Choice, Any] = {"never": found.kept, "always": found.recomputed}
-    for (choice, line), length in product(choices.items(), (256, 32)):
+    for (choice, model), length in product(choices.items(), (256, 32)):
         sizes = {"length": length, "tokens": 256, "vocab": base.vocab_size}
         used = peak(partial(memory_model.probe, passes, bank, choice, **sizes))
         assert used is not None
-        assert used <= 1.02 * (line.fixed_bytes + 256 * line.bytes_per_token), length
+        assert used <= 1.02 * model.bytes_of(256), length
 
     saving = found.saving
     assert saving is not None
@@ -156,7 +156,7 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
     sizes = {"length": 256, "tokens": 256, "vocab": base.vocab_size, "saves": True}
     used = peak(partial(memory_model.probe, passes, bank, "always", **sizes))
     assert used is not None
-    assert used <= 1.02 * (saving.fixed_bytes + 256 * saving.bytes_per_token)
+    assert used <= 1.02 * saving.bytes_of(256)
     assert cuda.waits == ["synchronize", "copy to cuda", "copy to cpu"]  # none for an input
 
 

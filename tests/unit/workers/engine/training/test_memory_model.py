@@ -33,6 +33,7 @@ from cotrain_workers.engine.training.memory_model import (
     UNDO_SHARE,
     ActivationModel,
     Activations,
+    Line,
     TooLittleMemory,
     budget,
     fit,
@@ -50,7 +51,8 @@ from cotrain_workers.engine.training.micro_batches import Budget
 from tests.support.training import NewEngine
 
 GB = 10**9
-KEPT, RECOMPUTED = ActivationModel(1 * GB, 7e6), ActivationModel(1.2 * GB, 0.3e6)
+HEAD = Line(1 * GB, 1)
+KEPT, RECOMPUTED = ActivationModel(HEAD, Line(1 * GB, 7e6)), ActivationModel(HEAD, Line(1.2 * GB, 0.3e6))
 BOTH = Activations(KEPT, RECOMPUTED)
 
 
@@ -60,6 +62,15 @@ def test_the_fitted_line_goes_through_both_points() -> None:
     assert line.fixed_bytes == pytest.approx(1 * GB)
     assert line.bytes_per_token == pytest.approx(7 * GB / 1024)
     assert line.tokens_in(8 * GB + 1000) == 1024
+
+
+def test_the_larger_line_is_the_peak() -> None:
+    model = ActivationModel(head=Line(2.4 * GB, 0.32e6), layers=Line(0.9 * GB, 0.51e6))
+
+    assert model.bytes_of(2048) == pytest.approx(3.06 * GB, rel=0.01)
+    assert model.bytes_of(32_768) == pytest.approx(17.6 * GB, rel=0.01)
+    assert model.tokens_in(60 * GB) == int(59.1 * GB // 0.51e6)
+    assert model.tokens_in(3 * GB) == int(0.6 * GB // 0.32e6)
 
 
 def test_the_fixed_part_is_never_negative() -> None:
@@ -74,7 +85,7 @@ def test_memory_that_does_not_grow_is_not_a_measurement(measured: list[tuple[int
 
 def bytes_of(tokens: int) -> int:
     """Return bytes in which that many tokens are kept, or more of them recomputed."""
-    return int(KEPT.fixed_bytes + KEPT.bytes_per_token * tokens) + 1
+    return int(KEPT.bytes_of(tokens)) + 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +144,7 @@ def test_the_longest_datum_is_recomputed_if_it_may_be(choice: Choice, expected: 
 def test_a_longer_datum_has_its_layer_inputs_on_the_host(
     choice: Choice, host_tokens: int, expected: tuple[int, int]
 ) -> None:
-    each = replace(BOTH, saving=ActivationModel(GB, 100_000))
+    each = replace(BOTH, saving=ActivationModel(HEAD, Line(GB, 100_000)))
     longest, save_tokens = longest_datum(each, 6 * GB, choice, host_tokens)
     assert longest == pytest.approx(expected[0], abs=30)
     assert save_tokens == expected[1]
@@ -183,7 +194,7 @@ def test_sizes_are_few_and_far_apart() -> None:
 
 
 def test_a_given_size_determines_only_the_tokens_kept() -> None:
-    free_bytes = int(KEPT.fixed_bytes + KEPT.bytes_per_token * 5000)
+    free_bytes = int(KEPT.bytes_of(5000))
 
     assert kept_tokens(BOTH, free_bytes, "auto") == 5000
     assert kept_tokens(BOTH, free_bytes, "always") == 0
@@ -200,7 +211,7 @@ def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     assert micro_batch_bytes(141 * GB, 17 * GB, 0, 60 * GB) == int(free * (1 - TOWER_SHARE))
     rows = Activations(KEPT, RECOMPUTED).with_images(1e5)
     assert rows == Activations(
-        *(replace(each, bytes_per_token=each.bytes_per_token + 1e5) for each in (KEPT, RECOMPUTED))
+        ActivationModel(Line(GB, 1e5 + 1), Line(GB, 7.1e6)), ActivationModel(Line(GB, 1e5 + 1), Line(1.2 * GB, 4e5))
     )
     # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 6,144 tokens are kept.
     assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 6144
@@ -216,14 +227,16 @@ def test_all_parts_fit_on_one_gpu_next_to_qwen3_8b(total: int, tokens: int, adap
     base = 2 * (linear + 2 * shape.hidden * shape.vocab)
     of_adapters = adapter_budget(total, base)
     # Chunk of the head: logits, probabilities, and their gradient in 16 bits. 1.4 times the ideal bytes per token.
-    line = ActivationModel(1024 * shape.vocab * 10, 1.4 * 4.94e6)
+    line = Line(1024 * shape.vocab * 10, 1.4 * 4.94e6)
     decoder = int((total - base - GB) * CUDA_SHARE)  # share of the memory free at its creation
     weights = sampler_bytes(32 * 2 * adapter_parameters(shape, 32), decoder)
 
-    found = budget(Activations(line, RECOMPUTED), micro_batch_bytes(total, base, of_adapters), "auto")
+    found = budget(
+        Activations(ActivationModel(line, line), RECOMPUTED), micro_batch_bytes(total, base, of_adapters), "auto"
+    )
 
     assert (found.tokens, found.keep_tokens) == (tokens, tokens)
-    micro_batch = int(line.fixed_bytes + tokens * line.bytes_per_token)
+    micro_batch = int(line.bytes_of(tokens))
     assert base + of_adapters + decoder + micro_batch + OWN_BYTES <= total
     assert of_adapters // adapter_bytes(shape, 16, torch.bfloat16) == adapters
     token_bytes = 2 * shape.layers * shape.kv_heads * shape.head * 2
@@ -255,8 +268,29 @@ def test_measured_memory_is_linear_and_smaller_with_recomputation(new_engine: Ne
 
     assert found.kept is not None
     assert found.recomputed is not None
-    assert found.kept.bytes_per_token > 4 * found.recomputed.bytes_per_token
+    assert found.kept.layers.bytes_per_token > 4 * found.recomputed.layers.bytes_per_token
     assert "probe" not in bank
+
+
+def test_large_micro_batches_are_predicted_although_the_head_takes_most_in_small_ones(new_engine: NewEngine) -> None:
+    base = new_engine()._base
+    bank = AdapterBank(base.targets, torch.device("cpu"), torch.float32)
+
+    def bytes_of(tokens: int, chunk_rows: int) -> float:
+        # Qwen3-8B with recomputed layers, counted on the device without values, for chunks of 1,024 rows of the head.
+        # Here the chunk is 64 rows, so that all sizes are a sixteenth.
+        return max(2.4e9 * chunk_rows / 64 + 16 * 0.32e6 * tokens, 0.86e9 + 16 * 0.507e6 * tokens)
+
+    def peak(run: Callable[[], bool]) -> int:
+        assert isinstance(run, partial)
+        return int(bytes_of(run.keywords["tokens"], run.args[0].keywords["head_chunk_rows"]))
+
+    found = measure(base, waves(base), bank, peak).recomputed
+
+    assert found is not None
+    for tokens in (64, 128, 512, 2048):
+        assert found.bytes_of(tokens) == pytest.approx(bytes_of(tokens, 64), rel=0.01)
+    assert found.bytes_of(2048) > 1.3 * found.head.bytes_of(2048)  # the prediction of the head's line alone
 
 
 def test_a_probe_that_does_not_fit_is_reported(new_engine: NewEngine) -> None:
