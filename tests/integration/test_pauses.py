@@ -19,8 +19,7 @@ from tests.support.http_api import ADMIN_KEY, OPERATOR, Api, pass_body, running_
 from tests.support.log import Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples
-from tests.support.stack import MODEL, POOL, Stack, policy_was_read, stack, worker
-from tests.support.two_workers import OLD, heartbeat
+from tests.support.stack import MODEL, OLD, POOL, Stack, heartbeat, policy_was_read, stack, worker
 from tests.support.waiting import until_true
 
 LORA = LoraSpec(rank=2, seed=0)
