@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,12 @@ async def wants(api: Api, workers: int) -> None:
     assert f'cotrain_pool_workers_wanted{{pool="{MODEL}"}} {workers}.0' in page
 
 
+async def is_serving_a_run(api: Api) -> bool:
+    """Return True once the heartbeat of the only worker counts the run."""
+    (shown,) = (await fleet(api))["workers"]
+    return (shown["id"], shown["state"], shown["runs"]) == (OLD, "serving", 1)
+
+
 async def new_session(api: Api) -> str:
     return str((await api.post("create_session", {})).json()["session_id"])
 
@@ -169,8 +176,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
             body = pass_body(run["model_id"], 1)
             await resolved(api, (await api.post("forward_backward", body)).json()["request_id"])
             await wants(api, 1)
-            (shown,) = (await fleet(api))["workers"]
-            assert (shown["id"], shown["state"], shown["runs"]) == ("w0", "serving", 1)
+            await until_true(partial(is_serving_a_run, api))
         await wants(api, 0)
         assert (await fleet(api))["workers"] == []
         assert (await api.http.get("/readyz")).json() == {"ready": True, "reasons": []}
