@@ -20,11 +20,13 @@ from tests.support.draws import variant
 from tests.support.program import LORA, PROGRAM, results, submit, undisturbed
 from tests.support.refusals import refused
 from tests.support.sampling import ended, submit_sample, submit_save
-from tests.support.stack import POOL, Stack, snapshots, worker
-from tests.support.two_workers import NEW, OLD, STEP, heartbeat, is_listed
+from tests.support.stack import NEW, OLD, POOL, Stack, heartbeat, is_listed, snapshots, worker
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("heartbeats_are_quick")
+
+#: Ops of one step of the program.
+STEP = 4
 
 
 def owner(redis: Any, run: RunRecord) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from tests.support.http_api import ADMIN_KEY, OPERATOR, Api, pass_body, running_
 from tests.support.log import Log
 from tests.support.redis_server import EmbeddedRedis
 from tests.support.samples import Samples
-from tests.support.stack import MODEL, POOL, Stack, policy_was_read, stack, worker
-from tests.support.two_workers import OLD, heartbeat
+from tests.support.stack import MODEL, OLD, POOL, Stack, heartbeat, policy_was_read, stack, worker
 from tests.support.waiting import until_true
 
 LORA = LoraSpec(rank=2, seed=0)
@@ -124,6 +124,12 @@ async def wants(api: Api, workers: int) -> None:
     assert f'cotrain_pool_workers_wanted{{pool="{MODEL}"}} {workers}.0' in page
 
 
+async def is_serving_a_run(api: Api) -> bool:
+    """Return True once the heartbeat of the only worker counts the run."""
+    (shown,) = (await fleet(api))["workers"]
+    return (shown["id"], shown["state"], shown["runs"]) == (OLD, "serving", 1)
+
+
 async def new_session(api: Api) -> str:
     return str((await api.post("create_session", {})).json()["session_id"])
 
@@ -170,8 +176,7 @@ async def test_a_pool_scales_to_zero_and_back_without_rejections_or_replays(
             body = pass_body(run["model_id"], 1)
             await resolved(api, (await api.post("forward_backward", body)).json()["request_id"])
             await wants(api, 1)
-            (shown,) = (await fleet(api))["workers"]
-            assert (shown["id"], shown["state"], shown["runs"]) == ("w0", "serving", 1)
+            await until_true(partial(is_serving_a_run, api))
         await wants(api, 0)
         assert (await fleet(api))["workers"] == []
         assert (await api.http.get("/readyz")).json() == {"ready": True, "reasons": []}

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from cotrain_scheduler.clock import Clock
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
+from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import PlanPolicy
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
 from cotrain_store.messages.ops import OpKind, Result
+from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
+from cotrain_store.messages.ops import OpKind
+from cotrain_store.messages.results import Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
@@ -40,6 +45,8 @@ MODEL = "tiny"
 #: Tuning of a worker without arguments.
 TUNING = Tuning()
 POOL = pool_of(MODEL)
+#: Ids of the first and of the second worker of a pool.
+OLD, NEW = WorkerId("w0"), WorkerId("w1")
 
 
 class Home(NamedTuple):
@@ -172,7 +179,7 @@ def make_worker(
     settings = WorkerSettings.model_validate(
         {
             "redis_url": home.redis_url, "data_dir": home.data_dir,
-            "base_model": MODEL, "worker_id": "w0", **overrides,
+            "base_model": MODEL, "worker_id": OLD, **overrides,
         }
     )  # fmt: skip
     opened = contextlib.ExitStack()
@@ -220,3 +227,14 @@ async def policy_was_read(server: Stack, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(server.dispatch, "policy", recorded)
     await until(lambda: len(passed) > 1)
+
+
+def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
+    """Return the heartbeat of a worker, or an empty dict if it has none."""
+    row = redis.get(fleet_keys.worker(POOL, name))
+    return json.loads(row) if row else {}
+
+
+def is_listed(redis: Any, name: WorkerId) -> bool:
+    """Return True if a worker is registered in its pool."""
+    return bool(redis.sismember(fleet_keys.workers(POOL), name))
