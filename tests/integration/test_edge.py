@@ -15,9 +15,6 @@ import pytest
 
 from bench.support import processes as edges
 from cotrain_server.limits import FAILURES_PER_MINUTE
-from tests.integration.test_http_bounds import Address, answers, api_process
-from bench.support import edge as edges
-from cotrain_server.limits.failures import FAILURES_PER_MINUTE
 from tests.integration.test_http_attacks import Address, answers, api_process
 from tests.support.http_api import ALICE
 from tests.support.redis_server import EmbeddedRedis

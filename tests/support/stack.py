@@ -15,14 +15,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from cotrain_scheduler.clock import Clock
+from cotrain_store import redis_keys
 from cotrain_store.disk.spool import RESULTS, Spool, new_writer
-from cotrain_store.keys import fleet_keys
 from cotrain_store.messages.fleet import PlanPolicy
-from cotrain_store.messages.ids import RequestId, SessionId, TenantId, run_id
-from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.ids import RequestId, SessionId, TenantId, WorkerId, run_id
-from cotrain_store.messages.ops import OpKind
-from cotrain_store.messages.results import Result
+from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord
 from cotrain_store.oplog.dispatch import Dispatch
 from cotrain_store.oplog.joint_intake import JointIntake
@@ -231,10 +228,10 @@ async def policy_was_read(server: Stack, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def heartbeat(redis: Any, name: WorkerId) -> dict[str, Any]:
     """Return the heartbeat of a worker, or an empty dict if it has none."""
-    row = redis.get(fleet_keys.worker(POOL, name))
+    row = redis.get(redis_keys.worker(POOL, name))
     return json.loads(row) if row else {}
 
 
 def is_listed(redis: Any, name: WorkerId) -> bool:
     """Return True if a worker is registered in its pool."""
-    return bool(redis.sismember(fleet_keys.workers(POOL), name))
+    return bool(redis.sismember(redis_keys.workers(POOL), name))

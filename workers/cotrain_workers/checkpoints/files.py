@@ -28,7 +28,6 @@ from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
 from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, read_optimizer, write_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights

@@ -157,7 +157,7 @@ def measure(base: BaseModel, new_forward_backward: NewForwardBackward, bank: Ada
 
     def line(sizes: Sequence[int], chunk_rows: int, choice: Choice, *, saves: bool) -> Line | None:
         new = partial(new_forward_backward, head_chunk_rows=chunk_rows)
-        measured = []
+        measured: list[tuple[int, int]] = []
         for size in sizes:
             length = min(size, base.context_length)
             tokens = up_to(size, length)
