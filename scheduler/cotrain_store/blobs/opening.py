@@ -23,8 +23,6 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST, SyncConnectio
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
-    from cotrain_store.blobs.protocol import Blobs
-
 #: Schemes of an address. obstore supports more, none of which is tested here.
 SCHEMES = ("s3", "gs", "az", "file")
 #: Timeouts after which an unresponsive store fails; the waiting operations retry.
