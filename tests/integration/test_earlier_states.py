@@ -16,6 +16,7 @@ from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import CheckpointRecord, RunRecord, RunState
 from cotrain_store.oplog.reader import oldest_rewind
 from cotrain_store.tenants.history import read_history
+from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.recovery import run_lifecycle
 from cotrain_workers.recovery.run_lifecycle import REWINDS_S, REWINDS_SHARE, RewindTime
@@ -24,7 +25,7 @@ from tests.support.draws import variant
 from tests.support.log import Log, record_of
 from tests.support.program import LORA, computed, numbers_of, restored_digest, results, submit, undisturbed
 from tests.support.samples import Samples
-from tests.support.stack import POOL, Stack, snapshots, worker
+from tests.support.stack import POOL, Stack, make_worker, snapshots, worker
 
 #: The program without the pass after its last optimizer step.
 LAST = 12
@@ -119,6 +120,20 @@ async def test_a_step_out_of_reach_is_refused_and_the_run_continues(server: Stac
     assert oldest is not None
     assert 2 <= oldest <= 3
     assert engine.adapters.state(run.id).digest() == digest
+
+
+async def test_a_rewound_state_is_not_copied_out_before_its_commit(server: Stack, engine: Engine) -> None:
+    run = await server.create("a", "a", LORA)
+    with worker(server, engine, tuning=snapshots(ops=1_000), drains=False):
+        await results(server, run, await submit(server, run, 1, 8))
+    engine.adapters.drop(run.id)
+    loop, opened = make_worker(server, engine)
+    run_to_end(loop._runs.ensure(run.id))
+    run_to_end(loop._runs._rewind_to(run.id, 4))
+    # As when Redis is lost before the commit, and the run should move to another worker.
+    assert not loop._runs.copies.is_copied(run.id)
+    assert run.id not in loop._runs.copies.writing
+    opened.close()
 
 
 def test_rewinds_of_a_tenant_take_a_share_of_the_time() -> None:

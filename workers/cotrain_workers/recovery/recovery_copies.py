@@ -126,8 +126,11 @@ class RecoveryCopies:
         return False
 
     def start(self, run: RunId, backlog: ReplayBacklog) -> None:
-        """Start to copy a run out, unless a copy of it is in progress or the disk is behind."""
-        if run in self.writing or self._is_busy or run not in self._engine.adapters:
+        """Start to copy a run out, unless a copy of it is in progress or the disk is behind.
+
+        A rewound run waits for the commit of its REWIND: its state is older than the seq that its copy would cover.
+        """
+        if run in self.writing or self._is_busy or backlog.is_rewound or run not in self._engine.adapters:
             return
         copy = self._engine.adapters.copy_out(run)
         numerics = self._engine.facts.numerics_id
