@@ -39,7 +39,7 @@ HOUR_S = 3600 * 500_000
 @pytest.fixture
 def samples(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> Samples:
     """Sample requests within one hour."""
-    monkeypatch.setattr("cotrain_store.redis_keys.usage_hour", lambda _: HOUR_S)
+    monkeypatch.setattr("cotrain_store.usage.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.sampling.claims.usage_hour", lambda _: HOUR_S)
     monkeypatch.setattr("cotrain_store.weights.usage_hour", lambda _: HOUR_S)
     return samples

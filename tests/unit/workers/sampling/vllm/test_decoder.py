@@ -183,7 +183,9 @@ def test_a_released_decoder_aborts_everything_and_ends_its_thread(
     vllm.wait_until(generating=2)
     del decoder
     vllm.wait_until(generating=0, aborted=2)
-    assert not any(thread.name == "vllm" for thread in threading.enumerate())
+    for thread in [each for each in threading.enumerate() if each.name == "vllm"]:
+        thread.join(30)
+        assert not thread.is_alive()
 
 
 def test_releasing_a_decoder_during_a_connect_warns_of_nothing() -> None:
