@@ -3,8 +3,8 @@
     python -m bench fleet [--runs 100,1000,10000] [--turns 10]
 
 The real clock, planner, messages and scripts run on a real Redis without fsync. Tenants of four kinds (naive,
-submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates. Each size is played three times: with one worker, with an idle second worker, and with a scheduler that
-is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
+submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates. Each size is
+played three times: with one worker, with an idle second worker, and with a scheduler that is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
 if a guarantee is broken.
 """
 
