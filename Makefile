@@ -15,7 +15,7 @@ COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose
 COMPOSE_FILES := --file docker-compose.yml $(if $(GPU),--file docker-compose.gpu.yml)
 
 .DEFAULT_GOAL := help
-.PHONY: help install hashes pin-images demo test test-variants test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-client bench-engine up down clean distclean
+.PHONY: help install hashes pin-images demo test test-variants test-browser dashboard-pictures coverage test-cookbook test-compose test-chart test-kernels test-gpu rehearse-gpu test-faults soak mutants compatibility lint format pictures docs pages models proto bench bench-engine up down clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -150,9 +150,6 @@ proto: ## Generate the wire messages from wire.proto
 
 bench: $(INSTALLED) ## Measure the server against one tenant alone and against PEFT
 	$(BIN)/python -m bench through_http $(ARGS)
-
-bench-client: $(INSTALLED) ## Measure the overhead of our client and the official SDK per request
-	$(BIN)/python -m bench client $(ARGS)
 
 bench-engine: $(INSTALLED) ## Measure the engine without a server: many tenants, one tenant, PEFT, the roofline
 	$(BIN)/python -m bench engine $(or $(ARGS),--device cpu --threads 2)

@@ -23,7 +23,7 @@ import torch
 
 from bench.support.fake_engine import BF16, DEVICE, FakeEngine, a_pass, begin, on_fake_device, run_on_fake_cuda
 from bench.support.model import MIXTURES, SHAPES, Mixture, Shape
-from bench.support.record import Args, Options, Report
+from bench.support.record import Args, Options, Report, show
 from cotrain_workers.engine.decoding import model_runner
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.page_kernel import KernelAttention, graph_tables
@@ -41,10 +41,8 @@ LAYERS = (2, 3)  # with a single layer, memory would peak in the head
 
 OPTIONS: Options = {
     "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "grouped", "seg"],
-    "recompute": (False, "compute activations again in backward"), "plain": (False, "layers as transformers has them"),
     "rows": 128, "adapters": 64, "context": 1024,
-    "ops": (False, "print launches, KB and us per token of each op in training"),
-    "json": (False, "print JSON"),
+    "json": (False, "print JSON, which has launches, KB and us per token of each op in training"),
 }  # fmt: skip
 
 
@@ -72,17 +70,7 @@ def count(settings: Args) -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        each = {name: value for name, value in row.items() if not name.startswith("ops")}
-        print("  ".join(f"{name} {shown(value)}" for name, value in each.items()))
-        for name in ("ops", "ops_outside") if settings.ops and "lora" in row else ():
-            for op, found in row[name].items():
-                print(f"  {name:12} {op:32}" + "".join(f"{value:10.3f}" for value in found))
-
-
-def shown(value: object) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.4g}" if value < 1e4 else f"{value:,.0f}"
+        show({name: value for name, value in row.items() if not name.startswith("ops")})
 
 
 def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:

@@ -17,7 +17,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +26,14 @@ import torch
 from bench.cycle.load import RANK, Load, create_runs, cycle, measure_memory
 from bench.cycle.peft import forget, measure_by_hand
 from bench.cycle.phases import measure_phases
-from bench.cycle.presets import PRESETS, TABLES, Preset
+from bench.cycle.presets import PRESETS, Preset
 from bench.support.model import SHAPES, build
-from bench.support.record import DEVICE, Args, Choice, Options, Report, Some, names, show, table
+from bench.support.record import DEVICE, Args, Choice, Options, Report, Some, names, show
 from bench.support.roofline import Rates, adapter_bytes, ceiling, measure_rates
 from bench.support.timing import Work, fastest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import CycleOutput
 
-#: Figures of a profiled cycle next to its phases.
-COUNTS = ("wall_ms", "profiled_ms", "ops", "launches", "waits")
 #: Share of the time limit after which a part starts no further round.
 SHARE = {"tenants": 0.45, "by_hand": 0.9}
 OPTIONS: Options = {
@@ -43,7 +41,6 @@ OPTIONS: Options = {
     "preset": (Choice(tuple(PRESETS)), "by default from the device's memory"),
     "sizes": (names, f"of {', '.join(SHAPES)}"), "parts": Some(("tenants", "memory", "phases", "by_hand")),
     "lora_backend": (["auto"], "of auto, seg, grouped, fused"),
-    "recompute": Choice(("auto", "always", "never")), "micro_batch_tokens": int, "adapter_bytes": int,
     "rounds": (0, "0: of the preset"), "limit_s": (float, "no round or part begins near it"),
 }  # fmt: skip
 
@@ -83,7 +80,9 @@ def measure_size(bench: Bench, size: str, model: Path, report: Report) -> None:
     rows = [*parts["tenants"], *parts.get("by_hand", [])]
     parts["verdicts"] = [each for target in bench.preset.targets() for each in target.verdicts(rows)]
     report.write()
-    print_size(size, parts)
+    for each in (parts["rates"], *parts["tenants"]):
+        show(each)
+    print("\n".join(parts["verdicts"]), flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,15 +132,10 @@ class Bench:
 
         If `tokens` is given, it is the size of micro-batches, and activations are not recomputed.
         """
-        settings: dict[str, Any] = {
-            "lora_backend": backend, "recompute": self.args.recompute,
-            "micro_batch_tokens": self.args.micro_batch_tokens,
-            "adapter_bytes": self.args.adapter_bytes or self.adapter_bytes(model.name),
-        }  # fmt: skip
+        settings: dict[str, Any] = {"lora_backend": backend, "adapter_bytes": self.adapter_bytes(model.name)}
         if tokens is not None:
             settings |= {"micro_batch_tokens": tokens, "recompute": "never"}
-        given = {name: value for name, value in settings.items() if value is not None}
-        return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **given)
+        return Engine.load(str(model), device=self.args.device, dtype=self.dtype, **settings)
 
     def adapter_bytes(self, size: str) -> int | None:
         """Return the memory of all tenants' adapters on CUDA, limited to 0.4 of the device.
@@ -200,23 +194,3 @@ def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, An
     """Return a row with the ceiling of the machine and the reached share of it."""
     possible = ceiling(SHAPES[size], row["length"], RANK, rates, adapters=row["tenants"], tokens=row["tokens"])
     return row | {"ceiling_tokens_per_s": possible, "of_ceiling": row["tokens_per_s"] / possible}
-
-
-def print_size(size: str, parts: dict[str, Any]) -> None:
-    print(f"\n## {size}")
-    for each in (parts["rates"], *parts.get("numerics", [])):
-        show(each)
-    for name, formats in TABLES.items():
-        if parts.get(name):
-            print(f"\n{name}\n{table(parts[name], formats)}")
-    if parts.get("phases"):
-        print(f"\nphases\n{phase_table(parts['phases'])}")
-    print("\n" + "\n".join(parts["verdicts"]), flush=True)
-
-
-def phase_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return milliseconds by phase, one column per profiled row."""
-    columns = {f"{row['backend']}, {row['tenants']} x {row['length']}": {**row, **row["ms"]} for row in rows}
-    names = [*rows[0]["ms"], *(name for name in COUNTS if name in rows[0])]
-    lines = [{"ms": name, **{head: row[name] for head, row in columns.items()}} for name in names]
-    return table(lines, {"ms": "{}", **dict.fromkeys(columns, "{:.1f}")})

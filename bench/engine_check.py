@@ -2,8 +2,9 @@
 
     python -m bench engine_check --device cuda
 
-It needs torch, transformers, peft, safetensors and numpy. It prints and records parity with plain PEFT, mixed against alone, the cosine of bf16 gradients,
-and the gap between sampling and training. The exit status is 1 if a guarantee is broken.
+It needs torch, transformers, peft, safetensors and numpy. It prints and records parity with plain PEFT, mixed against
+alone, the cosine of bf16 gradients, and the gap between sampling and training. The exit status is 1 if a guarantee is
+broken.
 """
 
 from __future__ import annotations

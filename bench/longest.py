@@ -1,6 +1,6 @@
 """Longest datum that trains on a device, by counted bytes of Qwen3 shapes, without a GPU.
 
-    python -m bench longest [--sizes 0.6b,4b,8b,32b] [--json]
+    python -m bench longest [--sizes 0.6b,4b,8b,32b]
 
 The engine runs one datum of two lengths on a CUDA device without values (`tests/support/fake_cuda.py`, which needs a C++
 compiler), with two and with three layers. Its peak is a line in tokens and layers. The device's memory is divided as by
@@ -9,7 +9,6 @@ the engine (`training/memory_model.py`). The workspaces of FlashAttention and cu
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from unittest import mock
 
 from bench.support.fake_engine import BF16, FakeEngine, a_pass, begin, on_fake_device, run_on_fake_cuda
 from bench.support.model import SHAPES, Shape
-from bench.support.record import Args, Options, Report
+from bench.support.record import Args, Options, Report, show
 from cotrain_workers.engine import engine as engine_module
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Failure
@@ -28,15 +27,14 @@ from cotrain_workers.engine.training.micro_batches import Budget
 LENGTHS, LAYERS, MICRO_BATCH = (16_384, 32_768), (2, 3), 1024
 DEVICES = {"24 GB": 24e9, "48 GB": 48e9, "80 GB": 80e9, "141 GB": 141e9}
 OPTIONS: Options = {
-    "sizes": ["0.6b", "4b", "8b", "32b"], "rank": 16, "backend": "fused", "json": (False, "print JSON"),
+    "sizes": ["0.6b", "4b", "8b", "32b"], "rank": 16, "backend": "fused",
 }  # fmt: skip
 
 
 def run(settings: Args, _: Report) -> int:
     def count() -> None:
         for row in rows(settings):
-            plain = "  ".join(f"{name} {value}" for name, value in row.items())
-            print(json.dumps(row) if settings.json else plain)
+            show(row)
 
     return run_on_fake_cuda(count)
 
@@ -66,8 +64,8 @@ def line(shape: Shape, settings: Args, save: int) -> tuple[float, float]:
 
 def peak(shape: Shape, layers: int, length: int, settings: Args, save: int) -> int:
     """Return the peak bytes of a pass above an idle engine, for a datum that saves memory above `save` tokens."""
-    own = Args(tenants=1, length=MICRO_BATCH, recompute=True, plain=False, backend=settings.backend)
-    fake = FakeEngine(shape, layers, own)
+    own = Args(tenants=1, length=MICRO_BATCH, backend=settings.backend)
+    fake = FakeEngine(shape, layers, own, recomputes=True)
 
     def work(engine: Engine) -> None:
         begin(engine, fake, ["r"], settings.rank)

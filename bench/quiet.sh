@@ -1,14 +1,14 @@
 #!/bin/sh
-# What bounded waiting costs and gives, on a machine that does nothing else, in some 40 minutes:
+# Cost and effect of bounded waiting, on an idle machine, in about 40 minutes:
 #
 #     bench/quiet.sh OUT [BEFORE]
 #
-# 1. Tokens/s of all tenants together, in alternation: as it is, with micro-batches of 8,192 tokens, and, where
-#    BEFORE is a folder with an earlier version's sources, of that. Promised: within 3 % of either.
+# 1. Tokens/s of all tenants together, in alternation: as configured, and with micro-batches of 8,192 tokens. If BEFORE,
+#    a folder with the sources of an earlier version, is given: of that version as well. Promised: within 3 % of either.
 # 2. Every bad neighbour (bench neighbour). 3. The fleet with up to 10,000 runs (bench fleet).
 # Run from the root of the repository; PYTHON picks the interpreter.
 set -eu
-out=$(mkdir -p "${1:?a folder for what is measured}" && cd "$1" && pwd)
+out=$(mkdir -p "${1:?a folder for the results}" && cd "$1" && pwd)
 before=${2:-}
 python=${PYTHON:-.venv/bin/python}
 case $python in /*) ;; *) python=$PWD/$python ;; esac

@@ -87,8 +87,8 @@ def draw(
 ) -> None:
     """Write a PNG: a grey band with its number for each cycle, a bar with that of its step for each request.
 
-    A bar ends where the loop reads the result, which may have been there before.
-    `period_s` is the metronome's period, whose ticks are dotted; None where there is none.
+    A bar ends when the loop reads the result, which may have arrived earlier.
+    `period_s` is the metronome's period, whose ticks are dotted; None in eager mode.
     """
     # Imported here, because a laptop without it can still measure.
     from matplotlib.figure import Figure

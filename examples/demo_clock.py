@@ -15,7 +15,7 @@ from how_far import Report
 from cotrain import AdamParams, Datum, Future, ServiceClient, TrainingClient
 from cotrain.types import ForwardBackwardOutput, OptimStepResponse
 
-PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+SentStep = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 TrainLoop = Callable[[TrainingClient, list[Datum], int], list[float]]
 
 STEPS = 5
@@ -31,8 +31,7 @@ class Cost:
 
 
 def measure_loops(address: str, base_model: str, corpus: Corpus, report: Report) -> dict[str, Cost]:
-    """Train `STEPS` steps with each of `LOOPS`; `report` is called with the number of finished
-    loops."""
+    """Train `STEPS` steps with each of `LOOPS`, and call `report` after each loop."""
     costs = {}
     tenant = TENANTS[0]
     with ServiceClient(address, tenant.key) as service:
@@ -81,11 +80,11 @@ def _cost(loop: TrainLoop, run: TrainingClient, data: list[Datum]) -> Cost:
     return Cost((cycles[-1] - cycles[0]) / (STEPS - 1), elapsed_s / STEPS)
 
 
-def _send(run: TrainingClient, data: list[Datum]) -> PinnedBuffer:
+def _send(run: TrainingClient, data: list[Datum]) -> SentStep:
     return run.forward_backward(data, "cross_entropy"), run.optim_step(ADAM)
 
 
-def _wait(sent: PinnedBuffer) -> ForwardBackwardOutput:
+def _wait(sent: SentStep) -> ForwardBackwardOutput:
     output, step = sent
     step.result()
     return output.result()

@@ -1,4 +1,4 @@
-"""`cotrain serve` as a child process of the demo, which always stops it."""
+"""Server of the demo and the examples: `cotrain serve` as a child process that is always stopped."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Real text of several kinds, all found in the Python installation that runs this.
+"""Real text of several kinds, read from the Python installation that runs the demo.
 
-The base model is made of some kinds; the tenants bring others, which it has never seen. It is Python's own
-text and that of packages which cotrain needs and pins, so it does not depend on what else is installed.
+The base model is trained on some kinds, and each tenant trains on another. The text comes from Python itself and from
+packages that cotrain pins, so it does not depend on other installed packages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DESCRIBED = (
 )  # fmt: skip
 """Packages whose descriptions are read."""
 MAX_CHARACTERS = 1_200_000
-"""Of one kind."""
+"""Limit for one kind of text."""
 PASSAGE_LINES = 40
 MIN_CHARACTERS = 200
 TRAIN_SHARE = 0.85
@@ -33,7 +33,7 @@ TRAIN_SHARE = 0.85
 
 @dataclass(frozen=True)
 class TenantText:
-    """Passages of one kind of text: to train on, and never to be seen before the last table."""
+    """Passages of one kind of text: for training, and held out for evaluation."""
 
     train: tuple[str, ...]
     holdout: tuple[str, ...]
@@ -41,23 +41,23 @@ class TenantText:
 
 @cache
 def base_text(kind: str) -> tuple[str, ...]:
-    """Read one kind of text that the base model is made of."""
+    """Read one kind of text of the base model."""
     return _passages(BASE_KINDS[kind](), kind)
 
 
 @cache
 def tenant_text(kind: str) -> TenantText:
-    """Read one kind of text that a tenant trains on, and part it, the same way each time."""
+    """Read one kind of text of a tenant, and split it; the split is always the same."""
     passages = _passages(TENANT_KINDS[kind](), kind)
     num_train = int(TRAIN_SHARE * len(passages))
     return TenantText(passages[:num_train], passages[num_train:])
 
 
 def _passages(documents: Iterable[str], seed: str) -> tuple[str, ...]:
-    """Cut documents into passages of some lines, without repeats, in no order."""
+    """Cut documents into passages of at most `PASSAGE_LINES` lines, shuffled and without repeats."""
     passages: dict[str, None] = {}
     characters = 0
-    for passage in _of_some_lines(documents):
+    for passage in _cut(documents):
         passages[passage] = None
         characters += len(passage)
         if characters > MAX_CHARACTERS:
@@ -67,7 +67,7 @@ def _passages(documents: Iterable[str], seed: str) -> tuple[str, ...]:
     return tuple(shuffled)
 
 
-def _of_some_lines(documents: Iterable[str]) -> Iterable[str]:
+def _cut(documents: Iterable[str]) -> Iterable[str]:
     for document in documents:
         lines = document.splitlines()
         for start in range(0, len(lines), PASSAGE_LINES):

@@ -59,20 +59,6 @@ class Preset:
                 yield Target(figure, max(load.tenants), load.length, bound)
 
 
-#: Columns of the table of each part, as in docs/develop/benchmarks.md.
-TABLES = {
-    "tenants": {
-        "backend": "{}", "tenants": "{}", "length": "{}", "forwards": "{}", "wall_s": "{:.3f}", "cpu_s": "{:.3f}",
-        "many_over_one": "{:.3f}", "many_over_one_cpu": "{:.3f}", "tokens_per_s": "{:,.0f}",
-        "ceiling_tokens_per_s": "{:,.0f}", "of_ceiling": "{:.0%}",
-    },
-    "by_hand": {
-        "tenants": "{}", "length": "{}", "tokens_per_s": "{:,.0f}", "wall_s": "{:.3f}", "cpu_s": "{:.3f}",
-        "loop_wall_s": "{:.3f}", "over_loop": "{:.2f}", "over_loop_cpu": "{:.2f}",
-        "switch_wall_s": "{:.3f}", "mixed_wall_s": "{:.3f}", "over_mixed": "{:.2f}", "over_mixed_cpu": "{:.2f}",
-    },
-    "memory": {"per_adapter": "{:,.0f}", "ideal_per_adapter": "{:,.0f}", "peak_per_token": "{:,.0f}"},
-}  # fmt: skip
 PRESETS = {
     "cpu": Preset(
         sizes=("small",), loads=(Load(64, 64, (1, 4, 16, 64)),), by_hand=Load(64, 64, (64, 16, 4)),

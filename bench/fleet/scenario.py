@@ -3,8 +3,8 @@
     python -m bench fleet [--runs 100,1000,10000] [--turns 10]
 
 The real clock, planner, messages and scripts run on a real Redis without fsync. Tenants of four kinds (naive,
-submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates. Each size is played three times: with one worker, with an idle second worker, and with a scheduler that
-is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
+submit-both, pipelined, burst; ten runs each) send more than the capacity. Workers are noisy token rates. Each size is
+played three times: with one worker, with an idle second worker, and with a scheduler that is killed half-way. Costs are processor time of the scheduler's ticks, and of Redis during them. The exit status is 1
 if a guarantee is broken.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.fleet.measures import LEAST_TURNS
-from bench.fleet.world import KINDS, Shape, played
+from bench.fleet.world import Shape, played
 from bench.support.processes import a_redis
-from bench.support.record import Args, Options, Report, Some, show, table
+from bench.support.record import Args, Options, Report, Some, show
 from cotrain_store.disk.embedded_redis import find_redis_binary, redis_version
 from cotrain_store.disk.spool import Spool, new_writer
 from cotrain_store.monitoring.logs_and_traces import configure_logs
@@ -37,17 +37,9 @@ WAYS: dict[str, dict[str, bool]] = {
     "idle second worker": {"idle_worker": True},
     "scheduler killed": {"scheduler_killed": True},
 }
-
-TABLE = {
-    "way": "{}", "runs": "{:,}", "turns": "{:.1f}", "scheduler_ms_per_op": "{:.3f}", "redis_ms_per_op": "{:.3f}",
-    "planning_ms_per_op": "{:.3f}", "tick_p99_ms": "{:.1f}",
-    **dict.fromkeys(KINDS, "{0[p50]:,.0f} / {0[p99]:,.0f}"),
-    "jain": "{:.4f}", "farthest_off_quanta": "{:.2f}", "longest_unseen_turns": "{:.2f}", "idle": "{}",
-}  # fmt: skip
 OPTIONS: Options = {
     "runs": ([100, 1_000, 10_000], "sizes, the smallest first; ten runs are a tenant"),
     "ways": Some(tuple(WAYS)), "turns": (10.0, "fair turns of each tenant"),
-    "max_s": (600.0, "limit of the real time of one trial"), "seed": 0,
 }  # fmt: skip
 
 
@@ -58,12 +50,10 @@ def run(args: Args, report: Report) -> bool:
     rows = report["rows"] = []
     for way in args.ways:
         for runs in args.runs:
-            shape = Shape(runs, args.turns, max_s=args.max_s, seed=args.seed, **WAYS[way])
+            shape = Shape(runs, args.turns, **WAYS[way])
             load = os.getloadavg()[0]
             rows.append(show({"way": way, **play(shape), "load_before": load}))
     report["verdicts"] = judge(rows)
-    idle = [" ".join(f"{share:.2f}" for share in row["idle_share"].values()) for row in rows]
-    print("\n" + table([{**row, **row["waits_s"], "idle": each} for row, each in zip(rows, idle, strict=True)], TABLE))
     for verdict in report["verdicts"]:
         print(f"{'kept  ' if verdict['kept'] else 'BROKEN'} {verdict['what']}: {verdict['found']:.3f}")
     return not all(verdict["kept"] for verdict in report["verdicts"])

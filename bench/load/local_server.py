@@ -14,8 +14,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from bench.load.null_worker import TOKENS_PER_OP, publish_pool
-from bench.support.processes import PATIENCE_S, cpu_s, start_redis
+from bench.load.null_worker import publish_pool
+from bench.support.processes import cpu_s, start_redis
 from cotrain.wire.proto import wire_pb2
 from cotrain_store.disk.spool import Spool, new_writer
 
@@ -41,33 +39,12 @@ Address = tuple[str, int]
 
 
 @dataclass
-class Running:
-    """One process of the server."""
-
-    process: subprocess.Popen[bytes]
-
-    @property
-    def rss_mb(self) -> float:
-        return float(psutil.Process(self.process.pid).memory_info().rss / 2**20)
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor time used so far in s, with that of its child processes."""
-        children = psutil.Process(self.process.pid).children()
-        return sum(cpu_s(pid) for pid in (self.process.pid, *(child.pid for child in children)))
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@dataclass
 class LocalServer:
     """Processes of one load test."""
 
     folder: Path
     listener: socket.socket
-    running: dict[str, Running] = field(default_factory=dict)
+    running: dict[str, psutil.Process] = field(default_factory=dict)
 
     @property
     def address(self) -> Address:
@@ -80,33 +57,21 @@ class LocalServer:
         return f"unix://{self.folder}/redis.sock"
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the processor time used so far by each process in s; `client` is this one."""
-        return {"client": cpu_s(), **{name: one.cpu_s for name, one in self.running.items()}}
+        """Return the processor time used so far in s by each process and its children; `client` is this one."""
+        own = {name: (one, *one.children()) for name, one in self.running.items()}
+        return {"client": cpu_s(), **{name: sum(cpu_s(each.pid) for each in some) for name, some in own.items()}}
 
-    def start_redis(self) -> None:
-        """Start or restart Redis with the flags of `cotrain serve`."""
-        with (self.folder / "redis.log").open("ab") as log:
-            self.running["redis"] = Running(start_redis(self.folder, log))
+    def rss_mb(self, name: str) -> float:
+        return float(self.running[name].memory_info().rss / 2**20)
 
     def start(self, keys: Sequence[str], *worker: str, **settings: str) -> None:
-        """Start an API process, a scheduler, and a null worker with options."""
-        self.start_api(keys, 25.0, **settings)
-        self.start_scheduler()
-        self.start_worker(*worker)
-
-    def start_scheduler(self) -> None:
-        self._start("scheduler", ["cotrain_scheduler"])
-
-    def start_worker(self, *options: str) -> None:
-        self._start("worker", ["bench.load.null_worker", *options])
-
-    def start_api(self, keys: Sequence[str], long_poll_s: float, **settings: str) -> None:
-        """Start an API process on the server's port."""
+        """Start an API process on the server's port, a scheduler, and a null worker with options."""
         descriptor = self.listener.fileno()
         os.set_inheritable(descriptor, True)
-        options = ["--listen-fd", str(descriptor), "--long-poll-s", str(long_poll_s)]
         given = {"API_KEYS": ",".join(keys), "ADMIN_KEY": ADMIN_KEY, **settings}
-        self._start("api", ["cotrain_server", *options], (descriptor,), **given)
+        self._start("api", ["cotrain_server", "--listen-fd", str(descriptor)], (descriptor,), **given)
+        self._start("scheduler", ["cotrain_scheduler"])
+        self._start("worker", ["bench.load.null_worker", *worker])
 
     def _start(self, name: str, module: Sequence[str], fds: Sequence[int] = (), **settings: str) -> None:
         given = {
@@ -117,28 +82,7 @@ class LocalServer:
         command = [sys.executable, "-m", *module]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, pass_fds=fds)
-        self.running[name] = Running(process)
-
-    async def until_held(self, count: int) -> None:
-        """Wait until the only API process holds `count` polls; with 0, until it responds.
-
-        Raises:
-            TimeoutError: polls expire as fast as new ones arrive.
-        """
-        async with asyncio.timeout(PATIENCE_S):
-            while await asyncio.to_thread(self._held) < count:  # noqa: ASYNC110  # there is no notification
-                await asyncio.sleep(0.2)
-
-    def _held(self) -> int:
-        """Return the number of polls that an API process holds; -1 if it does not respond."""
-        host, port = self.address
-        try:
-            request = urllib.request.Request(f"http://{host}:{port}/metrics", None, {"X-API-Key": ADMIN_KEY})
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                text = answer.read().decode()
-        except OSError:
-            return -1
-        return int(float(text.split("\ncotrain_longpoll_waiters ")[1].split("\n")[0]))
+        self.running[name] = psutil.Process(process.pid)
 
 
 @contextlib.contextmanager
@@ -150,13 +94,15 @@ def local_server() -> Iterator[LocalServer]:
     ):
         server = LocalServer(Path(folder), listener)
         try:
-            server.start_redis()
+            with (server.folder / "redis.log").open("ab") as log:
+                server.running["redis"] = psutil.Process(start_redis(server.folder, log).pid)
             with contextlib.closing(Spool(server.folder / "data" / "spool", new_writer("bench"))) as spool:
                 publish_pool(server.redis_url, spool)
             yield server
         finally:
             for one in server.running.values():
                 one.kill()
+                one.wait()
 
 
 def keys_of(tenants: int) -> list[str]:
@@ -232,21 +178,6 @@ async def new_run(client: Client, seen: Counter[str]) -> str:
     lora = {"session_id": session, "model_seq_id": 0, "base_model": "null", "lora_config": {"rank": 4}}
     run: str = (await persist(client, "create_model", lora, seen))["model_id"]
     return run
-
-
-async def answered(address: Address, key: str, request: str, seen: Counter[str]) -> tuple[str, float]:
-    """Wait for a result on a connection of its own; return the request and the time of arrival."""
-    client = Client(address, key)
-    await persist(client, "retrieve_future", {"request_id": request}, seen)
-    client.close()
-    return request, time.time()
-
-
-async def trained(client: Client, run: str, seq: int, seen: Counter[str]) -> None:
-    """Send one forward_backward and wait for its result."""
-    body = pass_body(run, seq, TOKENS_PER_OP)
-    request = (await persist(client, "forward_backward", body, seen))["request_id"]
-    await persist(client, "retrieve_future", {"request_id": request}, seen)
 
 
 def pass_body(run: str, seq: int, tokens: int) -> bytes:

@@ -1,17 +1,15 @@
 """Worker that computes nothing: it commits every planned op with one small result.
 
-    python -m bench.load.null_worker [--ops-per-s N] [--ops-per-cycle N] [--times FILE]
+    python -m bench.load.null_worker [--ops-per-s N] [--ops-per-cycle N]
 
 It uses the real log: steps, bodies, commits, and registration of recovery copies. A load test therefore measures
-everything but the engine. The option `--times` writes the time just before the commit of each request.
+everything but the engine.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import signal
 import time
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from cotrain_store.messages.ids import PoolId, RunId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind, Step
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
-from cotrain_store.redis_client.connection import CONNECTION_LOST, open_sync_connection
+from cotrain_store.redis_client.connection import open_sync_connection
 
 POOL = PoolRecord(
     id=PoolId("p-null"), base_model="null", architecture="null", vocab_size=512, context_length=1024,
@@ -43,28 +41,21 @@ _DONE = Result.of_json({"type": "done"})
 
 
 class NullWorker:
-    """Worker that commits steps until it is stopped, and waits while Redis is unavailable."""
+    """Worker that commits steps until it is killed."""
 
-    def __init__(self, execution: Execution, ops_per_s: float, ops_per_cycle: int, times: Path | None) -> None:
+    def __init__(self, execution: Execution, ops_per_s: float, ops_per_cycle: int) -> None:
         self._execution, self._ops_per_s, self._ops_per_cycle = execution, ops_per_s, ops_per_cycle
-        self._times, self._beat_at = times, 0.0
+        self._beat_at = 0.0
         self._snapshots: dict[RunId, int] = {}
-        self._stopping = False
-
-    def stop(self, *_: object) -> None:
-        self._stopping = True
 
     def run(self) -> None:
-        while not self._stopping:
-            try:
-                self._beat()
-                steps = self._execution.open_steps()
-                if steps:
-                    self._commit(steps[0])
-                else:
-                    self._execution.wait(0.2)
-            except CONNECTION_LOST:
-                time.sleep(0.05)
+        while True:
+            self._beat()
+            steps = self._execution.open_steps()
+            if steps:
+                self._commit(steps[0])
+            else:
+                self._execution.wait(0.2)
 
     def _commit(self, step: Step) -> None:
         bodies = self._execution.bodies(step.ops)
@@ -72,11 +63,7 @@ class NullWorker:
         if self._ops_per_s:
             time.sleep(len(step.ops) / self._ops_per_s)
         results = {(op.run, op.seq): _result(op) for op in step.ops}
-        about_to_commit = time.time()
         self._execution.commit(step, results, {"cycle": step.cycle, "ops": len(step.ops)}, {})
-        if self._times:
-            with self._times.open("a") as file:
-                file.writelines(f"{op.request_id} {about_to_commit!r}\n" for op in step.ops)
         for op in step.ops:
             if op.seq - self._snapshots.get(op.run, 0) >= OPS_PER_SNAPSHOT:
                 self._execution.register_snapshot(op.run, op.seq, f"{op.run}-{op.seq}", "0" * 64)
@@ -112,23 +99,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ops-per-s", type=float, default=0.0)
     parser.add_argument("--ops-per-cycle", type=int, default=2048)
-    parser.add_argument("--times", type=Path)
     args = parser.parse_args()
     folder = Path(os.environ["COTRAIN_DATA_DIR"]) / "spool"
     connection = open_sync_connection(os.environ["COTRAIN_REDIS_URL"])
     writer = new_writer("null")
-    spools = Spool(folder, writer), Spool(folder, RESULTS + writer)
-    execution = Execution(connection, *spools, POOL.id, WORKER)
+    execution = Execution(connection, Spool(folder, writer), Spool(folder, RESULTS + writer), POOL.id, WORKER)
     execution.claim()
     execution.publish(POOL)
-    worker = NullWorker(execution, args.ops_per_s, args.ops_per_cycle, args.times)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, worker.stop)
-    worker.run()
-    with contextlib.suppress(*CONNECTION_LOST):
-        execution.leave()
-    for spool in spools:
-        spool.close()
+    NullWorker(execution, args.ops_per_s, args.ops_per_cycle).run()
 
 
 if __name__ == "__main__":

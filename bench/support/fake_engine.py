@@ -42,19 +42,19 @@ BF16 = torch.bfloat16
 class FakeEngine:
     """Engine with a model of a given shape and few layers, and counts of its host reads."""
 
-    def __init__(self, shape: Shape, layers: int, settings: Args) -> None:
+    def __init__(self, shape: Shape, layers: int, settings: Args, *, recomputes: bool = False) -> None:
         self.reads: Counter[str] = Counter()
         self.log = fake_cuda.LaunchLog()
         config = config_of(replace(shape, layers=layers))
-        self._config, self._settings = config, settings
+        self._config, self._settings, self._recomputes = config, settings, recomputes
 
     def load(self) -> Engine:
         """Return the engine; call it on the fake device, with `played` patched in."""
         settings = self._settings
         return Engine.load(
             "fake", device="cuda:0", dtype=BF16, micro_batch_tokens=max(settings.tenants * settings.length, 256),
-            recompute="always" if settings.recompute else "never", lora_backend=settings.backend,
-            fusion=not settings.plain, adapter_bytes=60_000_000_000,
+            recompute="always" if self._recomputes else "never", lora_backend=settings.backend,
+            adapter_bytes=60_000_000_000,
         )  # fmt: skip
 
     def played(self) -> dict[Any, dict[str, Any]]:

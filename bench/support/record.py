@@ -144,14 +144,13 @@ def prepare_torch(threads: int) -> None:
 
 def show(row: dict[str, Any]) -> dict[str, Any]:
     """Print a row as `name=value` and return it."""
-    print("  ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()), flush=True)
+    print("  ".join(f"{name}={shown(value)}" for name, value in row.items()), flush=True)
     return row
 
 
-def table(rows: Sequence[Mapping[str, Any]], formats: Mapping[str, str]) -> str:
-    """Return rows as a Markdown table; missing values are dashes."""
-    lines = ["| " + " | ".join(formats) + " |", "|" + "--:|" * len(formats)]
-    for row in rows:
-        cells = [form.format(row[name]) if name in row else "-" for name, form in formats.items()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {shown(each)}" for name, each in value.items()) + "}"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"

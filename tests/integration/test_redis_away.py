@@ -18,6 +18,7 @@ from redis.exceptions import RedisError
 
 from cotrain_store import redis_keys
 from cotrain_store.oplog.execution import Execution
+from cotrain_store.redis_client import connection
 from cotrain_store.redis_client.connection import open_sync_connection
 from cotrain_store.sampling.claims import ClaimedSample, SampleClaims
 from cotrain_workers.engine.engine import Engine
@@ -100,7 +101,10 @@ async def test_a_worker_leaves_in_order_without_redis(tmp_path: Path, engine: En
             redis_server.restart()
 
 
-async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(tmp_path: Path, engine: Engine) -> None:
+async def test_training_goes_on_with_the_same_numbers_across_kills_and_stalls_of_redis(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(connection._SETTINGS, "socket_timeout", 0.2)
     with EmbeddedRedis() as redis_server:
         url = redis_server.url
         async with stack(url, tmp_path) as server:
@@ -113,6 +117,10 @@ async def test_training_goes_on_with_the_same_numbers_across_kills_of_redis(tmp_
                     if seq % 5 == 0:
                         await asyncio.to_thread(redis_server.kill)
                         await asyncio.to_thread(redis_server.restart)
+                    if seq % 5 == 3:
+                        redis_server.stand_still()
+                        await asyncio.sleep(0.5)  # longer than the time limit of each call
+                        redis_server.go_on()
                     answers += await results(server, run, [request])
             assert answers == expected
             assert engine.adapters.state(run.id).digest() == digest

@@ -21,7 +21,7 @@ def test_without_a_name_the_command_lists_every_benchmark(capsys: pytest.Capture
 def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["engines"]) == 2
 
-    assert "no benchmark 'engines'; there are client, cost, decode" in capsys.readouterr().err
+    assert "no benchmark 'engines'; there are cost, decode, engine" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", scenarios())
