@@ -31,7 +31,7 @@ from tests.support.waiting import until
 from tests.warm.popen import Popen
 from tests.warm.sources import SOURCES
 
-PinnedBuffer = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
+Sent = tuple[Future[ForwardBackwardOutput], Future[OptimStepResponse]]
 
 KEY = "tml-restored_key-of-sixteen-letters"
 #: Datums of a body that is too long for Redis (16 KB) and lies in the spool.
@@ -54,11 +54,11 @@ def datum(first: int) -> Datum:
     return Datum(model_input=ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
 
 
-def send(run: TrainingClient, index: int) -> PinnedBuffer:
+def send(run: TrainingClient, index: int) -> Sent:
     return run.forward_backward(datums(index), "cross_entropy"), run.optim_step(ADAM)
 
 
-def wait(sent: PinnedBuffer) -> Numbers:
+def wait(sent: Sent) -> Numbers:
     passed, stepped = sent
     metrics = stepped.result(PATIENCE_S).metrics or {}
     return passed.result(PATIENCE_S).metrics["loss:sum"], metrics["grad_norm"]

@@ -91,7 +91,7 @@ class Things:
 
 
 @dataclass(frozen=True)
-class PinnedBuffer:
+class Sent:
     """Request without its path: one of the bodies, with query and headers."""
 
     json: Any = None
@@ -113,7 +113,7 @@ def operations() -> list[Operation]:
     return sorted(found, key=lambda found: (places.get(found.name, 0), found.name))
 
 
-def request_of(operation: Operation, things: Things) -> PinnedBuffer:
+def request_of(operation: Operation, things: Things) -> Sent:
     """Return the request of an operation. Raises KeyError if it changes something and has no entry here."""
     make = REQUESTS.get(operation.name, _bare) if operation.method in {"GET", "DELETE"} else REQUESTS[operation.name]
     return make(things)
@@ -137,50 +137,50 @@ async def send(
     )  # fmt: skip
 
 
-def _bare(_: Things) -> PinnedBuffer:
-    return PinnedBuffer()
+def _bare(_: Things) -> Sent:
+    return Sent()
 
 
-def _json(**fields: Any) -> Callable[[Things], PinnedBuffer]:
-    return lambda _: PinnedBuffer(json=fields)
+def _json(**fields: Any) -> Callable[[Things], Sent]:
+    return lambda _: Sent(json=fields)
 
 
-def _form(**fields: str) -> Callable[[Things], PinnedBuffer]:
-    return lambda _: PinnedBuffer(form=fields)
+def _form(**fields: str) -> Callable[[Things], Sent]:
+    return lambda _: Sent(form=fields)
 
 
-def _of_run(seq: int, **fields: Any) -> Callable[[Things], PinnedBuffer]:
-    return lambda own: PinnedBuffer(json={"model_id": own.run, "seq_id": seq, **fields})
+def _of_run(seq: int, **fields: Any) -> Callable[[Things], Sent]:
+    return lambda own: Sent(json={"model_id": own.run, "seq_id": seq, **fields})
 
 
-def _today(_: Things) -> PinnedBuffer:
+def _today(_: Things) -> Sent:
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     days = {"starting_on": now - timedelta(days=1), "ending_before": now}
-    return PinnedBuffer(query={name: at.isoformat() for name, at in days.items()})
+    return Sent(query={name: at.isoformat() for name, at in days.items()})
 
 
-def _upload(own: Things) -> PinnedBuffer:
+def _upload(own: Things) -> Sent:
     query = {"base_model": POOL.base_model, "name": "up", "session_id": own.session}
-    return PinnedBuffer(content=tar(adapter()), query={**query, "model_seq_id": "12"})
+    return Sent(content=tar(adapter()), query={**query, "model_seq_id": "12"})
 
 
-def _upload_form(_: Things) -> PinnedBuffer:
+def _upload_form(_: Things) -> Sent:
     head = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a.tar"\r\n\r\n'
-    return PinnedBuffer(content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART})
+    return Sent(content=head + tar(adapter()) + b"\r\n--x--\r\n", headers={"Content-Type": MULTIPART})
 
 
-def _sweep(own: Things) -> PinnedBuffer:
+def _sweep(own: Things) -> Sent:
     batch = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
     runs = wire.SweepRuns(prefix=own.run, seq_ids=[30])
     content = wire.SweepPassRequest(runs=runs, pass_request=batch).SerializeToString()
-    return PinnedBuffer(content=content, headers={"Content-Type": PROTOBUF})
+    return Sent(content=content, headers={"Content-Type": PROTOBUF})
 
 
-def _poll(own: Things) -> PinnedBuffer:
+def _poll(own: Things) -> Sent:
     """Make the poll that would remove everything: a cursor after every end, and each result acknowledged."""
     target = {"type": "sampling_session", "sampling_session_id": own.sampler}
     read = [f"{own.sampler}:{seq}" for seq in range(4)]
-    return PinnedBuffer(
+    return Sent(
         json={
             "target": {**target, "cloned_sampler_id": 0},
             "prev_cursor": 2**53,
@@ -191,31 +191,31 @@ def _poll(own: Things) -> PinnedBuffer:
 
 
 #: A GET or DELETE without an entry has no body. Every other operation has an entry here.
-REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
-    f"POST {API}retrieve_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:0"}),
+REQUESTS: Mapping[str, Callable[[Things], Sent]] = {
+    f"POST {API}retrieve_future": lambda own: Sent(json={"request_id": f"{own.sampler}:0"}),
     f"POST {API}retrieve_futures": _poll,
-    f"POST {API}cancel_future": lambda own: PinnedBuffer(json={"request_id": f"{own.sampler}:1"}),
-    f"POST {API}forward_backward": lambda own: PinnedBuffer(json=pass_body(own.run, 20)),
-    f"POST {API}forward": lambda own: PinnedBuffer(
+    f"POST {API}cancel_future": lambda own: Sent(json={"request_id": f"{own.sampler}:1"}),
+    f"POST {API}forward_backward": lambda own: Sent(json=pass_body(own.run, 20)),
+    f"POST {API}forward": lambda own: Sent(
         json={"model_id": own.run, "seq_id": 21, "forward_input": pass_body(own.run, 1)["forward_backward_input"]}
     ),
     f"POST {API}sweep_pass": _sweep,
-    f"POST {API}fork_run": lambda own: PinnedBuffer(
+    f"POST {API}fork_run": lambda own: Sent(
         json={"session_id": own.session, "sampling_session_id": own.sampler, "model_seq_ids": [14]}
     ),
-    f"POST {API}create_custom_loss": lambda own: PinnedBuffer(json={"session_id": own.session, **LOSS}),
+    f"POST {API}create_custom_loss": lambda own: Sent(json={"session_id": own.session, **LOSS}),
     f"POST {API}optim_step": _of_run(22, adam_params={}),
     f"POST {API}rewind": _of_run(29, step=0),
     f"POST {API}log_metrics": _of_run(28, metrics={"reward": 0.5}),
-    f"POST {API}asample": lambda own: PinnedBuffer(json=sample_body(own.sampler, 9)),
+    f"POST {API}asample": lambda own: Sent(json=sample_body(own.sampler, 9)),
     f"POST {API}auth/token": _json(),
     f"POST {API}client/config": _json(sdk_version="0.38.0"),
     f"POST {API}client/dynamic_config": _json(sdk_version="0.38.0"),
     f"POST {API}create_session": _json(user_metadata={"many": "bytes" * 1000}, tags=["t"]),
-    f"POST {API}session_heartbeat": lambda own: PinnedBuffer(json={"session_id": own.session}),
+    f"POST {API}session_heartbeat": lambda own: Sent(json={"session_id": own.session}),
     f"POST {API}sessions/{{session_id}}/finish": _json(reason={"type": "success"}),
-    f"POST {API}telemetry": lambda own: PinnedBuffer(json={"events": [], "session_id": own.session}),
-    f"POST {API}create_model": lambda own: PinnedBuffer(
+    f"POST {API}telemetry": lambda own: Sent(json={"events": [], "session_id": own.session}),
+    f"POST {API}create_model": lambda own: Sent(
         json={
             "session_id": own.session,
             "model_seq_id": 7,
@@ -224,17 +224,17 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
             "note": "n",
         }
     ),
-    f"POST {API}get_info": lambda own: PinnedBuffer(json={"model_id": own.run}),
-    f"POST {API}unload_model": lambda own: PinnedBuffer(json={"model_id": own.run}),
+    f"POST {API}get_info": lambda own: Sent(json={"model_id": own.run}),
+    f"POST {API}unload_model": lambda own: Sent(json={"model_id": own.run}),
     f"POST {API}save_weights": _of_run(23, path="b"),
     f"POST {API}save_weights_for_sampler": _of_run(24, path="b"),
     f"POST {API}save_weights_external": _of_run(25, path="b"),
-    f"POST {API}weights_info": lambda own: PinnedBuffer(json={"tinker_path": own.path}),
-    f"POST {API}load_weights": lambda own: PinnedBuffer(json={"model_id": own.run, "seq_id": 26, "path": own.path}),
+    f"POST {API}weights_info": lambda own: Sent(json={"tinker_path": own.path}),
+    f"POST {API}load_weights": lambda own: Sent(json={"model_id": own.run, "seq_id": 26, "path": own.path}),
     f"POST {API}mint/forward_backward_reverse_kl": _of_run(
         27, reference_model_path=POOL.base_model, data=[kl_datum_body()]
     ),
-    f"POST {API}mint/checkpoints/interpolate": lambda own: PinnedBuffer(
+    f"POST {API}mint/checkpoints/interpolate": lambda own: Sent(
         json={"source_paths": [own.path] * 2, "coefficients": [0.5, 0.5], "output_path": "mixed"}
     ),
     f"POST {CHECKPOINT}/publish": _bare,
@@ -243,23 +243,23 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     f"PUT {CHECKPOINT}": _bare,
     f"POST {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
     f"PUT {API}training_runs/{{run_id}}/checkpoints/{{name}}": _bare,
-    f"POST {API}copy_weights": lambda own: PinnedBuffer(json={"source_path": own.path, "destination_project_id": "p"}),
+    f"POST {API}copy_weights": lambda own: Sent(json={"source_path": own.path, "destination_project_id": "p"}),
     f"POST {API}training_runs/upload": _upload,
     f"POST {API}checkpoints/upload": _upload_form,
     f"POST {API}external_weights_upload_start": _json(**EXTERNAL),
-    f"POST {API}external_weights_upload_finish": lambda own: PinnedBuffer(json={"upload_id": own.ids["upload_id"]}),
-    f"PUT {API}uploads/{{token}}/{{file}}": lambda _: PinnedBuffer(content=b"{}"),
+    f"POST {API}external_weights_upload_finish": lambda own: Sent(json={"upload_id": own.ids["upload_id"]}),
+    f"PUT {API}uploads/{{token}}/{{file}}": lambda _: Sent(content=b"{}"),
     f"PATCH {API}training_runs/{{run_id}}": _json(note="another", tags=["x"]),
     f"PUT {API}sessions/{{session_id}}/project": _json(project_id="p"),
-    f"POST {API}sessions/search": lambda own: PinnedBuffer(json={"session_id": own.session}),
+    f"POST {API}sessions/search": lambda own: Sent(json={"session_id": own.session}),
     f"POST {API}checkpoints/search": _json(base_models=[POOL.base_model]),
     f"PUT {API}webhook": _json(url="https://elsewhere.invalid/hook"),
     f"POST {API}webhook/test": _bare,
-    f"POST {API}create_sampling_session": lambda own: PinnedBuffer(
+    f"POST {API}create_sampling_session": lambda own: Sent(
         json={"session_id": own.session, "sampling_session_seq_id": 7, "base_model": POOL.base_model}
     ),
     f"GET {API}billing/usage/events": _today,
-    f"GET {API}tokenizers": lambda _: PinnedBuffer(query={"base_model": POOL.base_model}),
+    f"GET {API}tokenizers": lambda _: Sent(query={"base_model": POOL.base_model}),
     "POST /oai/api/v1/completions": _json(model=POOL.base_model, max_tokens=4, prompt="a"),
     "POST /oai/api/v1/chat/completions": _json(**CHAT),
     "POST /oai/api/v1/responses": _json(model=POOL.base_model, input="a"),
@@ -282,9 +282,9 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     # ---- Pages ---------------------------------------------------------------------------------------
     "POST /ui/login": _form(key="tml-nobody_x", next="/ui"),
     "POST /ui/logout": _form(),
-    "POST /ui/checkpoints": lambda own: PinnedBuffer(form={"path": own.path, "do": "publish"}),
-    "POST /ui/checkpoints/download": lambda own: PinnedBuffer(form={"path": own.path}),
-    "POST /ui/playground": lambda _: PinnedBuffer(
+    "POST /ui/checkpoints": lambda own: Sent(form={"path": own.path, "do": "publish"}),
+    "POST /ui/checkpoints/download": lambda own: Sent(form={"path": own.path}),
+    "POST /ui/playground": lambda _: Sent(
         form={"model-0": POOL.base_model, "prompt": "a", "max_tokens": "4", "temperature": "1", "seed": "0"}
     ),
     "POST /ui/tenants": _form(name="new"),
@@ -301,7 +301,7 @@ REQUESTS: Mapping[str, Callable[[Things], PinnedBuffer]] = {
     "POST /ui/workers/{pool_id}/{worker_id}/drain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/undrain": _form(),
     "POST /ui/workers/{pool_id}/{worker_id}/selfcheck": _form(),
-    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: PinnedBuffer(
+    "POST /ui/workers/{pool_id}/{worker_id}/move": lambda own: Sent(
         form={"tenant": own.ids["tenant_id"], "run": own.run, "worker": "w1"}
     ),
 }
