@@ -52,6 +52,7 @@ class Selection:
     """Ops of one worker's step, grouped by run and in seq order, and the fair queue after it."""
 
     ops: tuple[QueuedOp, ...]
+    queues: dict[RunId, RunQueue]  # pending ops of each run with a selected op, as they were selected from
     allowances: dict[RequestId, int]
     """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
     tokens: int  # total tokens planned for the step
@@ -78,7 +79,7 @@ def select(
     `accepts_saves`, saves and the ops after them are not selected.
     """
     if waiting.is_one_run(accepts_saves=accepts_saves):
-        return _select_single_run(waiting, budget_tokens, accepts_saves=accepts_saves)
+        return _select_single_run(waiting, FairQueue(), budget_tokens, accepts_saves=accepts_saves)
     backlogs = {
         tenant: Backlog(queues, _passes(waiting, tenant), accepts_saves=accepts_saves)
         for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
@@ -100,12 +101,13 @@ def select(
     return _selection(backlogs.values(), spent, fair_queue)
 
 
-def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: bool) -> Selection:
-    """Select ops worth the budget, and all of the pass that exceeds it.
+def _select_single_run(
+    waiting: Waiting, fair_queue: FairQueue, budget_tokens: int, *, accepts_saves: bool
+) -> Selection:
+    """Select ops worth the budget, and all of the pass that exceeds it. The fair queue is new: no other tenant waits.
 
     The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
     """
-    fair_queue = FairQueue()  # no other tenant waits
     free = _free(waiting, accepts_saves=accepts_saves)
     (tenant,) = free or waiting.passes
     backlog = Backlog(free.get(tenant, ()), _passes(waiting, tenant), accepts_saves=accepts_saves)
@@ -147,11 +149,15 @@ def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapp
 
 
 def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:
-    works = [work for backlog in backlogs for work in backlog.works]
+    works = [work for backlog in backlogs for work in backlog.works if work.planned_ops()]
     works.sort(key=lambda work: work.queue.run)
-    ops = tuple(op for work in works for op in work.taken())
-    allowances = {request: part for work in works for request, part in work.allowances.items()}
-    return Selection(ops, allowances, tokens, fair_queue)
+    return Selection(
+        ops=tuple(op for work in works for op in work.planned_ops()),
+        queues={work.queue.run: work.queue for work in works},
+        allowances={request: tokens for work in works for request, tokens in work.allowances().items()},
+        tokens=tokens,
+        fair_queue=fair_queue,
+    )
 
 
 def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
@@ -214,49 +220,50 @@ class _Work:
 
     def __init__(self, queue: RunQueue, prefix: Iterable[QueuedOp]) -> None:
         self.queue = queue
-        self.allowances: dict[RequestId, int] = {}
+        self.rest = 0
+        """Remaining tokens of the next pass; 0 without one."""
         self._left = deque(prefix)
         self._taken: list[QueuedOp] = []
-        self._take_whole(done_tokens=queue.done_tokens)
-
-    @property
-    def rest(self) -> int:
-        """Remaining tokens of the next pass; 0 without one."""
-        return self._rest
+        self._part_tokens = 0  # planned tokens of the next pass
+        self._open: dict[RequestId, int] = {}  # tokens of planned passes that may continue in a later cycle
+        self._take_free()
 
     def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
         """Plan this many tokens of the next pass; with its last token, also all ops up to the next pass."""
-        request = self._left[0].request_id
-        self._rest -= tokens
-        self.allowances[request] = self.allowances.get(request, 0) + tokens
-        if self._rest == 0:
-            if not may_stay_open:
-                del self.allowances[request]
-            self._taken.append(self._left.popleft())
-            self._take_whole()
+        self.rest -= tokens
+        self._part_tokens += tokens
+        if self.rest:
+            return
+        op = self._left.popleft()
+        if may_stay_open:
+            self._open[op.request_id] = self._part_tokens
+        self._taken.append(op)
+        self._part_tokens = 0
+        self._take_free()
 
-    def taken(self) -> list[QueuedOp]:
+    def planned_ops(self) -> list[QueuedOp]:
         """Return the planned ops; the last one may be planned in part."""
-        return [*self._taken, self._left[0]] if self._is_divided else self._taken
+        return [*self._taken, self._left[0]] if self._part_tokens else self._taken
+
+    def allowances(self) -> dict[RequestId, int]:
+        """Return the planned tokens of each pass that may continue in a later cycle."""
+        return {**self._open, self._left[0].request_id: self._part_tokens} if self._part_tokens else self._open
 
     def planned_part(self) -> list[PlannedPart]:
         """Return the planned part of the next pass; empty if the pass is not split."""
-        if not self._is_divided:
+        if not self._part_tokens:
             return []
         op, queue = self._left[0], self.queue
         tokens = cost(op)
-        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self._rest)]
+        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self.rest)]
 
-    @property
-    def _is_divided(self) -> bool:
-        return bool(self._left) and self._left[0].request_id in self.allowances
-
-    def _take_whole(self, done_tokens: int = 0) -> None:
+    def _take_free(self) -> None:
         """Plan the ops without tokens up to the next pass."""
         while self._left and not cost(self._left[0]):
             self._taken.append(self._left.popleft())
-        is_begun = self._left and self._left[0] is self.queue.ops[0]
-        self._rest = _rest(self._left[0], done_tokens if is_begun else 0) if self._left else 0
+        if self._left:
+            is_begun = self._left[0] is self.queue.ops[0]
+            self.rest = _rest(self._left[0], self.queue.done_tokens if is_begun else 0)
 
 
 #: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in

@@ -123,9 +123,9 @@ class PoolQueue:
         """Return the number of tokens that wait for a worker."""
         return self._tokens[worker]
 
-    def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
-        """Return True if all of these runs wait for this worker."""
-        return all(self._at.get(run) == worker for run in runs)
+    def back_at(self, worker: WorkerId, runs: Iterable[RunId]) -> dict[RunId, float]:
+        """Return the runs among these that wait for this worker, each with the time when its next op was accepted."""
+        return {run: self._runs[run].ops[0].accepted_at for run in runs if self._at.get(run) == worker}
 
     def taken(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
         """Remove the ops of a worker's planned step. Its runs go to the end of their tenants' turns."""
@@ -137,14 +137,14 @@ class PoolQueue:
             tokens[op.run] += op.tokens
         for run, seq in last.items():
             queue = self._runs[run]
-            if not queue.done_tokens:  # a pass that continues was counted when it started
-                self.recent.add(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
             if left:
                 self._add(replace(queue, worker=worker, ops=left, done_tokens=0), worker)
             if len(queue.ops) >= self._window_ops:
                 self.unread.add(run)
+            if not queue.done_tokens:  # a pass that continues was counted when it started
+                self.recent.add(run, worker, tokens[run], now)
 
     def _move(self, queues: Iterable[RunQueue], worker: WorkerId | None) -> None:
         for queue in queues:
