@@ -40,8 +40,7 @@ class StoreBody(Protocol):
     """Function that stores the body of an op, or of several ops."""
 
     async def __call__(self, body: bytes, copies: int = 1) -> str:
-        """Spool a body if `copies` of it are too large for Redis; return its reference, or
-        `inline`.
+        """Spool a body if `copies` of it are too large for Redis; return its reference, or `inline`.
 
         Raises:
             DISK_RESERVE_REACHED, StoreUnavailable: the body cannot be written.
@@ -175,8 +174,7 @@ def stored_results(
 ) -> bytes:
     """Call `store` with results encoded by `encoded_results`, and return the script's answer.
 
-    If the files were removed first, because this process was suspended for long, repeat with new
-    files.
+    If the files were removed first, because this process was suspended for long, repeat with new files.
     """
     while True:
         with encoded_results(results, spool) as encoded:

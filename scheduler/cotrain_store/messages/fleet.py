@@ -1,8 +1,7 @@
 """Worker heartbeats, pauses, plan policy and the record of a pool's scaling decision. Pure.
 
-The leading scheduler decides and stores the last decision as a record of the pool. Every API
-process shows it, and the next scheduler continues from it. Times are those of hosts, in s since
-1970.
+The leading scheduler decides and stores the last decision as a record of the pool. Every API process shows it, and the
+next scheduler continues from it. Times are those of hosts, in s since 1970.
 """
 
 import json

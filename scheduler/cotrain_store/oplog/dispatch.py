@@ -74,11 +74,9 @@ class Dispatch:
         return True
 
     async def pass_time(self) -> None:
-        """Advance the store's clock by the time since the last call, and expire the keys that are
-        due.
+        """Advance the store's clock by the time since the last call, and expire the keys that are due.
 
-        It advances by at most MAX_STEP_S: clients could not use the time without a scheduler or
-        without Redis.
+        It advances by at most MAX_STEP_S: clients could not use the time without a scheduler or without Redis.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -138,8 +136,7 @@ class Dispatch:
         await self._write(self._scaling, [redis_keys.scaling(pool)], {}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
-        """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
-        in a step.
+        """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those in a step.
 
         If its last process still runs, it is fenced and can write nothing. Return False, with
         nothing written, if the worker is alive again or the successor is not.
@@ -180,8 +177,7 @@ class Dispatch:
         return bool(await self._write(self._deregister, script_keys, args) == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
-        """Request the move of a run. Return False if it is impossible or the run was moved
-        recently.
+        """Request the move of a run. Return False if it is impossible or the run was moved recently.
 
         Raises:
             Fenced: a newer scheduler leads.
@@ -278,9 +274,7 @@ class Dispatch:
         return await script(keys, args, *stored)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
-        """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are
-        lost.
-        """
+        """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are lost."""
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(redis_keys.notify_scheduler())
             async for message in subscription.listen():

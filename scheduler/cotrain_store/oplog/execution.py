@@ -110,9 +110,7 @@ class Execution:
         return self.epoch
 
     def publish(self, record: PoolRecord) -> None:
-        """Publish the pool's capabilities and register this worker in it; called before the first
-        commit.
-        """
+        """Publish the pool's capabilities and register this worker in it; called before the first commit."""
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
         self._redis.sadd(redis_keys.workers(self.pool), self.worker)
@@ -225,9 +223,8 @@ class Execution:
         the step. If the run has ended, they fail. `opened` holds the ops among them that are open in this
         process, with the tokens executed so far. Each is the first such op of its run.
 
-        `saves` are the records of the successful SAVE ops. The result of a named save appears only
-        when its weights are stored (`SavedWeights.stored`). If its name is in use, it fails here
-        and has no weights.
+        `saves` are the records of the successful SAVE ops. The result of a named save appears only when its weights are
+        stored (`SavedWeights.stored`). If its name is in use, it fails here and has no weights.
 
         * `record` is kept in the history of cycles.
         * `counted` is added to the pool's totals, and `usage` to the tenants' usage.
@@ -269,11 +266,9 @@ class Execution:
             raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str, size: int = 0) -> bool:
-        """Make a complete file of `size` bytes the run's base. The previous base is kept, and the
-        log is cut up to it.
+        """Make a complete file of `size` bytes the run's base. The previous base is kept, and the log is cut up to it.
 
-        Return False if it is too late, or too early because the log holds a save whose weights are
-        not stored.
+        Return False if it is too late, or too early because the log holds a save whose weights are not stored.
 
         Raises:
             Fenced: another worker took over.
@@ -290,13 +285,11 @@ class Execution:
         return bool(self._snapshot(script_keys, args) == b"OK")
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
-        """Continue a run from a checkpoint after its newest state and both snapshots were lost.
-        Never silent.
+        """Continue a run from a checkpoint after its newest state and both snapshots were lost. Never silent.
 
-        `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so
-        far and not committed fail with category server and keep their seq; later ops run. Open
-        steps of this worker then have those ops as REJECTED, so they must be read again. Return the
-        run's new weights_epoch.
+        `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so far and not
+        committed fail with category server and keep their seq; later ops run. Open steps of this worker then have those
+        ops as REJECTED, so they must be read again. Return the run's new weights_epoch.
 
         Raises:
             Fenced: another worker took over.
@@ -336,9 +329,7 @@ class Execution:
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
-        """Delete the log of a closed run. Return False while an op is planned or a save is not
-        stored.
-        """
+        """Delete the log of a closed run. Return False while an op is planned or a save is not stored."""
         pool = self.pool
         script_keys = [
             redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run),
@@ -349,8 +340,7 @@ class Execution:
         return bool(self._forget(script_keys, {"epoch": str(self.epoch), "run": run}) == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save
-        succeeded.
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
 
         Pending ops fail, as after `Intake.close_run`. Idempotent.
 
@@ -360,8 +350,7 @@ class Execution:
         self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
-        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are
-        unaffected.
+        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are unaffected.
 
         Raises:
             Fenced: another worker took over, which may be able to continue the run.

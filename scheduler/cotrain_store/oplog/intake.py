@@ -43,9 +43,7 @@ class SubmittedOp:
     digest: str
     size: int  # bytes of the body
     envelope: str | None = None
-    """None if its body is not stored yet. The script then only checks whether it would accept the
-    op.
-    """
+    """None if its body is not stored yet. The script then only checks whether it would accept the op."""
     segment: str | None = None
     """Spool segment of the body; None if the body is an argument of the script."""
 
@@ -122,13 +120,11 @@ class Intake:
         uses: Sequence[WeightsRef] = (),
         save: bytes | None = None,
     ) -> RequestId:
-        """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings
-        creates no second run.
+        """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings creates no second run.
 
-        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest`
-        identifies the client's request; by default it covers the base model and the body. The
-        weights in `uses` are kept while the log needs the op. The body of a SAVE in `save` becomes
-        seq 1: both ops are accepted, or neither.
+        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest` identifies the client's
+        request; by default it covers the base model and the body. The weights in `uses` are kept while the log needs
+        the op. The body of a SAVE in `save` becomes seq 1: both ops are accepted, or neither.
 
         Raises:
             SeqConflict: the same run id with other settings.
