@@ -340,35 +340,27 @@ class LastCycle:
     ended_at: float = 0.0
 
 
-@dataclass
-class ReturnTimes:
-    """Times between a response and the next request of its run, to decide how long to wait.
+def return_time_s(latest_s: float, delays_s: Iterable[float], limit_s: float) -> float:
+    """Return the longest recent time between a response and the next request of its run, from its previous value.
 
-    Loops with two steps in flight return at once. Loops that have ended, or are sampling, do not return:
-    waiting a tenth of each cycle for them would cost all other runs that tenth.
+    `delays_s` are the times of the runs that came back since the last cycle. A time longer than the gather window of a
+    cycle of `limit_s`, the longest possible cycle, is ignored. Loops with two steps in flight return at once. Loops that
+    have ended, or are sampling, do not return: waiting a tenth of each cycle for them would cost all other runs that tenth.
     """
-
-    latest_s: float = 0.0  # longest recent return time within the gather window
-
-    def note(self, delays_s: Iterable[float], limit_s: float) -> None:
-        """Record the return times of the runs that came back since the last cycle.
-
-        A return later than the window of a cycle of `limit_s`, the longest possible cycle, is ignored.
-        """
-        in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
-        self.latest_s = max([FADES * self.latest_s, *in_time])
+    in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
+    return max([FADES * latest_s, *in_time])
 
 
-def eager_start(last: LastCycle, now: float, gather_s: float, returns: ReturnTimes, *, are_back: bool) -> float:
+def eager_start(last: LastCycle, now: float, gather_s: float, return_s: float, *, are_back: bool) -> float:
     """Return the start time of an eager cycle; `are_back` means that all runs of the last cycle wait again.
 
     Then it starts at once, so a single run never waits. Otherwise, the runs just answered get at least a few
-    milliseconds to send their next request. That time grows with the recent return time, up to a tenth of
+    milliseconds to send their next request. That time grows with the recent `return_time_s`, up to a tenth of
     the last cycle. A cycle without them would make them wait for a whole one.
     """
     if are_back:
         return now
-    window_s = min(GATHER_SHARE * last.duration_s, PATIENCE * returns.latest_s)
+    window_s = min(GATHER_SHARE * last.duration_s, PATIENCE * return_s)
     return max(now, last.ended_at + max(gather_s, window_s))
 
 

@@ -77,7 +77,7 @@ class _WorkerClock:
     last: planner.LastCycle = field(default_factory=planner.LastCycle)
     missed: planner.LastCycle = field(default_factory=planner.LastCycle)
     """Previous cycle, with those of its runs that were not back when the last one was planned."""
-    returns: planner.ReturnTimes = field(default_factory=planner.ReturnTimes)
+    return_s: float = 0.0  # `planner.return_time_s`
     last_tokens: int = 0  # tokens of the last planned step
     planned_at: float | None = None
     """Time when the step in progress was planned; None while the worker is idle."""
@@ -99,7 +99,7 @@ class _WorkerClock:
             for run in cycle.runs
             if run in back_at
         ]
-        self.returns.note(delays_s, limit_s)
+        self.return_s = planner.return_time_s(self.return_s, delays_s, limit_s)
         self.missed = replace(self.last, runs=self.last.runs.difference(back_at))
 
 
@@ -290,7 +290,7 @@ class PoolClock:
 
         if self._is_eager:
             are_back = clock.last.runs <= back_at.keys()
-            start = planner.eager_start(clock.last, now, self._gather_s, clock.returns, are_back=are_back)
+            start = planner.eager_start(clock.last, now, self._gather_s, clock.return_s, are_back=are_back)
             if start > now:
                 return start
         tokens = planner.budget(worker, self._limit_s, clock.last_tokens)

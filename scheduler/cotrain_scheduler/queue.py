@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more, rates
+from cotrain_scheduler.placement import RecentTokens, best, fits_one_more, rates
 from cotrain_store.messages.fleet import WEIGHT, Pauses, WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
@@ -84,17 +84,15 @@ class PoolQueue:
         unplaced.changed.clear()  # no cycle is planned for these
 
     def _assign_to_least_loaded(self, unplaced: Waiting, workers: Sequence[WorkerHeartbeat], now: float) -> None:
-        fits = {worker.id: fits_one_more(worker) for worker in workers}
+        full = {worker.id for worker in workers if not fits_one_more(worker)}
         tokens_per_s = rates(workers)
         while unplaced:
             queue = next(iter(unplaced))
-            chosen = best([
-                Candidate(
-                    worker.id, self._tokens[worker.id] + self.recent.of(worker.id, now),
-                    tokens_per_s[worker.id], fits_one_more=fits[worker.id],
-                )
-                for worker in workers
-            ])  # fmt: skip
+            seconds = {
+                worker: (self._tokens[worker] + self.recent.of(worker, now)) / max(rate, 1.0)
+                for worker, rate in tokens_per_s.items()
+            }
+            chosen = best(seconds, full)
             self.recent.settle(queue.run, chosen, now)
             self._move([queue], chosen)
 

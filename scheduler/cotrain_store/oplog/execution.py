@@ -16,22 +16,12 @@ from cotrain_store.disk.spool import Spool, SpoolReferences
 from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED, stored_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import (
-    OpId,
-    PoolId,
-    RunId,
-    TenantId,
-    WorkerId,
-    decode,
-    encode,
-    request_id,
-    seq_of,
-)
+from cotrain_store.messages.ids import OpId, PoolId, RunId, TenantId, WorkerId, decode, encode, request_id, seq_of
 from cotrain_store.messages.ops import QueuedOp, Result, RunUsage, Step
 from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row, steps_without
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
-from cotrain_store.oplog.reader import LogPosition, RunLogs
+from cotrain_store.oplog.reader import RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
@@ -74,7 +64,10 @@ class CrashCounts:
 
 
 class Execution:
-    """Access of one worker to its pool."""
+    """Access of one worker to its pool.
+
+    Methods that write to a run's log raise Fenced if another process took over this worker id; nothing was written.
+    """
 
     def __init__(
         self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId
@@ -231,9 +224,6 @@ class Execution:
         * Ops in `crashed` changed nothing and must never run again: the log keeps only their seq.
         * `found` has the entries of passes and optimizer steps in the histories of their runs.
         * `is_exact` is False if the last bits may differ from this worker's numerics.
-
-        Raises:
-            Fenced: another worker took over; nothing was written.
         """
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         now_s = time.time()
@@ -269,9 +259,6 @@ class Execution:
         """Make a complete file of `size` bytes the run's base. The previous base is kept, and the log is cut up to it.
 
         Return False if it is too late, or too early because the log holds a save whose weights are not stored.
-
-        Raises:
-            Fenced: another worker took over.
         """
         script_keys = [
             redis_keys.worker_epoch(self.pool, self.worker), redis_keys.log(self.pool, run),
@@ -290,17 +277,11 @@ class Execution:
         `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so far and not
         committed fail with category server and keep their seq; later ops run. Open steps of this worker then have those
         ops as REJECTED, so they must be read again. Return the run's new weights_epoch.
-
-        Raises:
-            Fenced: another worker took over.
-            SpoolCorrupt: the run has no log.
+        Raises SpoolCorrupt if the run has no log.
         """
         position = self.logs.position(checkpoint.run)
         if position is None:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
-        return self._roll_back(position, checkpoint, file, sha256)
-
-    def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
         failure, open_steps = _failure(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
         script_keys = [
@@ -343,18 +324,11 @@ class Execution:
         """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
 
         Pending ops fail, as after `Intake.close_run`. Idempotent.
-
-        Raises:
-            Fenced: another worker took over.
         """
         self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
-        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are unaffected.
-
-        Raises:
-            Fenced: another worker took over, which may be able to continue the run.
-        """
+        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are unaffected."""
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:

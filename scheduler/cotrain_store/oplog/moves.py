@@ -58,7 +58,7 @@ class Moves:
         answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
         return answer == b"OK"
 
-    async def deregister(self, pool: PoolId, run: RunId) -> None:
+    async def cancel(self, pool: PoolId, run: RunId) -> None:
         """Cancel the move of a run."""
         await self._redis.hdel(redis_keys.moves(pool), run)
 
@@ -76,7 +76,10 @@ class Moves:
 
 
 class OwnMoves:
-    """A worker's side of moves: the pending moves of its runs, and the hand-over."""
+    """A worker's side of moves: the pending moves of its runs, and the hand-over.
+
+    Methods that write raise Fenced if another process took over this worker id.
+    """
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -94,9 +97,6 @@ class OwnMoves:
 
         If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in memory needs no such
         copy: its ops would be replayed here as well. Return False if it is too early, or the move was cancelled.
-
-        Raises:
-            Fenced: another process took over this worker id.
         """
         pool = self._pool
         script_keys = [
@@ -134,7 +134,10 @@ class Drains:
 
 
 class OwnDrain:
-    """A worker's side of its drain: the request, a successor, and the deregistration."""
+    """A worker's side of its drain: the request, a successor, and the deregistration.
+
+    `deregister` raises Fenced if another process took over this worker id.
+    """
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -154,9 +157,6 @@ class OwnDrain:
         """Remove this worker, whose process of that epoch ends, from its pool's list, so that its runs can go anywhere.
 
         Return False if no other worker could continue, or if something is open, unstored or claimed here.
-
-        Raises:
-            Fenced: another process took over this worker id.
         """
         pool, successor = self._pool, self._successor()
         if successor is None:
