@@ -21,7 +21,7 @@ from cotrain_store.messages.ops import QueuedOp, Result, RunUsage, Step
 from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row, steps_without
 from cotrain_store.oplog.moves import OwnDrain, OwnMoves
-from cotrain_store.oplog.reader import RunLogs
+from cotrain_store.oplog.reader import LogPosition, RunLogs
 from cotrain_store.redis_client.connection import SyncConnection
 from cotrain_store.redis_client.scripts import sync_script
 from cotrain_store.tenants.catalog import TenantNames
@@ -282,6 +282,10 @@ class Execution:
         position = self.logs.position(checkpoint.run)
         if position is None:
             raise SpoolCorrupt(f"Run {checkpoint.run} has no log.")
+        return self._roll_back(position, checkpoint, file, sha256)
+
+    def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
+        """Roll back a run; a repeat with the position from before has no effect."""
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
         failure, open_steps = _failure(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
         script_keys = [

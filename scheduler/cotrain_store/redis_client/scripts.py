@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from redis.exceptions import ResponseError
 
@@ -32,9 +32,18 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 _NEEDS = re.compile(r"^-- needs: (.+)$", re.MULTILINE)
 
 
-#: Script as a callable: keys, one JSON object, and values that follow it unchanged.
-AsyncScript: TypeAlias = "Callable[[Sequence[str], Args, *tuple[bytes | str, ...]], Awaitable[Any]]"
-SyncScript: TypeAlias = "Callable[[Sequence[str], Args, *tuple[bytes | str, ...]], Any]"
+class AsyncScript(Protocol):
+    """One script on an asynchronous connection."""
+
+    async def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
+        """Run the script; `stored` follows the JSON object unchanged."""
+
+
+class SyncScript(Protocol):
+    """One script on a synchronous connection."""
+
+    def __call__(self, keys: Sequence[str], args: Args, /, *stored: bytes | str) -> Any:
+        """Run the script; `stored` follows the JSON object unchanged."""
 
 
 def async_script(connection: Connection, name: str) -> AsyncScript:

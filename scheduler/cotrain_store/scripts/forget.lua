@@ -13,12 +13,14 @@ if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
   return 'PLANNED'
 end
 for _, seq in ipairs(redis.call('HKEYS', ops)) do
-  redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
   if redis.call('HGET', 'cotrain:weights:' .. run .. ':' .. seq, 'digest') == '' then
     return 'UNSTORED'
   end
 end
-for _, envelope in ipairs(redis.call('HVALS', ops)) do
+local logged = redis.call('HGETALL', ops)
+for i = 1, #logged, 2 do
+  local seq, envelope = logged[i], logged[i + 1]
+  redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
   local segment = string.match(envelope, '|spool:([^:|]+):[^|]*$')
   if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body was released at its commit
     if redis.call('HINCRBY', refs, segment, -1) <= 0 then
