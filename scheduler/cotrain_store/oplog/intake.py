@@ -16,7 +16,7 @@ import structlog
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.disk.storage import UNLOADED, Capacity, StoreBody
+from cotrain_store.disk.storage import UNLOADED, Capacity
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode, request_id
@@ -226,7 +226,7 @@ class Intake:
         weighs = await self._weigh(run, limits.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
-            along = None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
+            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
             unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
@@ -239,7 +239,7 @@ class Intake:
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
                 answer, *at = await self._run_submit(run, asked, b"", save or b"")
             if answer == b"ROOM":
-                op = await _stored(store, run, seq or 0, kind, body, tokens, now, digest)
+                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
                 failpoint("api.before_submit", run.id)
                 answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
@@ -272,11 +272,10 @@ class Intake:
         return answer
 
 
-async def _stored(
-    store: StoreBody, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float, digest: str = ""
+def submitted_op(
+    run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, ref: str, now: float, digest: str = ""
 ) -> SubmittedOp:
-    """Store a body in Redis or in the spool, and return the op for the log."""
-    ref = await store(body)
+    """Return an op in the format of the log. `ref` is the location of its body."""
     op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, current_traceparent())
     return SubmittedOp(
         digest=digest or hashlib.sha256(body).hexdigest(),
