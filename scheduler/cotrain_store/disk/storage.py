@@ -161,7 +161,9 @@ def encoded_results(results: Sequence[Result], spool: Spool) -> Iterator[Sequenc
     }
     try:
         yield [
-            _large(result, puts[index].result()) if index in puts else _small(result)
+            (Result(_SPOOLED[result.kind], puts[index].result().encode()).encode(), redis_keys.LARGE_RESULT_TTL_MS)
+            if index in puts
+            else (result.encode(), redis_keys.SMALL_RESULT_TTL_MS)
             for index, result in enumerate(results)
         ]
     finally:
@@ -181,14 +183,6 @@ def stored_results(
             answer = store(encoded)
         if answer != b"SWEPT":
             return answer
-
-
-def _small(result: Result) -> tuple[bytes, int]:
-    return result.encode(), redis_keys.SMALL_RESULT_TTL_MS
-
-
-def _large(result: Result, ref: str) -> tuple[bytes, int]:
-    return Result(_SPOOLED[result.kind], ref.encode()).encode(), redis_keys.LARGE_RESULT_TTL_MS
 
 
 def is_spooled(result: Result) -> bool:

@@ -46,8 +46,8 @@ def start_logs(process: str, level: str = "info") -> None:
     threading.excepthook = _log_thread
 
 
-def configure_logs(process: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Write the project's own events to `stream` (stderr) as JSON lines with the process name."""
+def configure_logs(process: str, level: str = "info") -> None:
+    """Write the project's own events to stderr as JSON lines with the process name."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -59,7 +59,7 @@ def configure_logs(process: str, level: str = "info", stream: TextIO | None = No
             _without_keys,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(_Unfailing(stream or sys.stderr)),  # type: ignore[arg-type]  # all it calls is write and flush
+        logger_factory=structlog.PrintLoggerFactory(_Unfailing(sys.stderr)),  # type: ignore[arg-type]  # all it calls is write and flush
         cache_logger_on_first_use=True,
     )
 

@@ -158,16 +158,12 @@ def save_row(records: SaveRecords) -> dict[str, Any]:
     if weights.external:
         row["folder"] = external_folder(weights.ref)
     if isinstance(user, SamplerRecord):
-        return row | _sampler_row(user)
+        idle_ms = redis_keys.sampler_idle_ms(ephemeral=user.ephemeral)
+        return row | {"kind": "s", "name": user.id, "session": user.session, "idle_ms": idle_ms}
     row |= {"kind": "c", "name": redis_keys.checkpoint_member(user.run, user.kind, user.name)}
     if user.kind == "weights" and not records.overwrite:
         row["collision"] = _collision(user).encode().decode()
     return row
-
-
-def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
-    idle_ms = redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
-    return {"kind": "s", "name": sampler.id, "session": sampler.session, "idle_ms": idle_ms}
 
 
 def _collision(checkpoint: CheckpointRecord) -> Result:
