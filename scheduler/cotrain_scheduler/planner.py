@@ -97,8 +97,9 @@ def select(
             backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
         backlogs[tenant].take(tokens)
         fair_queue.serve(tenant, tokens, then_waits_for=part(backlogs[tenant].rest, quantum))
-    fair_queue.end_cycle(one for each in backlogs.values() for one in each.planned_parts())
-    return _selection(backlogs.values(), spent, fair_queue)
+    works = [work for backlog in backlogs.values() for work in backlog.works]
+    fair_queue.end_cycle(planned for work in works if (planned := work.planned_part()))
+    return _selection(works, spent, fair_queue)
 
 
 def _select_single_run(
@@ -115,7 +116,7 @@ def _select_single_run(
     while backlog.rest and spent < budget_tokens:
         spent += backlog.rest
         backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
-    return _selection([backlog], spent, fair_queue)
+    return _selection(backlog.works, spent, fair_queue)
 
 
 def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
@@ -148,9 +149,8 @@ def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapp
     })  # fmt: skip
 
 
-def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:
-    works = [work for backlog in backlogs for work in backlog.works if work.planned_ops()]
-    works.sort(key=lambda work: work.queue.run)
+def _selection(works: Iterable[_Work], tokens: int, fair_queue: FairQueue) -> Selection:
+    works = sorted((work for work in works if work.planned_ops()), key=lambda work: work.queue.run)
     return Selection(
         ops=tuple(op for work in works for op in work.planned_ops()),
         queues={work.queue.run: work.queue for work in works},
@@ -194,10 +194,6 @@ class Backlog:
             self._first.take(tokens, may_stay_open=may_stay_open)
             self._wait(self._first)
             self._first = self._next()
-
-    def planned_parts(self) -> list[PlannedPart]:
-        """Return the planned parts of the passes that are split."""
-        return [part for work in self.works for part in work.planned_part()]
 
     def _work(self, queue: RunQueue) -> _Work:
         work = _Work(queue, runnable_prefix(queue.ops, accepts_saves=self._takes_saves))
@@ -249,13 +245,13 @@ class _Work:
         """Return the planned tokens of each pass that may continue in a later cycle."""
         return {**self._open, self._left[0].request_id: self._part_tokens} if self._part_tokens else self._open
 
-    def planned_part(self) -> list[PlannedPart]:
-        """Return the planned part of the next pass; empty if the pass is not split."""
+    def planned_part(self) -> PlannedPart | None:
+        """Return the planned part of the next pass; None if the pass is not split."""
         if not self._part_tokens:
-            return []
+            return None
         op, queue = self._left[0], self.queue
         tokens = cost(op)
-        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self.rest)]
+        return PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self.rest)
 
     def _take_free(self) -> None:
         """Plan the ops without tokens up to the next pass."""

@@ -52,8 +52,7 @@ class Moves:
     async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str) -> bool:
         """Request the move of a run. Return False if it is impossible or the run was moved within QUIET_S.
 
-        Raises:
-            Fenced: a newer scheduler leads.
+        Raises Fenced: a newer scheduler leads.
         """
         answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
         return answer == b"OK"

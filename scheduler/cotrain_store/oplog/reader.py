@@ -77,11 +77,7 @@ class RunLogs:
         return frozenset(file.decode() for file in files if file)
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
-        """Return the ops first…last of a run for a replay.
-
-        Raises:
-            SpoolCorrupt: one of them is missing.
-        """
+        """Return the ops first…last of a run for a replay. Raises SpoolCorrupt: one of them is missing."""
         if last < first:
             return []
         seqs = range(first, last + 1)
