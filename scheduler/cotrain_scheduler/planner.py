@@ -165,8 +165,8 @@ def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
 
     The limit also grows only gradually from `last_tokens`, the size of the previous cycle.
     """
-    shown = max(FIRST_TOKENS, GROWTH * last_tokens)
-    return max(1, min(shown, int(worker.tokens_per_s * limit_s)))
+    size_limit = max(FIRST_TOKENS, GROWTH * last_tokens)
+    return max(1, min(size_limit, int(worker.tokens_per_s * limit_s)))
 
 
 class Backlog:

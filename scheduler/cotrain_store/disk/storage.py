@@ -116,10 +116,10 @@ class Capacity:
             log.error("body_not_written", reason=full.strerror)
             raise Refused(Reason.DISK_RESERVE_REACHED) from full
         except asyncio.CancelledError:  # the client has disconnected, but the writer may be writing
-            durable.add_done_callback(self._settle_unheard)
+            durable.add_done_callback(self._settle_abandoned)
             raise
 
-    def _settle_unheard(self, durable: Future[str]) -> None:
+    def _settle_abandoned(self, durable: Future[str]) -> None:
         if not durable.cancelled() and not durable.exception():
             self._spool.settle([durable.result()])
 

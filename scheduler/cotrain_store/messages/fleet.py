@@ -125,7 +125,7 @@ def restoring_text(progress: Mapping[str, int] | None) -> str:
     return f"{of_runs}, {of_ops}"
 
 
-#: Of every tenant that was given no other.
+#: Default weight of a tenant.
 WEIGHT = 1.0
 LEAST_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 

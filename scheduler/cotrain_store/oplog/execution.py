@@ -287,7 +287,7 @@ class Execution:
     def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
         """Roll back a run; a repeat with the position from before has no effect."""
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
-        failure, open_steps = _failure(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
+        failure, open_steps = _lost_by_rollback(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
         script_keys = [
             redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run), redis_keys.run(run),
             open_steps, redis_keys.ops(pool, run),
@@ -373,7 +373,7 @@ def latest_heartbeat(connection: SyncConnection, pool: PoolId, worker: WorkerId)
     return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None
 
 
-def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
+def _lost_by_rollback(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
     return Result.failed(
         "The server lost this run's newest state; it goes on from "
         f"{checkpoint.path} (after request {seq_of(checkpoint.weights)}). "

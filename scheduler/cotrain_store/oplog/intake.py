@@ -136,10 +136,7 @@ class Intake:
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
-        return await self._accept(
-            run, 0, kind, body, 0, digest, record=encode(run), uses=uses,
-            save=save,
-        )  # fmt: skip
+        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
 
     async def submit(
         self,
@@ -251,10 +248,7 @@ class Intake:
             metrics.REQUESTS_DUPLICATE.inc()
         else:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        log.debug(
-            "request_accepted", request=request, kind=kind.value, tokens=tokens,
-            again=answer == b"DUP",
-        )  # fmt: skip
+        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
         return request
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
@@ -299,12 +293,12 @@ def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception
     if answer == "BUSY":
         return _full_queue(numbers, asked)
     if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
-        return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
-    error = _OF_OPS.get(answer)
+        return _run_too_large(answer, *numbers, weight=asked.weighs.bytes)
+    error = _ERRORS.get(answer)
     return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
 
 
-_OF_OPS: dict[str, Callable[[str], Exception]] = {
+_ERRORS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
     "FAR": lambda what: Refused(Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
     "WEIGHTS": lambda _: WeightsDeleted(),
@@ -339,7 +333,7 @@ def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
     )
 
 
-def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
+def _run_too_large(answer: str, present: int, most: int, *, weight: int) -> Exception:
     if answer == "RUN_BYTES" and weight > most:
         return Refused(
             Reason.RUN_TOO_LARGE,

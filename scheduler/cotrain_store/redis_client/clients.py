@@ -124,9 +124,7 @@ def _give(answer: asyncio.Future[Any], value: Any) -> None:
 WAIT_MS = 4_000
 #: Commands followed by a wait. `SET` is not among them: it writes heartbeats and similar keys,
 #: which the next write replaces.
-AWAITED = frozenset({
-    "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM",
-})  # fmt: skip
+AWAITED = frozenset({"EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM"})
 
 
 class ReplicatedRedis(redis.asyncio.Redis):

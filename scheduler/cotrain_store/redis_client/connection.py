@@ -108,9 +108,7 @@ def _connected(address: RedisAddress, pool: Any, client: Any) -> Any:
 
 def _pool(address: RedisAddress) -> redis.asyncio.BlockingConnectionPool:
     name_refusals()
-    settings = {
-        **_SETTINGS, "max_connections": MAX_CONNECTIONS, "retry": AsyncRetry(_backoff(), _RETRIES),
-    }  # fmt: skip
+    settings = {**_SETTINGS, "max_connections": MAX_CONNECTIONS, "retry": AsyncRetry(_backoff(), _RETRIES)}
     if address.sentinels:
         pool: redis.asyncio.BlockingConnectionPool = sentinel_pool(address, settings)
         return pool
