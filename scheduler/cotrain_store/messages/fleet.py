@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId, decode
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,6 @@ def parse_scaling(row: bytes | None) -> Scaling | None:
     if row is None:
         return None
     found = json.loads(row)
-    return Scaling(
-        wanted=int(found["wanted"]),
-        at=float(found["at"]),
-        busy_at=float(found["busy_at"]),
-        bounds=Bounds(**found["bounds"]),
-        spans=tuple(Span(**span) for span in found["spans"]),
-        waiting_tokens={WorkerId(name): n for name, n in found["waiting_tokens"].items()},
-    )
+    found["bounds"] = Bounds(**found["bounds"])
+    found["spans"] = tuple(Span(**span) for span in found["spans"])
+    return decode(Scaling, found)
