@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
@@ -37,22 +37,6 @@ FIRST_TOKENS = 2_048.0
 IDLE_TOKENS = 1.0
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """Worker on which a run may be placed."""
-
-    worker: WorkerId
-    tokens: float  # pending and recent tokens of the worker
-    tokens_per_s: float
-    fits_one_more: bool = True
-    """True if one more adapter fits on its device, according to its heartbeat."""
-
-    @property
-    def seconds(self) -> float:
-        """Time that the worker needs for these tokens."""
-        return self.tokens / max(self.tokens_per_s, 1.0)
-
-
 def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
     """Return the estimated tokens per second of each worker. Devices of one kind have similar throughput.
 
@@ -70,12 +54,12 @@ def rates(workers: Sequence[WorkerHeartbeat]) -> dict[WorkerId, float]:
     }
 
 
-def best(candidates: Sequence[Candidate]) -> WorkerId:
-    """Return the worker that would finish first. Workers with memory for one more adapter come before others.
+def best(seconds: Mapping[WorkerId, float], full: Collection[WorkerId] = ()) -> WorkerId:
+    """Return the worker with the least work in seconds. Workers in `full`, without memory for one more adapter, come last.
 
-    Raises ValueError without a candidate.
+    Raises ValueError without a worker.
     """
-    return min(candidates, key=lambda one: (not one.fits_one_more, one.seconds, one.worker)).worker
+    return min(seconds, key=lambda worker: (worker in full, seconds[worker], worker))
 
 
 def fits_one_more(worker: WorkerHeartbeat) -> bool:
@@ -321,7 +305,7 @@ class Rebalancing:
         serving = {worker.id for worker in workers}
         if {move.owner, move.to} <= serving and now - self._since[move.run] < PATIENCE_S:
             return True
-        await self._dispatch.moves.deregister(self._pool, move.run)
+        await self._dispatch.moves.cancel(self._pool, move.run)
         log.warning("move_given_up", pool=self._pool, run=move.run, to=move.to)
         return False
 

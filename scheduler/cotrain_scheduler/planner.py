@@ -52,6 +52,7 @@ class Selection:
     """Ops of one worker's step, grouped by run and in seq order, and the fair queue after it."""
 
     ops: tuple[QueuedOp, ...]
+    queues: dict[RunId, RunQueue]  # pending ops of each run with a selected op, as they were selected from
     allowances: dict[RequestId, int]
     """Token budget in this step for each pass that may continue in a later step. Same format as `Step`."""
     tokens: int  # total tokens planned for the step
@@ -78,7 +79,7 @@ def select(
     `accepts_saves`, saves and the ops after them are not selected.
     """
     if waiting.is_one_run(accepts_saves=accepts_saves):
-        return _select_single_run(waiting, budget_tokens, accepts_saves=accepts_saves)
+        return _select_single_run(waiting, FairQueue(), budget_tokens, accepts_saves=accepts_saves)
     backlogs = {
         tenant: Backlog(queues, _passes(waiting, tenant), accepts_saves=accepts_saves)
         for tenant, queues in _free(waiting, accepts_saves=accepts_saves).items()
@@ -96,16 +97,18 @@ def select(
             backlogs[tenant] = Backlog((), _passes(waiting, tenant), accepts_saves=accepts_saves)
         backlogs[tenant].take(tokens)
         fair_queue.serve(tenant, tokens, then_waits_for=part(backlogs[tenant].rest, quantum))
-    fair_queue.end_cycle(one for each in backlogs.values() for one in each.planned_parts())
-    return _selection(backlogs.values(), spent, fair_queue)
+    works = [work for backlog in backlogs.values() for work in backlog.works]
+    fair_queue.end_cycle(planned for work in works if (planned := work.planned_part()))
+    return _selection(works, spent, fair_queue)
 
 
-def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: bool) -> Selection:
-    """Select ops worth the budget, and all of the pass that exceeds it.
+def _select_single_run(
+    waiting: Waiting, fair_queue: FairQueue, budget_tokens: int, *, accepts_saves: bool
+) -> Selection:
+    """Select ops worth the budget, and all of the pass that exceeds it. The fair queue is new: no other tenant waits.
 
     The pass may take longer than expected while few measurements exist. Then the worker stops it after a clock period.
     """
-    fair_queue = FairQueue()  # no other tenant waits
     free = _free(waiting, accepts_saves=accepts_saves)
     (tenant,) = free or waiting.passes
     backlog = Backlog(free.get(tenant, ()), _passes(waiting, tenant), accepts_saves=accepts_saves)
@@ -113,7 +116,7 @@ def _select_single_run(waiting: Waiting, budget_tokens: int, *, accepts_saves: b
     while backlog.rest and spent < budget_tokens:
         spent += backlog.rest
         backlog.take(backlog.rest, may_stay_open=spent > budget_tokens)
-    return _selection([backlog], spent, fair_queue)
+    return _selection(backlog.works, spent, fair_queue)
 
 
 def _free(waiting: Waiting, *, accepts_saves: bool) -> dict[TenantId, Iterable[RunQueue]]:
@@ -146,12 +149,15 @@ def _update(fair_queue: FairQueue, waiting: Waiting, quantum: int, weights: Mapp
     })  # fmt: skip
 
 
-def _selection(backlogs: Iterable[Backlog], tokens: int, fair_queue: FairQueue) -> Selection:
-    works = [work for backlog in backlogs for work in backlog.works]
-    works.sort(key=lambda work: work.queue.run)
-    ops = tuple(op for work in works for op in work.taken())
-    allowances = {request: part for work in works for request, part in work.allowances.items()}
-    return Selection(ops, allowances, tokens, fair_queue)
+def _selection(works: Iterable[_Work], tokens: int, fair_queue: FairQueue) -> Selection:
+    works = sorted((work for work in works if work.planned_ops()), key=lambda work: work.queue.run)
+    return Selection(
+        ops=tuple(op for work in works for op in work.planned_ops()),
+        queues={work.queue.run: work.queue for work in works},
+        allowances={request: tokens for work in works for request, tokens in work.allowances().items()},
+        tokens=tokens,
+        fair_queue=fair_queue,
+    )
 
 
 def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
@@ -159,8 +165,8 @@ def budget(worker: WorkerHeartbeat, limit_s: float, last_tokens: int) -> int:
 
     The limit also grows only gradually from `last_tokens`, the size of the previous cycle.
     """
-    shown = max(FIRST_TOKENS, GROWTH * last_tokens)
-    return max(1, min(shown, int(worker.tokens_per_s * limit_s)))
+    size_limit = max(FIRST_TOKENS, GROWTH * last_tokens)
+    return max(1, min(size_limit, int(worker.tokens_per_s * limit_s)))
 
 
 class Backlog:
@@ -189,10 +195,6 @@ class Backlog:
             self._wait(self._first)
             self._first = self._next()
 
-    def planned_parts(self) -> list[PlannedPart]:
-        """Return the planned parts of the passes that are split."""
-        return [part for work in self.works for part in work.planned_part()]
-
     def _work(self, queue: RunQueue) -> _Work:
         work = _Work(queue, runnable_prefix(queue.ops, accepts_saves=self._takes_saves))
         self.works.append(work)
@@ -214,49 +216,50 @@ class _Work:
 
     def __init__(self, queue: RunQueue, prefix: Iterable[QueuedOp]) -> None:
         self.queue = queue
-        self.allowances: dict[RequestId, int] = {}
+        self.rest = 0
+        """Remaining tokens of the next pass; 0 without one."""
         self._left = deque(prefix)
         self._taken: list[QueuedOp] = []
-        self._take_whole(done_tokens=queue.done_tokens)
-
-    @property
-    def rest(self) -> int:
-        """Remaining tokens of the next pass; 0 without one."""
-        return self._rest
+        self._part_tokens = 0  # planned tokens of the next pass
+        self._open: dict[RequestId, int] = {}  # tokens of planned passes that may continue in a later cycle
+        self._take_free()
 
     def take(self, tokens: int, *, may_stay_open: bool = False) -> None:
         """Plan this many tokens of the next pass; with its last token, also all ops up to the next pass."""
-        request = self._left[0].request_id
-        self._rest -= tokens
-        self.allowances[request] = self.allowances.get(request, 0) + tokens
-        if self._rest == 0:
-            if not may_stay_open:
-                del self.allowances[request]
-            self._taken.append(self._left.popleft())
-            self._take_whole()
+        self.rest -= tokens
+        self._part_tokens += tokens
+        if self.rest:
+            return
+        op = self._left.popleft()
+        if may_stay_open:
+            self._open[op.request_id] = self._part_tokens
+        self._taken.append(op)
+        self._part_tokens = 0
+        self._take_free()
 
-    def taken(self) -> list[QueuedOp]:
+    def planned_ops(self) -> list[QueuedOp]:
         """Return the planned ops; the last one may be planned in part."""
-        return [*self._taken, self._left[0]] if self._is_divided else self._taken
+        return [*self._taken, self._left[0]] if self._part_tokens else self._taken
 
-    def planned_part(self) -> list[PlannedPart]:
-        """Return the planned part of the next pass; empty if the pass is not split."""
-        if not self._is_divided:
-            return []
+    def allowances(self) -> dict[RequestId, int]:
+        """Return the planned tokens of each pass that may continue in a later cycle."""
+        return {**self._open, self._left[0].request_id: self._part_tokens} if self._part_tokens else self._open
+
+    def planned_part(self) -> PlannedPart | None:
+        """Return the planned part of the next pass; None if the pass is not split."""
+        if not self._part_tokens:
+            return None
         op, queue = self._left[0], self.queue
         tokens = cost(op)
-        return [PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self._rest)]
+        return PlannedPart(queue.tenant, queue.run, op.seq, tokens, tokens - self.rest)
 
-    @property
-    def _is_divided(self) -> bool:
-        return bool(self._left) and self._left[0].request_id in self.allowances
-
-    def _take_whole(self, done_tokens: int = 0) -> None:
+    def _take_free(self) -> None:
         """Plan the ops without tokens up to the next pass."""
         while self._left and not cost(self._left[0]):
             self._taken.append(self._left.popleft())
-        is_begun = self._left and self._left[0] is self.queue.ops[0]
-        self._rest = _rest(self._left[0], done_tokens if is_begun else 0) if self._left else 0
+        if self._left:
+            is_begun = self._left[0] is self.queue.ops[0]
+            self.rest = _rest(self._left[0], self.queue.done_tokens if is_begun else 0)
 
 
 #: Saves and loads of one run in a cycle. They have no tokens, so no budget limits them. Sixty loads in
@@ -333,35 +336,27 @@ class LastCycle:
     ended_at: float = 0.0
 
 
-@dataclass
-class ReturnTimes:
-    """Times between a response and the next request of its run, to decide how long to wait.
+def return_time_s(latest_s: float, delays_s: Iterable[float], limit_s: float) -> float:
+    """Return the longest recent time between a response and the next request of its run, from its previous value.
 
-    Loops with two steps in flight return at once. Loops that have ended, or are sampling, do not return:
-    waiting a tenth of each cycle for them would cost all other runs that tenth.
+    `delays_s` are the times of the runs that came back since the last cycle. A time longer than the gather window of a
+    cycle of `limit_s`, the longest possible cycle, is ignored. Loops with two steps in flight return at once. Loops that
+    have ended, or are sampling, do not return: waiting a tenth of each cycle for them would cost all other runs that tenth.
     """
-
-    latest_s: float = 0.0  # longest recent return time within the gather window
-
-    def note(self, delays_s: Iterable[float], limit_s: float) -> None:
-        """Record the return times of the runs that came back since the last cycle.
-
-        A return later than the window of a cycle of `limit_s`, the longest possible cycle, is ignored.
-        """
-        in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
-        self.latest_s = max([FADES * self.latest_s, *in_time])
+    in_time = [delay_s for delay_s in delays_s if delay_s <= GATHER_SHARE * limit_s]
+    return max([FADES * latest_s, *in_time])
 
 
-def eager_start(last: LastCycle, now: float, gather_s: float, returns: ReturnTimes, *, are_back: bool) -> float:
+def eager_start(last: LastCycle, now: float, gather_s: float, return_s: float, *, are_back: bool) -> float:
     """Return the start time of an eager cycle; `are_back` means that all runs of the last cycle wait again.
 
     Then it starts at once, so a single run never waits. Otherwise, the runs just answered get at least a few
-    milliseconds to send their next request. That time grows with the recent return time, up to a tenth of
+    milliseconds to send their next request. That time grows with the recent `return_time_s`, up to a tenth of
     the last cycle. A cycle without them would make them wait for a whole one.
     """
     if are_back:
         return now
-    window_s = min(GATHER_SHARE * last.duration_s, PATIENCE * returns.latest_s)
+    window_s = min(GATHER_SHARE * last.duration_s, PATIENCE * return_s)
     return max(now, last.ended_at + max(gather_s, window_s))
 
 

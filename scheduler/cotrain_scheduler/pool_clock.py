@@ -1,7 +1,11 @@
 """Scheduler of one pool: follow the changes of its queue, and plan for each idle worker.
 
-The queue is in memory (`queue.py`) and follows the changes that the scripts record in the same
-transaction. It is read completely at the start, and whenever changes may have been missed.
+A tick reads, decides and writes:
+
+1. Read the workers and the changes of the queue. The queue is in memory (`queue.py`) and follows the changes that
+   the scripts record in the same transaction. It is reloaded whenever changes may have been missed.
+2. Decide for each idle worker, with pure functions: runs to place and move (`placement.py`), start and ops (`planner.py`).
+3. Write the step, then update the queue in memory.
 
 The file also contains:
 
@@ -9,6 +13,7 @@ The file also contains:
 * `HostTime`, which detects that the host's clock was set.
 """
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,7 +24,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span
 
 from cotrain_scheduler import placement, planner
-from cotrain_scheduler.queue import FairQueue, PoolQueue, Waiting, exclude_paused
+from cotrain_scheduler.queue import FairQueue, PoolQueue, exclude_paused
 from cotrain_store.errors import PlanOutdated
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import PlanPolicy, WorkerHeartbeat, WorkerSlot
@@ -72,10 +77,30 @@ class _WorkerClock:
     last: planner.LastCycle = field(default_factory=planner.LastCycle)
     missed: planner.LastCycle = field(default_factory=planner.LastCycle)
     """Previous cycle, with those of its runs that were not back when the last one was planned."""
-    returns: planner.ReturnTimes = field(default_factory=planner.ReturnTimes)
+    return_s: float = 0.0  # `planner.return_time_s`
     last_tokens: int = 0  # tokens of the last planned step
     planned_at: float | None = None
     """Time when the step in progress was planned; None while the worker is idle."""
+
+    def end_cycle(self, now: float) -> None:
+        """Record the end of the last cycle, once; the worker is idle."""
+        if self.planned_at is not None:
+            self.last = replace(self.last, duration_s=now - self.planned_at, ended_at=now)
+            self.planned_at = None
+
+    def note_returns(self, back_at: Mapping[RunId, float], limit_s: float) -> None:
+        """Record return times of runs from the last two cycles. `back_at` has the runs that are back.
+
+        A run of the earlier cycle may have come back while the last one ran.
+        """
+        delays_s = [
+            max(0.0, back_at[run] - cycle.ended_at)
+            for cycle in (self.last, self.missed)
+            for run in cycle.runs
+            if run in back_at
+        ]
+        self.return_s = planner.return_time_s(self.return_s, delays_s, limit_s)
+        self.missed = replace(self.last, runs=self.last.runs.difference(back_at))
 
 
 class PoolClock:
@@ -97,6 +122,8 @@ class PoolClock:
         self._tick_duration = metrics.SCHEDULER_TICK.labels(self._label)
         self._dispatch = dispatch
         self._settings = settings
+        self._is_eager = settings.clock_mode is ClockMode.EAGER
+        self._limit_s = planner.cycle_limit_s(settings.clock_period_s, begins_at_once=self._is_eager)
         self._gather_s = gather_s
         self._quantum_tokens = quantum_tokens
         self._queue = PoolQueue(MAX_OPS_PER_RUN)
@@ -139,7 +166,7 @@ class PoolClock:
 
     def is_woken_by(self, wake: Wake) -> bool:
         """Return True if a tick may have work now. A request whose worker is busy does not count."""
-        if self._settings.clock_mode is ClockMode.METRONOME:
+        if not self._is_eager:
             return False
         if wake.is_free or self._free is None or wake.worker in self._free:
             return True
@@ -157,7 +184,7 @@ class PoolClock:
 
     async def tick(self, now: float) -> float:
         """Plan all cycles that may start now; return the latest time of the next tick. Raises Fenced: a newer scheduler leads."""
-        if self._settings.clock_mode is ClockMode.EAGER:
+        if self._is_eager:
             return await self._tick(now)
         number = self._period_number(now)
         next_look = min((number + 1) * self._settings.clock_period_s, now + LOOK_S)
@@ -169,41 +196,30 @@ class PoolClock:
 
     async def _tick(self, now: float) -> float:
         with self._tick_duration.time():
-            return await self._plan_free(now)
-
-    async def _plan_free(self, now: float) -> float:
-        # Unknown during a tick, so that runs becoming ready during it wake it again.
-        self._free = None
-        view = await self._read()
-        if await self._release(view.slots, now):
+            self._free = None  # unknown during a tick, so that runs becoming ready during it wake the scheduler again
             view = await self._read()
-        serving = [
-            (slot.heartbeat, slot.open_steps)
-            for slot in view.slots
-            if slot.heartbeat and not slot.heartbeat.is_handing_over
-        ]
-        workers = [worker for worker, _ in serving]
-        free = [worker for worker, open_steps in serving if not open_steps]
-        for worker in free:
-            self._end_cycle(self._clocks[worker.id], now)
-        if free:
-            self._queue.assign(workers, now)
-            self._moving = await self._rebalancing.moving_runs(
-                view.moves, workers, self._queue.waiting_tokens, self._queue.recent, now
-            )
-        is_idle = 0 < len(free) == len(workers) and not self._queue
-        again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
-        for worker in free:
-            waiting = exclude_paused(self._queue.waiting(worker.id), self.policy.pauses, self._moving)
-            if not waiting:
-                continue
-            start = self._start(worker, now)
-            if start > now:
-                again = min(again, start)
-            elif not await self._plan(worker, waiting, now):
-                again = min(again, now + REPLAN_S)
-        self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
-        return again
+            if await self._release(view.slots, now):
+                view = await self._read()
+            serving = [
+                (slot.heartbeat, slot.open_steps)
+                for slot in view.slots
+                if slot.heartbeat and not slot.heartbeat.is_handing_over
+            ]
+            workers = [worker for worker, _ in serving]
+            free = [worker for worker, open_steps in serving if not open_steps]
+            for worker in free:
+                self._clocks[worker.id].end_cycle(now)
+            if free:
+                self._queue.assign(workers, now)
+                self._moving = await self._rebalancing.moving_runs(
+                    view.moves, workers, self._queue.waiting_tokens, self._queue.recent, now
+                )
+            is_idle = 0 < len(free) == len(workers) and not view.ready
+            again = now + (IDLE_SWEEP_S if is_idle else SWEEP_S)
+            for worker in free:
+                again = min(again, await self._plan(worker, now))
+            self._free = frozenset(w.id for w in workers if self._clocks[w.id].planned_at is None)
+            return again
 
     async def _read(self) -> PoolView:
         """Return the state of the pool, with the queue in memory updated or reloaded.
@@ -260,76 +276,58 @@ class PoolClock:
                 log.info("worker_drained", pool=self.pool, worker=slot.worker)
         return is_changed
 
-    def _end_cycle(self, clock: _WorkerClock, now: float) -> None:
-        """Record the end of an idle worker's last cycle, once."""
-        if clock.planned_at is not None:
-            clock.last = replace(clock.last, duration_s=now - clock.planned_at, ended_at=now)
-            clock.planned_at = None
+    async def _plan(self, worker: WorkerHeartbeat, now: float) -> float:
+        """Write an idle worker's next step if it has work and may start; return the latest time of the next tick.
 
-    def _start(self, worker: WorkerHeartbeat, now: float) -> float:
-        if self._settings.clock_mode is ClockMode.METRONOME:
-            return now
-        clock = self._clocks[worker.id]
-        are_back = self._queue.has_all(worker.id, clock.last.runs)
-        return planner.eager_start(clock.last, now, self._gather_s, clock.returns, are_back=are_back)
-
-    def _note_returns(self, worker: WorkerId, clock: _WorkerClock, limit_s: float) -> None:
-        """Record return times of runs from the last two cycles.
-
-        A run of the earlier cycle may have come back while the last one ran.
+        If the log has changed since the queue was read, nothing is written, and the queue is read again.
         """
-        absent, delays_s = set(clock.last.runs), []
-        for cycle in (clock.last, clock.missed):
-            for run in cycle.runs:
-                if self._queue.has_all(worker, (run,)):
-                    absent.discard(run)
-                    delays_s.append(max(0.0, self._queue[run].ops[0].accepted_at - cycle.ended_at))
-        clock.returns.note(delays_s, limit_s)
-        clock.missed = replace(clock.last, runs=frozenset(absent))
-
-    async def _plan(self, worker: WorkerHeartbeat, waiting: Waiting, now: float) -> bool:
-        """Write one worker's step. Return False if the log has changed since it was read; it is read again."""
         clock, began = self._clocks[worker.id], time.time()
         policy = self.policy  # may change while this plan is written
-        limit_s = planner.cycle_limit_s(
-            self._settings.clock_period_s, begins_at_once=self._settings.clock_mode is ClockMode.EAGER
-        )
-        tokens = planner.budget(worker, limit_s, clock.last_tokens)
+        waiting = exclude_paused(self._queue.waiting(worker.id), policy.pauses, self._moving)
+        if not waiting:
+            return math.inf
+        back_at = self._queue.back_at(worker.id, clock.last.runs | clock.missed.runs)
+
+        if self._is_eager:
+            are_back = clock.last.runs <= back_at.keys()
+            start = planner.eager_start(clock.last, now, self._gather_s, clock.return_s, are_back=are_back)
+            if start > now:
+                return start
+        tokens = planner.budget(worker, self._limit_s, clock.last_tokens)
         chosen = planner.select(
             waiting, clock.fair_queue, tokens, self._quantum_tokens,
             accepts_saves=worker.accepts_saves, weights=policy.weights, is_current=policy == clock.policy,
         )  # fmt: skip
         if not chosen.ops:
-            return True  # only saves are waiting, which the worker does not accept now
-        cycle = self._cycle + 1
-        requests = [op.request_id for op in chosen.ops]
-        queues = {run: self._queue[run] for run in {op.run for op in chosen.ops}}
-        tenants = {run: queue.tenant for run, queue in queues.items()}
+            return math.inf  # only saves are waiting, which the worker does not accept now
+
+        tenants = {run: queue.tenant for run, queue in chosen.queues.items()}
         span = _begin_plan(chosen.ops, began)
         trace = traceparent_of(span) if span else ""
-        step = Step(cycle, worker.id, chosen.ops, now, tenants, chosen.allowances, limit_s, trace)
+        step = Step(self._cycle + 1, worker.id, chosen.ops, now, tenants, chosen.allowances, self._limit_s, trace)
+        requests = step.requests
         failpoint("scheduler.before_plan", requests)
         try:
-            seen = 0 if self._is_forgotten else self._seen
-            await self._dispatch.plan(self.pool, step, seen)
+            await self._dispatch.plan(self.pool, step, 0 if self._is_forgotten else self._seen)
         except PlanOutdated:
-            self._queue.unread |= queues.keys()
-            return False
-        self._cycle = cycle
+            self._queue.unread |= chosen.queues.keys()
+            return now + REPLAN_S
         failpoint("scheduler.after_plan", requests)
-        self._count(chosen.ops, queues, now)
+
+        self._cycle = step.cycle
+        self._count(chosen.ops, chosen.queues, now)
         if span:
             _end_plan(span, self.pool, step)
-        self._note_returns(worker.id, clock, limit_s)
+        clock.note_returns(back_at, self._limit_s)
         self._queue.taken(chosen.ops, worker.id, now)
         clock.fair_queue, clock.policy, clock.planned_at = chosen.fair_queue, policy, now
-        clock.last, clock.last_tokens = planner.LastCycle(frozenset(queues)), chosen.tokens
+        clock.last, clock.last_tokens = planner.LastCycle(frozenset(chosen.queues)), chosen.tokens
         log_requests(
-            log.debug, "cycle_planned", requests, cycle=cycle,
-            pool=self.pool, worker=worker.id, runs=len(queues), ops=len(chosen.ops),
+            log.debug, "cycle_planned", requests, cycle=step.cycle,
+            pool=self.pool, worker=worker.id, runs=len(chosen.queues), ops=len(chosen.ops),
             tokens=chosen.tokens, **({"trace_id": trace_id(trace)} if trace else {}),
         )  # fmt: skip
-        return True
+        return math.inf
 
     def _count(self, ops: Sequence[QueuedOp], queues: Mapping[RunId, RunQueue], now: float) -> None:
         """Record the waiting times until now; a pass that continues is counted only once."""

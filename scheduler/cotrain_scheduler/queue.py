@@ -19,7 +19,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from cotrain_scheduler.placement import Candidate, RecentTokens, best, fits_one_more, rates
+from cotrain_scheduler.placement import RecentTokens, best, fits_one_more, rates
 from cotrain_store.messages.fleet import WEIGHT, Pauses, WorkerHeartbeat
 from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import PASSES, OpKind, QueuedOp, RunQueue
@@ -84,17 +84,15 @@ class PoolQueue:
         unplaced.changed.clear()  # no cycle is planned for these
 
     def _assign_to_least_loaded(self, unplaced: Waiting, workers: Sequence[WorkerHeartbeat], now: float) -> None:
-        fits = {worker.id: fits_one_more(worker) for worker in workers}
+        full = {worker.id for worker in workers if not fits_one_more(worker)}
         tokens_per_s = rates(workers)
         while unplaced:
             queue = next(iter(unplaced))
-            chosen = best([
-                Candidate(
-                    worker.id, self._tokens[worker.id] + self.recent.of(worker.id, now),
-                    tokens_per_s[worker.id], fits_one_more=fits[worker.id],
-                )
-                for worker in workers
-            ])  # fmt: skip
+            seconds = {
+                worker: (self._tokens[worker] + self.recent.of(worker, now)) / max(rate, 1.0)
+                for worker, rate in tokens_per_s.items()
+            }
+            chosen = best(seconds, full)
             self.recent.settle(queue.run, chosen, now)
             self._move([queue], chosen)
 
@@ -123,9 +121,9 @@ class PoolQueue:
         """Return the number of tokens that wait for a worker."""
         return self._tokens[worker]
 
-    def has_all(self, worker: WorkerId, runs: Iterable[RunId]) -> bool:
-        """Return True if all of these runs wait for this worker."""
-        return all(self._at.get(run) == worker for run in runs)
+    def back_at(self, worker: WorkerId, runs: Iterable[RunId]) -> dict[RunId, float]:
+        """Return the runs among these that wait for this worker, each with the time when its next op was accepted."""
+        return {run: self._runs[run].ops[0].accepted_at for run in runs if self._at.get(run) == worker}
 
     def taken(self, ops: Iterable[QueuedOp], worker: WorkerId, now: float) -> None:
         """Remove the ops of a worker's planned step. Its runs go to the end of their tenants' turns."""
@@ -137,14 +135,14 @@ class PoolQueue:
             tokens[op.run] += op.tokens
         for run, seq in last.items():
             queue = self._runs[run]
-            if not queue.done_tokens:  # a pass that continues was counted when it started
-                self.recent.add(run, worker, tokens[run], now)
             left = tuple(op for op in queue.ops if op.seq > seq)
             self._remove(queue)
             if left:
                 self._add(replace(queue, worker=worker, ops=left, done_tokens=0), worker)
             if len(queue.ops) >= self._window_ops:
                 self.unread.add(run)
+            if not queue.done_tokens:  # a pass that continues was counted when it started
+                self.recent.add(run, worker, tokens[run], now)
 
     def _move(self, queues: Iterable[RunQueue], worker: WorkerId | None) -> None:
         for queue in queues:

@@ -248,7 +248,7 @@ COMPLETION_TTL_MS = 24 * 3600 * 1000
 #: Queue of the sample requests that any worker of the pool may run. No worker has this id.
 ANY_WORKER = "*"
 
-#: Record of the sampler; expires when unused (EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_IDLE_MS; `age_keys`).
+#: Record of the sampler; expires when unused (EPHEMERAL_SAMPLER_IDLE_MS, SAMPLER_IDLE_MS; `scripts/lib/ages.lua`).
 sampler: Callable[[SamplerId], str] = "cotrain:sampler:{}".format
 
 
@@ -329,7 +329,7 @@ READ_RESULT_TTL_MS = 300_000
 #: Lifetime of a sweep mark. No process resumes a request after being suspended for a month.
 SWEPT_TTL_MS = 30 * 24 * 3600 * 1000
 
-#: Result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS; `age_keys`).
+#: Result; expires (SMALL_RESULT_TTL_MS, LARGE_RESULT_TTL_MS, READ_RESULT_TTL_MS; `scripts/lib/ages.lua`).
 result: Callable[[RequestId], str] = "cotrain:result:{}".format
 #: Hash request → bytes of its result, for results never sent; `bytes` is their sum.
 unread: Callable[[TenantId], str] = "cotrain:tenant:{}:unread".format
@@ -341,7 +341,7 @@ unread_tenants: Callable[[], str] = "cotrain:tenants:unread".format
 spool_segment_refs: Callable[[], str] = "cotrain:spool:refs".format
 #: Hash spool segment → number of results in it; a field is deleted at 0.
 spool_results: Callable[[], str] = "cotrain:spool:results".format
-#: Highest number of a writer's removed spool segments; expires (SWEPT_TTL_MS; `age_keys`).
+#: Highest number of a writer's removed spool segments; expires (SWEPT_TTL_MS; `scripts/lib/ages.lua`).
 spool_swept: Callable[[str], str] = "cotrain:spool:swept:{}".format
 #: Channel that carries the request ids of a commit.
 notify_results: Callable[[], str] = "cotrain:notify:results".format

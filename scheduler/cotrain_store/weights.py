@@ -31,7 +31,7 @@ from cotrain_store.usage import usage_field, usage_hour
 
 
 class Checkpoints:
-    """Changes to checkpoints. A tenant can change only its own; others are reported as not found."""
+    """Changes to checkpoints. Each raises CheckpointNotFound: unknown, expired, or another tenant's."""
 
     def __init__(self, connection: Connection) -> None:
         self._redis = connection
@@ -41,11 +41,7 @@ class Checkpoints:
         self._totals = async_script(connection, "checkpoint_totals")
 
     async def delete(self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str) -> None:
-        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them.
-
-        Raises:
-            CheckpointNotFound: unknown, expired, or another tenant's.
-        """
+        """Delete the name of a checkpoint. Its weights are deleted once nothing else uses them."""
         args = {"tenant": tenant, "member": redis_keys.checkpoint_member(run, kind, name)}
         if await self._delete([redis_keys.checkpoint(run, kind, name)], args) == b"GONE":
             raise CheckpointNotFound
@@ -53,22 +49,14 @@ class Checkpoints:
     async def publish(
         self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, *, public: bool
     ) -> CheckpointRecord:
-        """Make a checkpoint readable for every tenant, or private again. Idempotent.
-
-        Raises:
-            CheckpointNotFound: unknown, expired, or another tenant's.
-        """
+        """Make a checkpoint readable for every tenant, or private again. Idempotent."""
         key = redis_keys.checkpoint(run, kind, name)
         return await self._change(tenant, key, lambda record: replace(record, public=public))
 
     async def set_ttl(
         self, tenant: TenantId, run: RunId, kind: CheckpointKind, name: str, ttl_seconds: int | None
     ) -> CheckpointRecord:
-        """Set a checkpoint to expire in `ttl_seconds` from now, or never.
-
-        Raises:
-            CheckpointNotFound: unknown, expired, or another tenant's.
-        """
+        """Set a checkpoint to expire in `ttl_seconds` from now, or never."""
         key, expires_at = redis_keys.checkpoint(run, kind, name), _expiry(ttl_seconds)
         return await self._change(tenant, key, lambda record: replace(record, expires_at=expires_at))
 

@@ -16,10 +16,13 @@ from cotrain_store.messages.ops import OpKind, Result
 from cotrain_store.messages.runs import (
     CheckpointKind,
     CheckpointRecord,
+    HistoryEntry,
     LoraSpec,
+    RewindEntry,
     RunRecord,
     RunState,
     SaveRecords,
+    StepEntry,
     external_folder,
 )
 from cotrain_store.results.futures import Pending
@@ -347,6 +350,24 @@ async def test_the_log_is_kept_while_a_named_save_is_owed(samples: Samples) -> N
     assert await found(samples, run, kind="sampler_weights")
     assert samples.log.execution.forget(run.id)
     assert not samples.log.redis.exists(redis_keys.unnumbered_ops(POOL, run.id))
+
+
+async def test_a_refused_removal_keeps_the_steps_and_rewinds_of_the_log(samples: Samples) -> None:
+    """A replay that recreates the owed weights needs them."""
+    log, run = samples.log, await samples.log.new_run()
+    entries: dict[int, HistoryEntry] = {1: StepEntry(norm=1.0, rate=0.1), 2: RewindEntry(to_seq=1, to_step=1)}
+    for seq, kind in ((1, OpKind.OPTIM_STEP), (2, OpKind.REWIND)):
+        await log.submit(run, seq, kind)
+        step = await log.plan()
+        results = {(op.run, op.seq): Result.of_json({}) for op in step.ops}
+        log.execution.commit(step, results, {}, {}, found={(run.id, seq): entries[seq]})
+    await samples.save(run, 3, name="x")
+    await log.intake.close_run(run)
+    before = log.execution.logs.position(run.id)
+    assert before
+    assert (before.steps, before.rewinds) == ({1: 1}, {2: 1})
+    assert not log.execution.forget(run.id)
+    assert log.execution.logs.position(run.id) == before
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ async def test_an_end_right_after_all_others_were_acknowledged_is_told(samples: 
 
 
 async def test_so_many_are_told_by_one_answer(samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cotrain_store.results.delivery.LIMITS", 3)
+    monkeypatch.setattr("cotrain_store.results.delivery.ENTRIES_AT_ONCE", 3)
     sampler = await samples.sampler()
     requests = await samples.submit(sampler, *range(8))
     samples.claim()

@@ -53,7 +53,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-#: Never through a link, and without waiting for the other end of a pipe.
+#: Open to read, but not through a link, and without waiting for the other end of a pipe.
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 

@@ -92,9 +92,7 @@ ORPHAN_AGE_S = 600.0
 
 
 class Unwanted:
-    """Unreferenced files and the time since when one process has seen them so. Its loss only delays
-    their deletion.
-    """
+    """Unreferenced files and the time since when one process has seen them so. Its loss only delays their deletion."""
 
     def __init__(self, age_s: float = ORPHAN_AGE_S) -> None:
         self._age_s = age_s
@@ -106,8 +104,7 @@ class Unwanted:
         return not self._since
 
     def old(self, unwanted: Mapping[str, str], now: float) -> list[str]:
-        """Record all files unreferenced now; return those that were unreferenced and unchanged for
-        the age.
+        """Record all files unreferenced now; return those that were unreferenced and unchanged for the age.
 
         The mark of a file changes when it is written, replaced or touched (`Blob.mark`). `now` is
         from a monotonic clock, in s (`time.monotonic`).

@@ -68,8 +68,6 @@ class LoadRequest:
 
 
 _MAGIC = b"CTI1"
-
-
 _LENGTH_BYTES = 4
 
 
@@ -80,8 +78,8 @@ class PeftModule:
     name: str
     """Path of the module in the Hugging Face model: `model.layers.0.self_attn.q_proj`.
 
-    Of experts the path of a parameter, `model.layers.0.mlp.experts.gate_up_proj`, of one expert's module,
-    `model.layers.0.mlp.experts.5.gate_proj`, or Tinker's name, `model.layers.0.mlp.experts.w1`.
+    For experts, it is the path of a parameter (`model.layers.0.mlp.experts.gate_up_proj`), the path of one expert's
+    module (`model.layers.0.mlp.experts.5.gate_proj`), or Tinker's name (`model.layers.0.mlp.experts.w1`).
     """
     a: str  # name of the tensor `[rank, inputs]`; `rank` is at most that of the run
     b: str  # name of the tensor `[outputs, rank]`

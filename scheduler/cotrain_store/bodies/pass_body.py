@@ -167,7 +167,7 @@ class _Block:
         tensors: dict[str, _Range | np.ndarray] = {}
         for name, tensor in datum.loss_fn_inputs.items():
             kind, raw, sides = tensor.dtype, tensor.dense, tensor.shape
-            # Most tensors are such; the checks of the others take twice as long.
+            # Most tensors are plain. The checks of the others take twice as long.
             is_plain = len(sides) == 1 and raw and sides[0] * _SIZES.get(kind, 0) == len(raw)
             if is_plain and name != ROUTED_EXPERTS:
                 tensors[name] = self._append(kind, raw, _SIZES[kind])

@@ -32,9 +32,7 @@ def read_sums(content: bytes) -> dict[str, str]:
 
 
 def fault_of(sums: Mapping[str, str] | None, names: Iterable[str]) -> str | None:
-    """Return the reason why these files cannot be checked, or None. `sums` is None without a file
-    SUMS.
-    """
+    """Return the reason why these files cannot be checked, or None. `sums` is None without a file SUMS."""
     if sums is None:
         return f"{SUMS} is missing"
     return next((f"{SUMS} has no line for {name}" for name in names if name not in sums), None)

@@ -165,8 +165,7 @@ def _end_of_content(file: Path, size: int) -> int:
 def _end_of_snapshot(binary: Path, file: Path, end: int) -> int:
     """Return the end of a snapshot without commands after it. Its checksum may itself end in zeros.
 
-    Return 0 if commands follow it. Return the size of the file if the end cannot be determined, so that
-    nothing is cut.
+    Return 0 if commands follow it. Return the size of the file if the end cannot be determined, so that nothing is cut.
     """
     with file.open("rb") as log:
         is_snapshot = log.read(len(_RDB_MAGIC)) == _RDB_MAGIC

@@ -1,7 +1,6 @@
 """Body spool in an object store: each batch of records is one object, read by range.
 
-A store has no locks, so an unreferenced object is deleted only after `OBJECTS_REST` times the age
-of a file.
+A store has no locks, so an unreferenced object is deleted only after `OBJECTS_REST` times the age of a file.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,18 +20,14 @@ READERS = 16
 
 
 class ObjectSpool(Spool):
-    """One process's writer of objects, and a reader of every process's. References have the format
-    of `Spool`.
-    """
+    """One process's writer of objects, and a reader of every process's. References have the format of `Spool`."""
 
     fills_disk = False
     #: A put takes tens of milliseconds and has a price, so a batch gathers for this time, in s.
     GATHER_S = 0.010
 
     def __init__(self, blobs: Blobs, writer: str, folder: Path) -> None:
-        """Start a writer. `folder` is the host's data folder, whose free space `Capacity`
-        checks.
-        """
+        """Start a writer. `folder` is the host's data folder, whose free space `Capacity` checks."""
         self._blobs = blobs
         super().__init__(folder, writer)
 

@@ -3,9 +3,8 @@
 A record is durable before its reference is returned. Concurrent writers of one process share one
 fdatasync (group commit): 64 KB bodies are 36 times faster than as Redis values (reliability §2.2).
 
-A writer holds a lock on each segment that it may still extend, or whose references are not accepted
-yet (`Spool.settle`). A locked segment is never swept, whatever its age. The end of a process
-releases its locks.
+A writer holds a lock on each segment that it may still extend, or whose references are not accepted yet
+(`Spool.settle`). A locked segment is never swept, whatever its age. The end of a process releases its locks.
 """
 
 from __future__ import annotations
@@ -150,9 +149,7 @@ class Spool:
         return payload
 
     def read_each(self, refs: Sequence[str]) -> list[bytes | None]:
-        """Return the payloads of records; None if missing or corrupt. Raises OSError, as `read`
-        does.
-        """
+        """Return the payloads of records; None if missing or corrupt. Raises OSError, as `read` does."""
         return [self._intact(ref) for ref in refs]
 
     def _intact(self, ref: str) -> bytes | None:
@@ -295,9 +292,7 @@ def _has_its_name(path: Path, file: int) -> bool:
 
 
 def unwritten_segments(spool: Blobs) -> dict[str, str]:
-    """Return the segments that no process holds, each with its mark: they never get new
-    references.
-    """
+    """Return the segments that no process holds, each with its mark: they never get new references."""
     folder = spool.folder
     found = {blob.key: blob.mark for blob in spool.list()}
     return {key: mark for key, mark in found.items() if not (folder and _is_locked(folder / key))}

@@ -40,8 +40,7 @@ class StoreBody(Protocol):
     """Function that stores the body of an op, or of several ops."""
 
     async def __call__(self, body: bytes, copies: int = 1) -> str:
-        """Spool a body if `copies` of it are too large for Redis; return its reference, or
-        `inline`.
+        """Spool a body if `copies` of it are too large for Redis; return its reference, or `inline`.
 
         Raises:
             DISK_RESERVE_REACHED, StoreUnavailable: the body cannot be written.
@@ -117,10 +116,10 @@ class Capacity:
             log.error("body_not_written", reason=full.strerror)
             raise Refused(Reason.DISK_RESERVE_REACHED) from full
         except asyncio.CancelledError:  # the client has disconnected, but the writer may be writing
-            durable.add_done_callback(self._settle_unheard)
+            durable.add_done_callback(self._settle_abandoned)
             raise
 
-    def _settle_unheard(self, durable: Future[str]) -> None:
+    def _settle_abandoned(self, durable: Future[str]) -> None:
         if not durable.cancelled() and not durable.exception():
             self._spool.settle([durable.result()])
 
@@ -162,7 +161,9 @@ def encoded_results(results: Sequence[Result], spool: Spool) -> Iterator[Sequenc
     }
     try:
         yield [
-            _large(result, puts[index].result()) if index in puts else _small(result)
+            (Result(_SPOOLED[result.kind], puts[index].result().encode()).encode(), redis_keys.LARGE_RESULT_TTL_MS)
+            if index in puts
+            else (result.encode(), redis_keys.SMALL_RESULT_TTL_MS)
             for index, result in enumerate(results)
         ]
     finally:
@@ -175,22 +176,13 @@ def stored_results(
 ) -> bytes:
     """Call `store` with results encoded by `encoded_results`, and return the script's answer.
 
-    If the files were removed first, because this process was suspended for long, repeat with new
-    files.
+    If the files were removed first, because this process was suspended for long, repeat with new files.
     """
     while True:
         with encoded_results(results, spool) as encoded:
             answer = store(encoded)
         if answer != b"SWEPT":
             return answer
-
-
-def _small(result: Result) -> tuple[bytes, int]:
-    return result.encode(), redis_keys.SMALL_RESULT_TTL_MS
-
-
-def _large(result: Result, ref: str) -> tuple[bytes, int]:
-    return Result(_SPOOLED[result.kind], ref.encode()).encode(), redis_keys.LARGE_RESULT_TTL_MS
 
 
 def is_spooled(result: Result) -> bool:

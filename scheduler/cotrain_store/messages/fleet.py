@@ -1,8 +1,7 @@
 """Worker heartbeats, pauses, plan policy and the record of a pool's scaling decision. Pure.
 
-The leading scheduler decides and stores the last decision as a record of the pool. Every API
-process shows it, and the next scheduler continues from it. Times are those of hosts, in s since
-1970.
+The leading scheduler decides and stores the last decision as a record of the pool. Every API process shows it, and the
+next scheduler continues from it. Times are those of hosts, in s since 1970.
 """
 
 import json
@@ -10,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId, decode
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def restoring_text(progress: Mapping[str, int] | None) -> str:
     return f"{of_runs}, {of_ops}"
 
 
-#: Of every tenant that was given no other.
+#: Default weight of a tenant.
 WEIGHT = 1.0
 LEAST_WEIGHT, MAX_WEIGHT = 0.1, 10.0
 
@@ -218,11 +217,6 @@ def parse_scaling(row: bytes | None) -> Scaling | None:
     if row is None:
         return None
     found = json.loads(row)
-    return Scaling(
-        wanted=int(found["wanted"]),
-        at=float(found["at"]),
-        busy_at=float(found["busy_at"]),
-        bounds=Bounds(**found["bounds"]),
-        spans=tuple(Span(**span) for span in found["spans"]),
-        waiting_tokens={WorkerId(name): n for name, n in found["waiting_tokens"].items()},
-    )
+    found["bounds"] = Bounds(**found["bounds"])
+    found["spans"] = tuple(Span(**span) for span in found["spans"])
+    return decode(Scaling, found)

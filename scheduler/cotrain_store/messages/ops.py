@@ -114,6 +114,11 @@ class Step:
         raw["ops"] = tuple(decode(QueuedOp, {**op, "kind": OpKind(op["kind"])}) for op in raw["ops"])
         return decode(cls, raw)
 
+    @property
+    def requests(self) -> list[RequestId]:
+        """Request ids of the ops."""
+        return [request_id(op.run, op.seq) for op in self.ops]
+
 
 @dataclass(frozen=True)
 class RunUsage:

@@ -196,10 +196,10 @@ async def read_pools(
     return tuple([await _read(connection, record, tenant, with_queues=with_queues) for record in in_order])
 
 
-async def pool_status(connection: Connection, pool: PoolId, tenant: TenantId | None = None) -> PoolStatus:
-    """Read one pool, with the queues of all tenants or of one."""
+async def pool_status(connection: Connection, pool: PoolId) -> PoolStatus:
+    """Read one pool, with the queues of all tenants."""
     record = pool_record(await connection.hget(redis_keys.pools(), pool))
-    return await _read(connection, record, tenant, with_queues=True)
+    return await _read(connection, record, None, with_queues=True)
 
 
 async def _read(

@@ -46,8 +46,8 @@ def start_logs(process: str, level: str = "info") -> None:
     threading.excepthook = _log_thread
 
 
-def configure_logs(process: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Write the project's own events to `stream` (stderr) as JSON lines with the process name."""
+def configure_logs(process: str, level: str = "info") -> None:
+    """Write the project's own events to stderr as JSON lines with the process name."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -59,7 +59,7 @@ def configure_logs(process: str, level: str = "info", stream: TextIO | None = No
             _without_keys,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(_Unfailing(stream or sys.stderr)),  # type: ignore[arg-type]  # all it calls is write and flush
+        logger_factory=structlog.PrintLoggerFactory(_Unfailing(sys.stderr)),  # type: ignore[arg-type]  # all it calls is write and flush
         cache_logger_on_first_use=True,
     )
 
@@ -106,7 +106,7 @@ class _AsEvent(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except Exception:  # noqa: BLE001  # of a library's own making: its template still says something
+        except Exception:  # noqa: BLE001  # any error of a library's arguments: the template is still useful
             text = str(record.msg)
         level = min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL)
         log.log(level, text, logger=record.name, exc_info=record.exc_info or None)
@@ -140,17 +140,11 @@ def _log_crash(kind: type[BaseException], error: BaseException, trace: Traceback
 
 def _log_thread(crash: threading.ExceptHookArgs) -> None:
     name = crash.thread.name if crash.thread else ""
-    log.critical(
-        "thread_crashed", thread=name,
-        exc_info=(crash.exc_type, crash.exc_value, crash.exc_traceback),
-    )  # fmt: skip
+    log.critical("thread_crashed", thread=name, exc_info=(crash.exc_type, crash.exc_value, crash.exc_traceback))
 
 
 def _log_unraisable(found: sys.UnraisableHookArgs) -> None:
-    log.error(
-        "exception_ignored", where=found.err_msg,
-        exc_info=(found.exc_type, found.exc_value, found.exc_traceback),
-    )  # fmt: skip
+    log.error("exception_ignored", where=found.err_msg, exc_info=(found.exc_type, found.exc_value, found.exc_traceback))
 
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -150,15 +150,14 @@ OTHERS = "other"
 class TenantLabels:
     """Labels of tenants. The first ones keep their label until the process ends, so that counters never decrease."""
 
-    def __init__(self, most: int = TENANTS_SHOWN) -> None:
-        self._most = most
+    def __init__(self) -> None:
         self._shown: set[TenantId] = set()
 
     def label(self, tenant: TenantId) -> str:
         """Return a tenant's label."""
         if tenant in self._shown:
             return tenant
-        if len(self._shown) >= self._most:
+        if len(self._shown) >= TENANTS_SHOWN:
             return OTHERS
         self._shown.add(tenant)
         return tenant

@@ -58,9 +58,7 @@ class PutBack:
 
 @dataclass(frozen=True)
 class Commit:
-    """Argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow
-    it.
-    """
+    """Argument of `commit.lua`; the cycle's record and the results of `ops`, in order, follow it."""
 
     epoch: str
     prefix: str
@@ -141,9 +139,7 @@ def put_backs(step: Step, results: Mapping[OpId, Result], opened: Mapping[OpId, 
 
 
 def _body_of(op: QueuedOp) -> str:
-    """Return the location of a committed op's body, which is not needed any more: `inline` or a
-    spool segment.
-    """
+    """Return the location of a committed op's body, which is not needed any more: `inline` or a spool segment."""
     return "inline" if op.ref == "inline" else SpoolRef.parse(op.ref).segment
 
 
@@ -162,16 +158,12 @@ def save_row(records: SaveRecords) -> dict[str, Any]:
     if weights.external:
         row["folder"] = external_folder(weights.ref)
     if isinstance(user, SamplerRecord):
-        return row | _sampler_row(user)
+        idle_ms = redis_keys.sampler_idle_ms(ephemeral=user.ephemeral)
+        return row | {"kind": "s", "name": user.id, "session": user.session, "idle_ms": idle_ms}
     row |= {"kind": "c", "name": redis_keys.checkpoint_member(user.run, user.kind, user.name)}
     if user.kind == "weights" and not records.overwrite:
         row["collision"] = _collision(user).encode().decode()
     return row
-
-
-def _sampler_row(sampler: SamplerRecord) -> dict[str, Any]:
-    idle_ms = redis_keys.sampler_idle_ms(ephemeral=sampler.ephemeral)
-    return {"kind": "s", "name": sampler.id, "session": sampler.session, "idle_ms": idle_ms}
 
 
 def _collision(checkpoint: CheckpointRecord) -> Result:
@@ -181,9 +173,7 @@ def _collision(checkpoint: CheckpointRecord) -> Result:
 
 
 def rejection(run: RunId, failure: Result) -> dict[str, Any]:
-    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the
-    log.
-    """
+    """Return the arguments of `reject.lua`: the result of the op, and its remaining envelope in the log."""
     op = QueuedOp(run, 0, OpKind.REJECTED, 0, "inline", len(failure.payload), time.time())
     return {
         "result": failure.encode().decode(),

@@ -40,7 +40,10 @@ MAX_OPEN_STEPS = 1
 
 
 class Dispatch:
-    """Access of one scheduler to every pool, under its lease."""
+    """Access of one scheduler to every pool, under its lease.
+
+    Methods that write raise Fenced if a newer scheduler leads.
+    """
 
     def __init__(self, connection: Connection, name: str) -> None:
         self._redis = connection
@@ -74,14 +77,9 @@ class Dispatch:
         return True
 
     async def pass_time(self) -> None:
-        """Advance the store's clock by the time since the last call, and expire the keys that are
-        due.
+        """Advance the store's clock by the time since the last call, and expire the keys that are due.
 
-        It advances by at most MAX_STEP_S: clients could not use the time without a scheduler or
-        without Redis.
-
-        Raises:
-            Fenced: a newer scheduler leads.
+        It advances by at most MAX_STEP_S: clients could not use the time without a scheduler or without Redis.
         """
         now = time.monotonic()
         passed_s = min(now - (now if self._counted_at is None else self._counted_at), MAX_STEP_S)
@@ -130,22 +128,14 @@ class Dispatch:
         )
 
     async def write_scaling(self, pool: PoolId, scaling: Scaling) -> None:
-        """Store the decision for all API processes, and for the next scheduler.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Store the decision for all API processes, and for the next scheduler."""
         await self._write(self._scaling, [redis_keys.scaling(pool)], {}, encode(scaling))
 
     async def reassign(self, pool: PoolId, dead: WorkerSlot, successor: WorkerId) -> bool:
-        """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those
-        in a step.
+        """Transfer the work of a dead worker to another one. Its runs may go anywhere, except those in a step.
 
         If its last process still runs, it is fenced and can write nothing. Return False, with
         nothing written, if the worker is alive again or the successor is not.
-
-        Raises:
-            Fenced: a newer scheduler leads.
         """
         script_keys = [
             redis_keys.workers(pool), redis_keys.worker_epoch(pool, dead.worker),
@@ -164,9 +154,6 @@ class Dispatch:
         """Remove a drained worker from its pool's list, so that its runs can go anywhere.
 
         Return False if it is not yet drained.
-
-        Raises:
-            Fenced: a newer scheduler leads.
         """
         script_keys = [
             redis_keys.workers(pool), redis_keys.worker_epoch(pool, drained.worker),
@@ -180,12 +167,7 @@ class Dispatch:
         return bool(await self._write(self._deregister, script_keys, args) == b"OK")
 
     async def ask_move(self, pool: PoolId, run: RunId, to: WorkerId) -> bool:
-        """Request the move of a run. Return False if it is impossible or the run was moved
-        recently.
-
-        Raises:
-            Fenced: a newer scheduler leads.
-        """
+        """Request the move of a run. Return False if it is impossible or the run was moved recently."""
         return await self.moves.request_move(pool, run, to, self._epoch)
 
     async def ready(self, pool: PoolId) -> list[RunQueue]:
@@ -223,9 +205,7 @@ class Dispatch:
 
         Changes of the queue up to the number `seen` are deleted.
 
-        Raises:
-            Fenced: a newer scheduler leads.
-            PlanOutdated: the queue changed since it was read; nothing was written.
+        Raises PlanOutdated if the queue changed since it was read; nothing was written.
         """
         script_keys = [
             redis_keys.cycle_counter(pool), redis_keys.open_steps(pool, step.worker),
@@ -255,9 +235,6 @@ class Dispatch:
         """Fail the ops behind a seq that never arrived. The gap itself is not skipped.
 
         The failed ops no longer count in any queue, unless the missing request arrives later.
-
-        Raises:
-            Fenced: a newer scheduler leads.
         """
         missing = int(await self._redis.hget(redis_keys.log(pool, run), "next") or 0)
         message = given_up(await client_seq(self._redis, pool, run, missing))
@@ -278,9 +255,7 @@ class Dispatch:
         return await script(keys, args, *stored)
 
     async def wakes(self) -> AsyncIterator[Wake | None]:
-        """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are
-        lost.
-        """
+        """Yield the wake-ups of the scheduler, and None once it listens. Earlier wake-ups are lost."""
         async with self._redis.pubsub() as subscription:
             await subscription.subscribe(redis_keys.notify_scheduler())
             async for message in subscription.listen():

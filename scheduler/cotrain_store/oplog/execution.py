@@ -16,17 +16,7 @@ from cotrain_store.disk.spool import Spool, SpoolReferences
 from cotrain_store.disk.storage import RUN_STOPPED, UNLOADED, stored_results
 from cotrain_store.errors import Fenced, SpoolCorrupt
 from cotrain_store.messages.fleet import WorkerHeartbeat
-from cotrain_store.messages.ids import (
-    OpId,
-    PoolId,
-    RunId,
-    TenantId,
-    WorkerId,
-    decode,
-    encode,
-    request_id,
-    seq_of,
-)
+from cotrain_store.messages.ids import OpId, PoolId, RunId, TenantId, WorkerId, decode, encode, request_id, seq_of
 from cotrain_store.messages.ops import QueuedOp, Result, RunUsage, Step
 from cotrain_store.messages.runs import CheckpointRecord, HistoryEntry, PoolRecord, RunState, SaveRecords
 from cotrain_store.oplog.commit_rows import Commit, op_rows, put_backs, rejection, save_row, steps_without
@@ -74,7 +64,10 @@ class CrashCounts:
 
 
 class Execution:
-    """Access of one worker to its pool."""
+    """Access of one worker to its pool.
+
+    Methods that write to a run's log raise Fenced if another process took over this worker id; nothing was written.
+    """
 
     def __init__(
         self, connection: SyncConnection, spool: Spool, results: Spool, pool: PoolId, worker: WorkerId
@@ -110,9 +103,7 @@ class Execution:
         return self.epoch
 
     def publish(self, record: PoolRecord) -> None:
-        """Publish the pool's capabilities and register this worker in it; called before the first
-        commit.
-        """
+        """Publish the pool's capabilities and register this worker in it; called before the first commit."""
         self._numerics_id = record.numerics_id
         self._base_model = record.base_model
         self._redis.sadd(redis_keys.workers(self.pool), self.worker)
@@ -225,18 +216,14 @@ class Execution:
         the step. If the run has ended, they fail. `opened` holds the ops among them that are open in this
         process, with the tokens executed so far. Each is the first such op of its run.
 
-        `saves` are the records of the successful SAVE ops. The result of a named save appears only
-        when its weights are stored (`SavedWeights.stored`). If its name is in use, it fails here
-        and has no weights.
+        `saves` are the records of the successful SAVE ops. The result of a named save appears only when its weights are
+        stored (`SavedWeights.stored`). If its name is in use, it fails here and has no weights.
 
         * `record` is kept in the history of cycles.
         * `counted` is added to the pool's totals, and `usage` to the tenants' usage.
         * Ops in `crashed` changed nothing and must never run again: the log keeps only their seq.
         * `found` has the entries of passes and optimizer steps in the histories of their runs.
         * `is_exact` is False if the last bits may differ from this worker's numerics.
-
-        Raises:
-            Fenced: another worker took over; nothing was written.
         """
         saved = {request_id(*op): save_row(records) for op, records in (saves or {}).items()}
         now_s = time.time()
@@ -269,14 +256,9 @@ class Execution:
             raise AssertionError(f"cycle {step.cycle} holds an op whose predecessor is not committed")
 
     def register_snapshot(self, run: RunId, seq: int, file: str, sha256: str, size: int = 0) -> bool:
-        """Make a complete file of `size` bytes the run's base. The previous base is kept, and the
-        log is cut up to it.
+        """Make a complete file of `size` bytes the run's base. The previous base is kept, and the log is cut up to it.
 
-        Return False if it is too late, or too early because the log holds a save whose weights are
-        not stored.
-
-        Raises:
-            Fenced: another worker took over.
+        Return False if it is too late, or too early because the log holds a save whose weights are not stored.
         """
         script_keys = [
             redis_keys.worker_epoch(self.pool, self.worker), redis_keys.log(self.pool, run),
@@ -290,17 +272,12 @@ class Execution:
         return bool(self._snapshot(script_keys, args) == b"OK")
 
     def roll_back(self, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
-        """Continue a run from a checkpoint after its newest state and both snapshots were lost.
-        Never silent.
+        """Continue a run from a checkpoint after its newest state and both snapshots were lost. Never silent.
 
-        `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so
-        far and not committed fail with category server and keep their seq; later ops run. Open
-        steps of this worker then have those ops as REJECTED, so they must be read again. Return the
-        run's new weights_epoch.
-
-        Raises:
-            Fenced: another worker took over.
-            SpoolCorrupt: the run has no log.
+        `file` is a complete snapshot, under seq `done`, of the checkpoint's state. Ops accepted so far and not
+        committed fail with category server and keep their seq; later ops run. Open steps of this worker then have those
+        ops as REJECTED, so they must be read again. Return the run's new weights_epoch.
+        Raises SpoolCorrupt if the run has no log.
         """
         position = self.logs.position(checkpoint.run)
         if position is None:
@@ -308,8 +285,9 @@ class Execution:
         return self._roll_back(position, checkpoint, file, sha256)
 
     def _roll_back(self, position: LogPosition, checkpoint: CheckpointRecord, file: str, sha256: str) -> int:
+        """Roll back a run; a repeat with the position from before has no effect."""
         pool, run, weights_epoch = self.pool, checkpoint.run, position.weights_epoch + 1
-        failure, open_steps = _failure(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
+        failure, open_steps = _lost_by_rollback(checkpoint, weights_epoch), redis_keys.open_steps(pool, self.worker)
         script_keys = [
             redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run), redis_keys.run(run),
             open_steps, redis_keys.ops(pool, run),
@@ -336,9 +314,7 @@ class Execution:
         return sorted(RunId(member.decode()) for member in members)
 
     def forget(self, run: RunId) -> bool:
-        """Delete the log of a closed run. Return False while an op is planned or a save is not
-        stored.
-        """
+        """Delete the log of a closed run. Return False while an op is planned or a save is not stored."""
         pool = self.pool
         script_keys = [
             redis_keys.worker_epoch(pool, self.worker), redis_keys.log(pool, run),
@@ -349,23 +325,14 @@ class Execution:
         return bool(self._forget(script_keys, {"epoch": str(self.epoch), "run": run}) == b"OK")
 
     def close_run(self, run: RunId, tenant: TenantId) -> None:
-        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save
-        succeeded.
+        """End a run whose last save failed; `SavedWeights.stored` ends one whose last save succeeded.
 
         Pending ops fail, as after `Intake.close_run`. Idempotent.
-
-        Raises:
-            Fenced: another worker took over.
         """
         self._end_run(run, tenant, RunState.CLOSED, UNLOADED)
 
     def fail_run(self, run: RunId, tenant: TenantId) -> None:
-        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are
-        unaffected.
-
-        Raises:
-            Fenced: another worker took over, which may be able to continue the run.
-        """
+        """Mark a run as failed. Pending ops fail, planned ops still commit, other runs are unaffected."""
         self._end_run(run, tenant, RunState.FAILED, RUN_STOPPED)
 
     def _end_run(self, run: RunId, tenant: TenantId, state: RunState, failure: Result) -> None:
@@ -406,7 +373,7 @@ def latest_heartbeat(connection: SyncConnection, pool: PoolId, worker: WorkerId)
     return decode(WorkerHeartbeat, json.loads(heartbeat)) if heartbeat else None
 
 
-def _failure(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
+def _lost_by_rollback(checkpoint: CheckpointRecord, weights_epoch: int) -> Result:
     return Result.failed(
         "The server lost this run's newest state; it goes on from "
         f"{checkpoint.path} (after request {seq_of(checkpoint.weights)}). "

@@ -16,7 +16,7 @@ import structlog
 
 from cotrain_store import redis_keys
 from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, Spool, SpoolRef
-from cotrain_store.disk.storage import UNLOADED, Capacity, StoreBody
+from cotrain_store.disk.storage import UNLOADED, Capacity
 from cotrain_store.errors import Reason, Refused, RunClosed, RunNotFound, SeqConflict, WeightsDeleted
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, SamplerId, TenantId, WeightsRef, encode, request_id
@@ -43,9 +43,7 @@ class SubmittedOp:
     digest: str
     size: int  # bytes of the body
     envelope: str | None = None
-    """None if its body is not stored yet. The script then only checks whether it would accept the
-    op.
-    """
+    """None if its body is not stored yet. The script then only checks whether it would accept the op."""
     segment: str | None = None
     """Spool segment of the body; None if the body is an argument of the script."""
 
@@ -122,13 +120,11 @@ class Intake:
         uses: Sequence[WeightsRef] = (),
         save: bytes | None = None,
     ) -> RequestId:
-        """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings
-        creates no second run.
+        """Create a run: its seq 0, by CREATE, LOAD or IMPORT. A repeat with the same settings creates no second run.
 
-        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest`
-        identifies the client's request; by default it covers the base model and the body. The
-        weights in `uses` are kept while the log needs the op. The body of a SAVE in `save` becomes
-        seq 1: both ops are accepted, or neither.
+        The `body` is that of a LOAD or IMPORT; by default it is the LoRA settings. The `digest` identifies the client's
+        request; by default it covers the base model and the body. The weights in `uses` are kept while the log needs
+        the op. The body of a SAVE in `save` becomes seq 1: both ops are accepted, or neither.
 
         Raises:
             SeqConflict: the same run id with other settings.
@@ -140,10 +136,7 @@ class Intake:
         """
         body = encode(run.lora).encode() if body is None else body
         digest = digest or hashlib.sha256(run.base_model.encode() + b"\0" + body).hexdigest()
-        return await self._accept(
-            run, 0, kind, body, 0, digest, record=encode(run), uses=uses,
-            save=save,
-        )  # fmt: skip
+        return await self._accept(run, 0, kind, body, 0, digest, record=encode(run), uses=uses, save=save)
 
     async def submit(
         self,
@@ -230,7 +223,7 @@ class Intake:
         weighs = await self._weigh(run, limits.run_bytes) if record else None
         now = time.time()
         with self._capacity.storing() as store:
-            along = None if save is None else await _stored(store, run, 1, OpKind.SAVE, save, 0, now)
+            along = None if save is None else submitted_op(run, 1, OpKind.SAVE, save, 0, await store(save), now)
             unread_bytes = self._capacity.unread_bytes(limits.unread_bytes)
             asked = Submission(
                 run=run.id, tenant=run.tenant, created_at=run.created_at, record=record, seq=seq,
@@ -243,7 +236,7 @@ class Intake:
             if len(body) > INLINE_LIMIT_BYTES:  # checked first: a refused body is not worth an fsync
                 answer, *at = await self._run_submit(run, asked, b"", save or b"")
             if answer == b"ROOM":
-                op = await _stored(store, run, seq or 0, kind, body, tokens, now, digest)
+                op = submitted_op(run, seq or 0, kind, body, tokens, await store(body), now, digest)
                 failpoint("api.before_submit", run.id)
                 answer, *at = await self._run_submit(run, replace(asked, op=op), body, save or b"")
                 failpoint("api.after_submit", run.id)
@@ -255,10 +248,7 @@ class Intake:
             metrics.REQUESTS_DUPLICATE.inc()
         else:
             metrics.REQUESTS_ACCEPTED.labels(kind).inc()
-        log.debug(
-            "request_accepted", request=request, kind=kind.value, tokens=tokens,
-            again=answer == b"DUP",
-        )  # fmt: skip
+        log.debug("request_accepted", request=request, kind=kind.value, tokens=tokens, again=answer == b"DUP")
         return request
 
     async def _weigh(self, run: RunRecord, quota: int) -> RunWeight | None:
@@ -276,11 +266,10 @@ class Intake:
         return answer
 
 
-async def _stored(
-    store: StoreBody, run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, now: float, digest: str = ""
+def submitted_op(
+    run: RunRecord, seq: int, kind: OpKind, body: bytes, tokens: int, ref: str, now: float, digest: str = ""
 ) -> SubmittedOp:
-    """Store a body in Redis or in the spool, and return the op for the log."""
-    ref = await store(body)
+    """Return an op in the format of the log. `ref` is the location of its body."""
     op = QueuedOp(run.id, seq, kind, tokens, ref, len(body), now, current_traceparent())
     return SubmittedOp(
         digest=digest or hashlib.sha256(body).hexdigest(),
@@ -304,12 +293,12 @@ def refusal(answer: str, numbers: Sequence[Any], asked: Submission) -> Exception
     if answer == "BUSY":
         return _full_queue(numbers, asked)
     if asked.weighs and answer in ("RUN_BYTES", "RUN_DISK"):
-        return _too_heavy(answer, *numbers, weight=asked.weighs.bytes)
-    error = _OF_OPS.get(answer)
+        return _run_too_large(answer, *numbers, weight=asked.weighs.bytes)
+    error = _ERRORS.get(answer)
     return error and error("This request" if asked.seq is None else f"seq_id {asked.seq}")
 
 
-_OF_OPS: dict[str, Callable[[str], Exception]] = {
+_ERRORS: dict[str, Callable[[str], Exception]] = {
     "CONFLICT": lambda what: SeqConflict(f"{what} was already used with different content."),
     "FAR": lambda what: Refused(Reason.SEQ_TOO_FAR, f"{what} is too far ahead (more than {MAX_SEQ_GAP} missing)."),
     "WEIGHTS": lambda _: WeightsDeleted(),
@@ -344,7 +333,7 @@ def _full_queue(queued: Sequence[int], asked: Submission) -> Exception:
     )
 
 
-def _too_heavy(answer: str, present: int, most: int, *, weight: int) -> Exception:
+def _run_too_large(answer: str, present: int, most: int, *, weight: int) -> Exception:
     if answer == "RUN_BYTES" and weight > most:
         return Refused(
             Reason.RUN_TOO_LARGE,

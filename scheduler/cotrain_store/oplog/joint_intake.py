@@ -6,22 +6,21 @@ towards the quotas as if it had been sent alone.
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import structlog
 
 from cotrain_store import redis_keys
-from cotrain_store.disk.spool import INLINE_LIMIT_BYTES, SpoolRef
+from cotrain_store.disk.spool import INLINE_LIMIT_BYTES
 from cotrain_store.errors import Refused
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, TenantId, WeightsRef, encode, request_id
-from cotrain_store.messages.ops import OpKind, QueuedOp
+from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import RunRecord
 from cotrain_store.monitoring import metrics
-from cotrain_store.monitoring.logs_and_traces import current_traceparent
-from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys
+from cotrain_store.oplog.intake import Intake, Submission, SubmittedOp, refusal, submission_keys, submitted_op
 from cotrain_store.tenants.policies import RunWeight, TenantLimits
 
 
@@ -69,7 +68,10 @@ class JointIntake(Intake):
             await self._run(ops, asked)  # checked first: a refused body is not worth an fsync
         with self._capacity.storing() as store:
             refs = {body: await store(body, copies=count) for body, count in copies.items()}
-            stored = [replace(each, op=_stored(op, refs, now)) for op, each in zip(ops, asked, strict=True)]
+            logged = [
+                submitted_op(op.run, op.seq, op.kind, op.body, op.tokens, refs[op.body], now, op.digest) for op in ops
+            ]
+            stored = [replace(each, op=op) for each, op in zip(asked, logged, strict=True)]
             about = [request_id(op.run.id, op.seq) for op in ops]
             failpoint("api.before_submit", about)
             accepted = await self._run(ops, stored)
@@ -107,10 +109,3 @@ def _submission(op: JointOp, limits: TenantLimits, now: float, weighs: RunWeight
         tokens=op.tokens, uses=(op.forked,) if op.forked else (), sampler=None, now_ms=int(now * 1000),
         pool_tag=redis_keys.hash_tag(run.pool), limits=limits,
     )  # fmt: skip
-
-
-def _stored(op: JointOp, refs: Mapping[bytes, str], now: float) -> SubmittedOp:
-    ref = refs[op.body]
-    queued = QueuedOp(*(op.run.id, op.seq, op.kind, op.tokens, ref, len(op.body), now, current_traceparent()))
-    segment = None if ref == "inline" else SpoolRef.parse(ref).segment
-    return SubmittedOp(op.digest, len(op.body), queued.envelope(), segment)

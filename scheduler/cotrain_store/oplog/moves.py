@@ -1,15 +1,13 @@
 """Moves of runs to another worker, and drains of workers.
 
-The operator or the scheduler requests a move, and the owner of the run carries it out. The request
-is a record of the pool. While it exists, nothing of the run is planned. The owner copies the run at
-its last committed op, and one script transfers it to the other worker, which restores that copy and
-replays nothing.
+The operator or the scheduler requests a move, and the owner of the run carries it out. The request is a record of the
+pool. While it exists, nothing of the run is planned. The owner copies the run at its last committed op, and one script
+transfers it to the other worker, which restores that copy and replays nothing.
 
-The operator requests a drain, also as a record. The worker finishes its step, stores its saves,
-copies its runs and reports in its heartbeat that nothing is left. The scheduler then removes it
-from its pool's list, like a worker without a heartbeat for a long time. Each of its runs may then
-go to any other worker. Without another worker nothing happens. A worker whose process must end does
-the same, and removes itself from the list.
+The operator requests a drain, also as a record. The worker finishes its step, stores its saves, copies its runs and
+reports in its heartbeat that nothing is left. The scheduler then removes it from its pool's list, like a worker without
+a heartbeat for a long time. Each of its runs may then go to any other worker. Without another worker nothing happens. A
+worker whose process must end does the same, and removes itself from the list.
 """
 
 import json
@@ -52,16 +50,14 @@ class Moves:
                 raise Refused(Reason.CANNOT_MOVE, f"Run {run} has no worker yet. Its next request assigns one.")
 
     async def request_move(self, pool: PoolId, run: RunId, to: WorkerId, scheduler_epoch: str) -> bool:
-        """Request the move of a run. Return False if it is impossible or the run was moved within
-        QUIET_S.
+        """Request the move of a run. Return False if it is impossible or the run was moved within QUIET_S.
 
-        Raises:
-            Fenced: a newer scheduler leads.
+        Raises Fenced: a newer scheduler leads.
         """
         answer = await self._answer(pool, run, to, scheduler_epoch, QUIET_S)
         return answer == b"OK"
 
-    async def deregister(self, pool: PoolId, run: RunId) -> None:
+    async def cancel(self, pool: PoolId, run: RunId) -> None:
         """Cancel the move of a run."""
         await self._redis.hdel(redis_keys.moves(pool), run)
 
@@ -79,7 +75,10 @@ class Moves:
 
 
 class OwnMoves:
-    """A worker's side of moves: the pending moves of its runs, and the hand-over."""
+    """A worker's side of moves: the pending moves of its runs, and the hand-over.
+
+    Methods that write raise Fenced if another process took over this worker id.
+    """
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -95,12 +94,8 @@ class OwnMoves:
     def hand_over(self, move: Move, epoch: int, *, in_memory: bool) -> bool:
         """Transfer a run to the other worker, which owns it from here on. Idempotent.
 
-        If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in
-        memory needs no such copy: its ops would be replayed here as well. Return False if it is too
-        early, or the move was cancelled.
-
-        Raises:
-            Fenced: another process took over this worker id.
+        If a run is `in_memory`, a recovery copy must hold all committed ops. A run that is not in memory needs no such
+        copy: its ops would be replayed here as well. Return False if it is too early, or the move was cancelled.
         """
         pool = self._pool
         script_keys = [
@@ -138,7 +133,10 @@ class Drains:
 
 
 class OwnDrain:
-    """A worker's side of its drain: the request, a successor, and the deregistration."""
+    """A worker's side of its drain: the request, a successor, and the deregistration.
+
+    `deregister` raises Fenced if another process took over this worker id.
+    """
 
     def __init__(self, connection: SyncConnection, pool: PoolId, worker: WorkerId) -> None:
         self._redis = connection
@@ -151,20 +149,13 @@ class OwnDrain:
         return bool(self._redis.hexists(redis_keys.draining(self._pool), self._worker))
 
     def has_successor(self) -> bool:
-        """Return True if another worker of this pool is alive and is neither draining nor
-        leaving.
-        """
+        """Return True if another worker of this pool is alive and is neither draining nor leaving."""
         return self._successor() is not None
 
     def deregister(self, epoch: int) -> bool:
-        """Remove this worker, whose process of that epoch ends, from its pool's list, so that its
-        runs can go anywhere.
+        """Remove this worker, whose process of that epoch ends, from its pool's list, so that its runs can go anywhere.
 
-        Return False if no other worker could continue, or if something is open, unstored or claimed
-        here.
-
-        Raises:
-            Fenced: another process took over this worker id.
+        Return False if no other worker could continue, or if something is open, unstored or claimed here.
         """
         pool, successor = self._pool, self._successor()
         if successor is None:

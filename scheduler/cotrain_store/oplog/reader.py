@@ -22,10 +22,9 @@ from cotrain_store.redis_client.connection import Connection, SyncConnection
 class LogPosition:
     """Position of a run's log: committed up to `done`, with ops from `older_snap` + 1 on.
 
-    Two snapshots are registered: one of the state after `snap`, and its predecessor, after
-    `older_snap`. The log reaches back to the older one, so that the loss of the newest file only
-    costs a longer replay. A seq of -1 without a file is the empty state, to
-    which the log then reaches back.
+    Two snapshots are registered: one of the state after `snap`, and its predecessor, after `older_snap`. The log
+    reaches back to the older one, so that the loss of the newest file only costs a longer replay. A seq of -1 without a
+    file is the empty state, to which the log then reaches back.
     """
 
     tenant: TenantId
@@ -70,9 +69,7 @@ class RunLogs:
         return log_position(row) if row else None
 
     def bases(self, run: RunId) -> frozenset[str]:
-        """Return the registered snapshots of a run in any pool: workers of all pools share a
-        folder.
-        """
+        """Return the registered snapshots of a run in any pool: workers of all pools share a folder."""
         files: set[bytes | None] = set()
         for pool in self._redis.hkeys(redis_keys.pools()):
             log = redis_keys.log(PoolId(pool.decode()), run)
@@ -80,11 +77,7 @@ class RunLogs:
         return frozenset(file.decode() for file in files if file)
 
     def logged_ops(self, run: RunId, first: int, last: int) -> list[QueuedOp]:
-        """Return the ops first…last of a run for a replay.
-
-        Raises:
-            SpoolCorrupt: one of them is missing.
-        """
+        """Return the ops first…last of a run for a replay. Raises SpoolCorrupt: one of them is missing."""
         if last < first:
             return []
         seqs = range(first, last + 1)
@@ -97,8 +90,7 @@ class RunLogs:
         return ops
 
     def behind(self, step: Step, most: int) -> list[QueuedOp]:
-        """Return the waiting ops after those of a step: at most `most` of each run, in order, up to
-        the first gap.
+        """Return the waiting ops after those of a step: at most `most` of each run, in order, up to the first gap.
 
         They may never be planned.
         """
@@ -122,9 +114,7 @@ class RunLogs:
         return [RunId(run.decode()) for run in found]
 
     def stored_result(self, op: QueuedOp) -> Result | None:
-        """Return the whole committed result of an op, or None if it has expired or its file is
-        missing.
-        """
+        """Return the whole committed result of an op, or None if it has expired or its file is missing."""
         value = self._redis.get(redis_keys.result(op.request_id))
         if not value:
             return None
@@ -135,8 +125,7 @@ class RunLogs:
             return None
 
     def checkpoints(self, run: RunId) -> list[CheckpointRecord]:
-        """Return a run's checkpoints with optimizer state, newest first: the possible targets of a
-        rollback.
+        """Return a run's checkpoints with optimizer state, newest first: the possible targets of a rollback.
 
         The seq of its weights is the seq after which a checkpoint was made.
         """

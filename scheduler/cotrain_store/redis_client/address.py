@@ -2,12 +2,13 @@
 
     unix:///path/redis.sock
     redis://user:password@host:6379/0
-        rediss://…?ssl_ca_certs=/path/ca.pem
-    redis+sentinel://user:password@host:26379,host:26379/service/0  rediss+sentinel://…
+    rediss://user:password@host:6379/0?ssl_ca_certs=/path/ca.pem
+    redis+sentinel://user:password@host:26379,host:26379/service/0
+    rediss+sentinel://…
 
-Options after `?` are those of redis-py, with two exceptions. The option `replicas=1` is the number
-of replicas that must have each write on disk (`replicas.py`). Options that begin with `sentinel_`
-are for the Sentinels instead of Redis. TLS options apply to both.
+Options after `?` are those of redis-py, with two exceptions. The option `replicas=1` is the number of replicas that
+must have each write on disk (`clients.py`). Options that begin with `sentinel_` are for the Sentinels instead of Redis.
+TLS options apply to both.
 
 The pools connect to the master that the Sentinels report, and follow it when it changes.
 """

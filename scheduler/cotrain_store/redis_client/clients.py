@@ -52,7 +52,7 @@ def named(refused: ResponseError) -> ResponseError:
 
 
 #: Maximum number of commands in one batch, which blocks Redis for a few milliseconds.
-LIMITS = 256
+COMMANDS_AT_ONCE = 256
 #: A command, and the redis-py options for its answer.
 Command: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 _Asked: TypeAlias = "tuple[Command, asyncio.Future[Any]]"
@@ -89,7 +89,7 @@ class BatchingRedis(redis.asyncio.Redis):
         batch: list[_Asked] = []
         try:
             while self._asked:
-                batch, self._asked = self._asked[:LIMITS], self._asked[LIMITS:]
+                batch, self._asked = self._asked[:COMMANDS_AT_ONCE], self._asked[COMMANDS_AT_ONCE:]
                 answers = await self._answers([command for command, _ in batch])
                 for (_, answer), value in zip(batch, answers, strict=True):
                     _give(answer, value)
@@ -124,9 +124,7 @@ def _give(answer: asyncio.Future[Any], value: Any) -> None:
 WAIT_MS = 4_000
 #: Commands followed by a wait. `SET` is not among them: it writes heartbeats and similar keys,
 #: which the next write replaces.
-AWAITED = frozenset({
-    "EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM",
-})  # fmt: skip
+AWAITED = frozenset({"EVALSHA", "EVAL", "HSET", "HDEL", "HINCRBY", "DEL", "INCRBY", "SADD", "SREM"})
 
 
 class ReplicatedRedis(redis.asyncio.Redis):

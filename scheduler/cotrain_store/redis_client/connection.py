@@ -73,18 +73,12 @@ def open_connection(url: str) -> Connection:
     """Return a pooled asynchronous connection (scheduler). It connects on first use. Raises ValueError: the URL is not
     an address of a Redis (`address.py`).
     """
-    address = parse_address(url)
-    if not address.replicas:
-        return redis.asyncio.Redis.from_pool(_pool(address))
-    return _waiting_for(address, ReplicatedRedis.from_pool(_pool(address)))
+    return _open(url, redis.asyncio.Redis, ReplicatedRedis)
 
 
 def open_batching_connection(url: str) -> Connection:
     """Return a connection like `open_connection`, for a process with many concurrent callers (server)."""
-    address = parse_address(url)
-    if not address.replicas:
-        return BatchingRedis.from_pool(_pool(address))
-    return _waiting_for(address, ReplicatedBatchingRedis.from_pool(_pool(address)))
+    return _open(url, BatchingRedis, ReplicatedBatchingRedis)
 
 
 def open_sync_connection(url: str) -> SyncConnection:
@@ -97,21 +91,24 @@ def open_sync_connection(url: str) -> SyncConnection:
         if address.sentinels
         else redis.BlockingConnectionPool.from_url(address.url, **settings)
     )
-    if not address.replicas:
-        return redis.Redis.from_pool(pool)
-    return _waiting_for(address, ReplicatedSyncRedis.from_pool(pool))
+    return _connected(address, pool, ReplicatedSyncRedis if address.replicas else redis.Redis)
 
 
-def _waiting_for(address: RedisAddress, connection: Any) -> Any:
-    connection.replicas = address.replicas
+def _open(url: str, plain: type[redis.asyncio.Redis], replicated: type[redis.asyncio.Redis]) -> Connection:
+    address = parse_address(url)
+    return _connected(address, _pool(address), replicated if address.replicas else plain)
+
+
+def _connected(address: RedisAddress, pool: Any, client: Any) -> Any:
+    connection = client.from_pool(pool)
+    if address.replicas:
+        connection.replicas = address.replicas
     return connection
 
 
 def _pool(address: RedisAddress) -> redis.asyncio.BlockingConnectionPool:
     name_refusals()
-    settings = {
-        **_SETTINGS, "max_connections": MAX_CONNECTIONS, "retry": AsyncRetry(_backoff(), _RETRIES),
-    }  # fmt: skip
+    settings = {**_SETTINGS, "max_connections": MAX_CONNECTIONS, "retry": AsyncRetry(_backoff(), _RETRIES)}
     if address.sentinels:
         pool: redis.asyncio.BlockingConnectionPool = sentinel_pool(address, settings)
         return pool
@@ -144,22 +141,22 @@ async def check_store(connection: Connection, *, accept_data_loss: bool) -> None
         StoreUnavailable: Redis does not answer.
     """
     try:
-        answers = await _questions(connection).execute()
+        answers = await _settings_query(connection).execute()
     except CONNECTION_LOST as lost:
         raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
-    _judge(answers, connection, accept_data_loss=accept_data_loss)
+    _check_answers(answers, connection, accept_data_loss=accept_data_loss)
 
 
 def check_store_sync(connection: SyncConnection, *, accept_data_loss: bool) -> None:
     """Check like `check_store`, on a synchronous connection."""
     try:
-        answers = _questions(connection).execute()
+        answers = _settings_query(connection).execute()
     except CONNECTION_LOST as lost:
         raise StoreUnavailable(f"Redis does not answer: {lost}") from lost
-    _judge(answers, connection, accept_data_loss=accept_data_loss)
+    _check_answers(answers, connection, accept_data_loss=accept_data_loss)
 
 
-def _questions(connection: Connection | SyncConnection) -> Any:
+def _settings_query(connection: Connection | SyncConnection) -> Any:
     pipeline = connection.pipeline(transaction=False)
     for name in DURABLE:
         pipeline.config_get(name)
@@ -169,7 +166,7 @@ def _questions(connection: Connection | SyncConnection) -> Any:
     return pipeline
 
 
-def _judge(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> None:
+def _check_answers(answers: list[Any], connection: Any, *, accept_data_loss: bool) -> None:
     """Raise UnsafeRedis if a setting differs from DURABLE, or the schema version differs. The error names them."""
     *settings, (waits,), _, version = answers
     if isinstance(connection, WAITING) and not waits:

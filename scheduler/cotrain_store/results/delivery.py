@@ -62,7 +62,7 @@ HOLD_S = 30.0
 #: Interval of the checks without a wake-up, which can be lost.
 SWEEP_S = 5.0
 #: Maximum number of entries in one answer; the next poll returns the rest.
-LIMITS = 1_000
+ENTRIES_AT_ONCE = 1_000
 #: Results in one script call, which blocks Redis for half a millisecond.
 ACKNOWLEDGED_AT_ONCE = 100
 #: Largest exact score of a sorted set.
@@ -237,7 +237,7 @@ class Completions(ChannelSubscriber):
 
     async def _ended(self, sampler: SamplerId, clone: int, after: int) -> tuple[list[Completion], int]:
         name, read = redis_keys.completions(sampler, clone), min(after, _LARGEST)
-        rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=LIMITS, withscores=True)
+        rows = await self._redis.zrangebyscore(name, f"({read}", "+inf", start=0, num=ENTRIES_AT_ONCE, withscores=True)
         requests = [sample_id(sampler, int(seq)) for seq, _ in rows]
         async with self._redis.pipeline(transaction=False) as pipeline:
             for request in requests:

@@ -129,12 +129,12 @@ class Futures(ChannelSubscriber):
     async def trace_of(self, tenant: TenantId, request: RequestId) -> str:
         """Return the span in an op's record; "" if there is none, or the record is deleted."""
         try:
-            pool = await self._pool_of_own(tenant, request)
-            run, _, seq = request.rpartition(":")
-            envelope = await self._redis.hget(redis_keys.ops(pool, RunId(run)), seq)
-        except (RequestNotFound, *CONNECTION_LOST):
+            run = await self._records.run(tenant, run_of(request))
+            seq = request.rpartition(":")[2]
+            envelope = await self._redis.hget(redis_keys.ops(run.pool, run.id), seq)
+        except (RunNotFound, *CONNECTION_LOST):
             return ""
-        return QueuedOp.parse(RunId(run), int(seq), envelope.decode()).trace if envelope else ""
+        return QueuedOp.parse(run.id, int(seq), envelope.decode()).trace if envelope else ""
 
     async def _outcome(
         self, tenant: TenantId, request: RequestId, timeout_s: float, key_id: str | None
@@ -200,14 +200,11 @@ class Futures(ChannelSubscriber):
             raise RequestNotFound
         return bool(state == b"done")
 
-    async def _pool_of_own(self, tenant: TenantId, request: RequestId) -> PoolId:
-        try:
-            return (await self._records.run(tenant, run_of(request))).pool
-        except RunNotFound as foreign:
-            raise RequestNotFound from foreign
-
     def _register(self, request: RequestId) -> asyncio.Future[bytes | None]:
-        """Return a future of the result. The caller reads the result next, as it may be stored already."""
+        """Return a future of the result. The caller reads the result next, as it may be stored already.
+
+        No context manager: it would keep a generator for each of thousands.
+        """
         waiter: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
         self._waiters[request].add(waiter)
         return waiter
@@ -273,7 +270,7 @@ class Futures(ChannelSubscriber):
             raise RequestNotFound("The result has expired.")
         if since is not None and int(seq) >= int(log[0]):
             missing = await client_seq(self._redis, pool, run, int(log[0]))
-            return self._behind_gap(missing, (now_ms - since) / 1000)
+            return self._gap_pending(missing, (now_ms - since) / 1000)
         position = int(seq) - int(log[1])
         if position <= 0:
             return Pending()  # done: its weights are being written to disk
@@ -296,9 +293,9 @@ class Futures(ChannelSubscriber):
         if since is None or first is None:
             return None
         missing = await client_seq(self._redis, pool, run, int(first))
-        return self._behind_gap(missing, (now_ms - since) / 1000).reason
+        return self._gap_pending(missing, (now_ms - since) / 1000).reason
 
-    def _behind_gap(self, missing: int, age_s: float) -> Pending:
+    def _gap_pending(self, missing: int, age_s: float) -> Pending:
         left_s = max(0.0, self._gap_limit_s - age_s)
         if age_s > GAP_NOTICE_S:
             return Pending("paused_capacity", still_waiting(missing, left_s))

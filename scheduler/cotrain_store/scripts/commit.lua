@@ -1,7 +1,7 @@
 -- commit: publish a step's results, advance `done` and end the cycle, atomically.
 -- Fenced by the worker's epoch. An op is committed only directly after its predecessor in the run. Idempotent.
 -- Ops without a result return to the head of their run's queue (`args.back`).
--- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind
+-- needs: minute_add, failure_add, idle_tenant, unread, usage_add, samplers, given_up, fail_waiting, changed, history, swept, webhook_event, rewind, spool_refs
 -- The cycle's record follows `args`, then the results in the order of `args.ops`.
 -- (`0 - n`, not `-n`: Lua writes minus zero as '-0', which Redis rejects as an integer.)
 local epoch_key, open, cycles, refs, notify, wake, counters, starts, crash_counts = unpack(KEYS)
@@ -157,8 +157,8 @@ for i, op in ipairs(args.ops) do
     -- An op without effect on the state keeps its seq in the log, but not its body.
     if op.released == 'inline' then
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
-    elseif op.released and redis.call('HINCRBY', refs, op.released, -1) <= 0 then
-      redis.call('HDEL', refs, op.released)
+    else
+      release_segment(refs, op.released)
     end
     if op.envelope then
       redis.call('HSET', prefix .. 'ops:' .. run, seq, op.envelope)

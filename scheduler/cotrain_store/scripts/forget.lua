@@ -1,6 +1,6 @@
 -- forget: delete the log of a closed run that its worker has dropped. Refused while an op of it is planned, or
 -- while only the log can recreate the weights of a save.
--- needs: run_bytes
+-- needs: run_bytes, spool_refs
 local epoch_key, log, ops, bodies, digests, refs, drops, unnumbered = unpack(KEYS)
 local args = cjson.decode(ARGV[1])
 local epoch, run = args.epoch, args.run
@@ -13,18 +13,15 @@ if row[1] and tonumber(row[1]) > tonumber(row[2]) + 1 then
   return 'PLANNED'
 end
 for _, seq in ipairs(redis.call('HKEYS', ops)) do
-  redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
   if redis.call('HGET', 'cotrain:weights:' .. run .. ':' .. seq, 'digest') == '' then
     return 'UNSTORED'
   end
 end
-for _, envelope in ipairs(redis.call('HVALS', ops)) do
-  local segment = string.match(envelope, '|spool:([^:|]+):[^|]*$')
-  if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body was released at its commit
-    if redis.call('HINCRBY', refs, segment, -1) <= 0 then
-      redis.call('HDEL', refs, segment)
-    end
-  end
+local logged = redis.call('HGETALL', ops)
+for i = 1, #logged, 2 do
+  local seq, envelope = logged[i], logged[i + 1]
+  redis.call('HDEL', log, 'step:' .. seq, 'rewind:' .. seq)
+  release_body(refs, envelope)
 end
 redis.call('DEL', ops, bodies, digests, unnumbered)
 redis.call('HDEL', log, 'snapfile', 'snapsha', 'oldfile', 'oldsha') -- its files are now unreferenced

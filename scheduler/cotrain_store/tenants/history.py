@@ -19,9 +19,7 @@ METRIC_POINT = struct.Struct("<IIQddd")
 
 
 async def read_history(connection: Connection, run: RunId, after_step: int = -1) -> list[HistoryPoint]:
-    """Return the points after a step of a run, in the order of its log. The caller has checked the
-    tenant.
-    """
+    """Return the points after a step of a run, in the order of its log. The caller has checked the tenant."""
     pipeline = connection.pipeline(transaction=True)  # a transaction, because a rollback cuts both lists at once
     pipeline.lrange(redis_keys.steps(run), 0, -1)
     pipeline.lrange(redis_keys.evaluations(run), 0, -1)
@@ -65,9 +63,7 @@ def read_points(kind: PointKind, stored: Iterable[bytes]) -> list[HistoryPoint]:
 
 
 async def read_metrics(connection: Connection, run: RunId, after_step: int = -1) -> dict[str, list[MetricPoint]]:
-    """Return the points of a run's own metrics after a step, by name. The caller has checked the
-    tenant.
-    """
+    """Return the points of a run's own metrics after a step, by name. The caller has checked the tenant."""
     names = sorted(await metric_names(connection, run))
     pipeline = connection.pipeline(transaction=True)
     for name in names:

@@ -44,9 +44,7 @@ class TenantLimits:
     unread_bytes: int = 2_000_000_000  # bytes of results that were never fetched, in all pools
     samplers: int = 10_000  # number of samplers in all pools, including those of pending saves
     sampler_bytes: int = 100_000_000_000
-    """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new
-    ones.
-    """
+    """Bytes of weights of saves without a name. Above the limit, idle samplers are evicted for new ones."""
     run_bytes: int = 0  # bytes that live runs hold; 0 for `default_quota`
     record_bytes: int = 200_000_000
     """Bytes of records of sessions and runs, which are kept permanently."""

@@ -147,9 +147,7 @@ class Webhooks:
 
 
 def _keys_of(tenant: TenantId) -> list[str]:
-    return [
-        redis_keys.webhook(tenant), redis_keys.events(tenant), redis_keys.due_events(tenant),
-    ]  # fmt: skip
+    return [redis_keys.webhook(tenant), redis_keys.events(tenant), redis_keys.due_events(tenant)]
 
 
 def _due_event(tenant: bytes, url: bytes, secret: bytes, event: bytes, stored: bytes, now_ms: bytes) -> DueEvent:

@@ -18,7 +18,6 @@ from cotrain_scheduler.placement import (
     MEMORY_S,
     REST_S,
     Balance,
-    Candidate,
     Load,
     RecentTokens,
     absences,
@@ -29,8 +28,10 @@ from cotrain_scheduler.placement import (
     rates,
     reassignments,
 )
+from cotrain_scheduler.queue import PoolQueue
 from cotrain_store.messages.fleet import WorkerHeartbeat, WorkerSlot
-from cotrain_store.messages.ids import RunId, WorkerId
+from cotrain_store.messages.ids import RunId, TenantId, WorkerId
+from cotrain_store.messages.ops import OpKind, QueuedOp, RunQueue
 from cotrain_store.oplog.moves import QUIET_S
 from tests.support.draws import examples
 
@@ -41,10 +42,21 @@ def beat(**facts: Any) -> WorkerHeartbeat:
     return WorkerHeartbeat(W0, 1, "serving", "cuda", 1e4, 0, 0, 0.0, **facts)
 
 
-def test_a_worker_twice_as_fast_finishes_twice_the_tokens() -> None:
-    slow, fast = Candidate(W0, 1_000, 100.0), Candidate(W1, 1_900, 200.0)
-    assert best([slow, fast]) == W1
-    assert best([slow, Candidate(W1, 2_100, 200.0)]) == W0
+def assigned(workers: list[WorkerHeartbeat], runs: int) -> PoolQueue:
+    """Return a queue of new runs with 1,000 tokens each, assigned to workers."""
+    queue = PoolQueue(window_ops=8)
+    for run in (RunId(f"r{number:02}") for number in range(runs)):
+        op = QueuedOp(run, 0, OpKind.FORWARD, 1_000, "inline", 0, 0.0)
+        queue.put([RunQueue(run, TenantId("t"), None, (op,))])
+    queue.assign(workers, 0.0)
+    return queue
+
+
+def test_a_worker_twice_as_fast_gets_twice_the_tokens() -> None:
+    slow = WorkerHeartbeat(W0, 1, "serving", "cpu", 100.0, 0, 0, 0.0)
+    fast = WorkerHeartbeat(W1, 1, "serving", "cuda", 200.0, 0, 0, 0.0)
+    queue = assigned([slow, fast], 30)
+    assert (queue.waiting_tokens(W0), queue.waiting_tokens(W1)) == (10_000, 20_000)
 
 
 def test_the_rate_of_a_worker_is_bounded_by_others_with_its_device() -> None:
@@ -63,22 +75,15 @@ def test_every_worker_gets_runs_at_any_measured_rate(measured: list[float]) -> N
     workers = [
         WorkerHeartbeat(WorkerId(f"w{n}"), 1, "serving", "cpu", rate, 0, 0, 0.0) for n, rate in enumerate(measured)
     ]
-    taken, tokens = rates(workers), dict.fromkeys((one.id for one in workers), 0)
-    for _ in range(5 * len(workers)):
-        tokens[best([Candidate(name, tokens[name], taken[name]) for name in tokens])] += 100
-    assert all(tokens.values())
+    queue = assigned(workers, 5 * len(workers))
+    assert all(queue.waiting_tokens(worker.id) for worker in workers)
 
 
 def test_a_worker_without_memory_for_an_adapter_is_the_last_choice() -> None:
-    full = Candidate(W0, 0, 100.0, fits_one_more=False)
-    assert best([full, Candidate(W1, 1e9, 100.0)]) == W1
-    assert best([full]) == W0
+    assert best({W0: 0.0, W1: 1e7}, full={W0}) == W1
+    assert best({W0: 0.0}, full={W0}) == W0
     with pytest.raises(ValueError, match="empty"):
-        best([])
-
-
-def test_a_worker_without_a_measured_rate_gets_runs() -> None:
-    assert best([Candidate(W0, 10, 0.0), Candidate(W1, 5, 0.0)]) == W1
+        best({})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +99,7 @@ def test_workers_differ_by_at_most_one_run_of_any_size(rates: list[float], runs:
     tokens = {WorkerId(f"w{number}"): 0.0 for number in range(len(rates))}
     rate_of = dict(zip(tokens, rates, strict=True))
     for run in runs:
-        tokens[best([Candidate(name, tokens[name], rate_of[name]) for name in tokens])] += run
+        tokens[best({name: tokens[name] / rate_of[name] for name in tokens})] += run
     seconds = [tokens[name] / rate_of[name] for name in tokens]
     assert max(seconds) - min(seconds) <= max(runs, default=0.0) / min(rates) * (1 + 1e-9)
 

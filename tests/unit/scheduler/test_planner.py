@@ -19,13 +19,13 @@ from cotrain_scheduler.planner import (
     PATIENCE,
     QUANTA_PER_CYCLE,
     LastCycle,
-    ReturnTimes,
     Selection,
     budget,
     cost,
     cycle_limit_s,
     eager_start,
     period_number,
+    return_time_s,
     runnable_prefix,
 )
 from cotrain_scheduler.planner import select as select_of_waiting
@@ -429,7 +429,7 @@ def test_a_run_trains_in_the_cycle_of_its_creation_but_not_of_its_load() -> None
 
 
 A, B = RunId("a"), RunId("b")
-SLOW = ReturnTimes(latest_s=10.0)
+SLOW = 10.0
 """Recent return time longer than any gather window."""
 
 
@@ -447,9 +447,8 @@ def test_runs_just_answered_get_a_tenth_of_the_last_cycle_to_return() -> None:
 
 def test_the_wait_is_limited_to_a_multiple_of_recent_return_times() -> None:
     last = LastCycle(frozenset({A, B}), duration_s=2.0, ended_at=100.0)
-    quick = ReturnTimes(latest_s=0.02)
-    assert eager_start(last, 100.01, 0.005, quick, are_back=False) == 100.0 + PATIENCE * 0.02
-    assert eager_start(last, 100.0, 0.005, ReturnTimes(), are_back=False) == 100.005
+    assert eager_start(last, 100.01, 0.005, 0.02, are_back=False) == 100.0 + PATIENCE * 0.02
+    assert eager_start(last, 100.0, 0.005, 0.0, are_back=False) == 100.005
 
 
 def test_no_cycle_waits_for_tenants_that_left() -> None:
@@ -458,11 +457,8 @@ def test_no_cycle_waits_for_tenants_that_left() -> None:
 
 
 def test_the_return_time_is_the_longest_in_the_window_and_decays() -> None:
-    returns = ReturnTimes()
-    returns.note([0.0, 0.15, 0.25, 7.0], limit_s=2.0)
-    assert returns.latest_s == 0.15
-    returns.note([0.01], limit_s=2.0)
-    assert returns.latest_s == FADES * 0.15
+    assert return_time_s(0.0, [0.0, 0.15, 0.25, 7.0], limit_s=2.0) == 0.15
+    assert return_time_s(0.15, [0.01], limit_s=2.0) == FADES * 0.15
 
 
 def test_periods_start_at_multiples_of_their_length() -> None:

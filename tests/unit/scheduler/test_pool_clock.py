@@ -82,10 +82,10 @@ async def test_runs_that_missed_a_cycle_are_waited_for_until_they_stay_away(stor
     assert await ends(NOW + 20.0) == {"a", "b", "c"}  # both returned while that ran
     assert await ends(NOW + 30.0, *came) == {"a", "b", "c"}
     assert await ends(NOW + 40.0, *came) == {"a", "b", "c"}
-    assert clock._clocks[WORKER].returns.latest_s == pytest.approx(0.2)
+    assert clock._clocks[WORKER].return_s == pytest.approx(0.2)
     for cycle in range(8):  # both have left
         assert await ends(NOW + 50.0 + 10 * cycle) == {"c"}
-    assert clock._clocks[WORKER].returns.latest_s < 0.001
+    assert clock._clocks[WORKER].return_s < 0.001
 
 
 async def test_a_busy_worker_gets_no_step(store: InMemory) -> None:

@@ -145,10 +145,8 @@ def test_a_full_window_is_read_again() -> None:
 def test_a_returning_run_waits_for_the_same_worker() -> None:
     queue = PoolQueue(WINDOW)
     queue.put([row("a", worker=W0), row("b", worker=W1)])
-    assert queue.has_all(W0, [])
-    assert queue.has_all(W0, [RunId("a")])
-    assert not queue.has_all(W0, [RunId("a"), RunId("b")])
-    assert not queue.has_all(W0, [RunId("not here")])
+    accepted_at = queue[RunId("a")].ops[0].accepted_at
+    assert queue.back_at(W0, [RunId("a"), RunId("b"), RunId("not here")]) == {"a": accepted_at}
 
 
 @given(

@@ -1,5 +1,5 @@
 -- fail_waiting: fail the ops first..last of an ended run, and remove them from its log.
--- needs: ages
+-- needs: ages, spool_refs
 -- The requests are added to `resolved`.
 local function fail_waiting(prefix, run, tenant, first, last, failure, ttl_ms, resolved)
   local ops, queue = prefix .. 'ops:' .. run, prefix .. 'queue:' .. tenant
@@ -7,10 +7,7 @@ local function fail_waiting(prefix, run, tenant, first, last, failure, ttl_ms, r
     local envelope = redis.call('HGET', ops, seq)
     if envelope then
       local tokens, size, ref = string.match(envelope, '^[^|]*|(%d+)|(%d+)|[^|]*|(.*)$')
-      local segment = string.match(ref, '^spool:([^:]+):')
-      if segment and redis.call('HINCRBY', 'cotrain:spool:refs', segment, -1) <= 0 then
-        redis.call('HDEL', 'cotrain:spool:refs', segment)
-      end
+      release_segment('cotrain:spool:refs', string.match(ref, '^spool:([^:]+):'))
       redis.call('HDEL', ops, seq)
       redis.call('HDEL', prefix .. 'bodies:' .. run, seq)
       redis.call('HINCRBY', queue, 'ops', -1)

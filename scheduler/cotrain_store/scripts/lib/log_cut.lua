@@ -1,14 +1,11 @@
 -- log_cut: delete ops that a registered file covers, and release their bodies.
+-- needs: spool_refs
 -- `log` names the keys: log, ops, bodies, digests, refs. Digests outlive their ops by `kept`.
 local function cut_log(log, first, last, kept)
   for seq = first, last do
     local envelope = redis.call('HGET', log.ops, seq)
-    -- Not greedy: the reference is the last of five fields and holds no '|'.
-    local segment = envelope and string.match(envelope, '|spool:([^:|]+):[^|]*$')
-    if segment and string.sub(envelope, 1, 8) ~= 'forward|' then -- a forward's body was released at its commit
-      if redis.call('HINCRBY', log.refs, segment, -1) <= 0 then
-        redis.call('HDEL', log.refs, segment)
-      end
+    if envelope then
+      release_body(log.refs, envelope)
     end
     redis.call('HDEL', log.ops, seq)
     redis.call('HDEL', log.bodies, seq)

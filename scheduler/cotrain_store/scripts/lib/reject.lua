@@ -1,5 +1,5 @@
 -- reject: fail an op that is accepted and not committed. It keeps its seq.
--- needs: ages
+-- needs: ages, spool_refs
 -- `log` has the keys: ops, bodies, refs, queue. `failure` has the result, its ttl_ms, and the new body and envelope
 -- of the op. The request is added to `resolved`.
 local function reject(log, run, seq, failure, resolved)
@@ -8,10 +8,7 @@ local function reject(log, run, seq, failure, resolved)
   if not kind or kind == 'rejected' then
     return
   end
-  local segment = string.match(ref, '^spool:([^:]+):')
-  if segment and redis.call('HINCRBY', log.refs, segment, -1) <= 0 then
-    redis.call('HDEL', log.refs, segment)
-  end
+  release_segment(log.refs, string.match(ref, '^spool:([^:]+):'))
   redis.call('HINCRBY', log.queue, 'tokens', 0 - tonumber(tokens))
   redis.call('HINCRBY', log.queue, 'bytes', #failure.body - tonumber(size))
   redis.call('HSET', log.ops, seq, failure.envelope)

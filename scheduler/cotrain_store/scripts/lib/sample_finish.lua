@@ -1,5 +1,5 @@
 -- sample_finish: end a sample request, once.
--- needs: ages, idle_tenant
+-- needs: ages, idle_tenant, spool_refs
 -- Stores its result, publishes its completion to its client, and releases its place in the queue, its claim, quota and
 -- body. Returns its tenant, or false if it had already ended.
 -- A short record of the request (tenant and digest) outlives its result, for repeats and late polls.
@@ -28,10 +28,7 @@ local function finish(refs, lives, request, result, ttl_ms, failed, size)
   redis.call('HINCRBY', load, 'bytes', 0 - tonumber(body_bytes))
   redis.call('HINCRBY', load, 'tokens', 0 - tonumber(row[11] or 0))
   strike_if_idle(prefix, tenant)
-  local segment = string.match(ref, '^spool:([^:]+):')
-  if segment and redis.call('HINCRBY', refs, segment, -1) <= 0 then
-    redis.call('HDEL', refs, segment)
-  end
+  release_segment(refs, string.match(ref, '^spool:([^:]+):'))
   end_now('cotrain:result:' .. request)
   put_result(request, result, ttl_ms)
   redis.call('DEL', sample)
