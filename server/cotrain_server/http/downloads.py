@@ -38,12 +38,12 @@ COMPLETE = "checkpoint_complete"
 CHUNK_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
-#: Errors of this process or of this moment: the file may exist.
-_SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
+#: Errors of this process or of this moment. The file may still exist.
+_TRANSIENT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 
 #: Files whose digest was verified: identity with modification time, and digest.
-_WHOLE: set[tuple[str, str]] = set()
-_WHOLE_KEPT = 10_000
+_VERIFIED: set[tuple[str, str]] = set()
+_MAX_VERIFIED = 10_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _open(blobs: Blobs, name: str, opened: ExitStack) -> OpenFile:
     try:
         content, blob = blobs.open(name)
     except OSError as error:
-        if isinstance(error, BlobsUnavailable) or error.errno in _SAYS_NOTHING:
+        if isinstance(error, BlobsUnavailable) or error.errno in _TRANSIENT_ERRORS:
             log.error("file_unreadable", file=name, reason=error.strerror)
             raise StoreUnavailable("The file cannot be read now.") from error
         raise CheckpointNotFound from error
@@ -115,7 +115,7 @@ def _check(blobs: Blobs, files: Sequence[OpenFile], path: str) -> None:
         sums = _read_sums(blobs)
         fault = fault_of(sums, [file.name for file in files])
         if sums and not fault and blobs.folder:
-            damaged = [file.name for file in files if not _is_whole(file, sums[file.name])]
+            damaged = [file.name for file in files if not _is_intact(file, sums[file.name])]
             fault = f"{damaged[0]} is damaged" if damaged else None
     except OSError as error:
         log.error("file_unreadable", file=files[0].name, reason=error.strerror)
@@ -132,18 +132,18 @@ def _read_sums(blobs: Blobs) -> dict[str, str] | None:
         return None
 
 
-def _is_whole(file: OpenFile, expected: str) -> bool:
+def _is_intact(file: OpenFile, expected: str) -> bool:
     """Return True if a file has the expected digest. Each file is hashed once."""
-    this = (file.blob.mark, expected)
-    if this in _WHOLE:
+    verified = (file.blob.mark, expected)
+    if verified in _VERIFIED:
         return True
     found = hashlib.file_digest(cast("io.BufferedReader", file.content), "sha256").hexdigest()
     file.content.seek(0)
     if found != expected:
         return False
-    if len(_WHOLE) >= _WHOLE_KEPT:
-        _WHOLE.clear()
-    _WHOLE.add(this)
+    if len(_VERIFIED) >= _MAX_VERIFIED:
+        _VERIFIED.clear()
+    _VERIFIED.add(verified)
     return True
 
 
@@ -178,7 +178,7 @@ class ObjectDownload(StreamingResponse):
 
     def __init__(self, file: OpenFile, range_: str | None) -> None:
         self._file = file
-        asked = _RANGE.fullmatch(range_ or "")
+        asked = _RANGE.fullmatch(range_ or "")  # another form is answered with the whole object
         start = int(asked[1]) if asked else 0
         end = min(file.size, int(asked[2]) + 1) if asked and asked[2] else file.size
         is_part = asked is not None and start < end

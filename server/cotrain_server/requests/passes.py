@@ -124,11 +124,11 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
 
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
-    content = (
-        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
-        if forward_only
-        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
-    )
+    numbered = _with_default_seq(fields)
+    if forward_only:
+        content = ForwardRequest.model_validate(numbered).forward_input
+    else:
+        content = ForwardBackwardRequest.model_validate(numbered).forward_backward_input
     return encode_pass_request(
         fields["model_id"],
         fields.get("seq_id") or 0,

@@ -63,12 +63,6 @@ def read_sample(content: bytes) -> AddressedSample:
         raise Invalid(
             "sampling_session_id and seq_id are required. Create a sampler with create_sampling_session first."
         )
-    _refuse_unsupported(request)
-    body, images = _body(request), tuple(_images(request.prompt))
-    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
-
-
-def _refuse_unsupported(request: SampleRequest) -> None:
     if request.prompt_alt_tokens_k:
         raise Invalid("prompt_alt_tokens_k is not supported here.")
     if request.record_stability_info:
@@ -76,6 +70,8 @@ def _refuse_unsupported(request: SampleRequest) -> None:
             "record_stability_info is not supported here: it serves the loss stable_reinforce, whose "
             "formula is not published. Choose another loss_fn, such as importance_sampling."
         )
+    body, images = _body(request), tuple(_images(request.prompt))
+    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
 
 
 def _body(request: SampleRequest) -> SampleBody:
