@@ -1,6 +1,5 @@
 """Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
 
-import asyncio
 import secrets
 from functools import partial
 from typing import Any
@@ -8,27 +7,23 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import AnthropicError, CountRequest, MessageRequest, anthropic_error
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
-from cotrain_server.text_apis.generation import Generation
 from cotrain_server.text_apis.prompts import (
     accepted_chat,
-    chat_prompt,
+    count_prompt_tokens,
     find_model,
     find_target,
     find_weights,
-    text_weight,
 )
 from cotrain_server.text_apis.route import (
     STREAMS,
-    EventStream,
     InferenceRoute,
     Refusal,
-    finished,
+    generate,
     read_asked,
     responses,
 )
@@ -85,10 +80,8 @@ async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDe
     """Count the prompt tokens of a chat."""
     asked = await read_asked(request, services, tenant.id, CountRequest)
     asked.check()
-    model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
-    make = partial(chat_prompt, model, chat)
-    prompt = await services.parser.run(tenant.id, text_weight(chat.characters), make)
-    return FiniteJSONResponse({"input_tokens": len(prompt)})
+    model = await find_model(services, tenant.id, asked.model)
+    return FiniteJSONResponse({"input_tokens": await count_prompt_tokens(services, tenant.id, model, asked.chat())})
 
 
 @router.post("/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest))
@@ -97,8 +90,7 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
     asked = await read_asked(request, services, tenant.id, MessageRequest)
     asked.check()
     target = await find_target(services, tenant.id, asked.model)
-    chat = asked.chat()
-    body, format = await accepted_chat(services, target, chat, asked.body)
+    body, format = await accepted_chat(services, target, asked.chat(), asked.body)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,
@@ -109,10 +101,5 @@ async def write_message(request: Request, services: ServicesDep, tenant: TenantD
         begins=not asked.is_prefilled,
         format=format,
     )
-    generation = await Generation.start(services, target, [reply.body])
-    if asked.stream:
-        return EventStream(stream(reply, generation.events()), generation.close)
-    complete = await finished(request, generation)
-    if complete is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(await asyncio.to_thread(answer, reply, complete[0]))
+    whole, streamed = partial(answer, reply), partial(stream, reply)
+    return await generate(request, services, target, [body], asked.stream, whole, streamed)
