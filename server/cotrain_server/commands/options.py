@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, opened, parse_gpus, visible_gpus
+from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, parse_gpus, visible_gpus, with_password
 from cotrain_store.blobs.opening import check_url
 from cotrain_store.process_start import LAST_PORT
 from cotrain_store.settings import PREFIX
@@ -23,7 +23,7 @@ DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where ev
 
 def _opened(redis_url: str | None) -> str | None:
     try:
-        return opened(redis_url)
+        return with_password(redis_url)
     except ValueError as mistake:
         refuse(str(mistake))
 

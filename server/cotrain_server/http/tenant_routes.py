@@ -125,6 +125,11 @@ class OperatorRoute(APIRoute):
         return guarded
 
 
+def server_url(request: Request, settings: ServerSettings) -> str:
+    """Return the address of this server for its clients, without a trailing slash."""
+    return (settings.public_url or str(request.base_url)).rstrip("/")
+
+
 def tenant_router(tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute) -> APIRouter:
     """Return a router of requests with a tenant's API key. `tag` is its heading in the OpenAPI page."""
     return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])

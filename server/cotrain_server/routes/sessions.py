@@ -35,8 +35,12 @@ router = tenant_router("sessions")
 #: many bytes. It counts only arrays, before compression.
 CHUNK_BYTES = 32_000_000
 READS_ONLY = "This API key is a viewer's: it reads what its tenant has. The server keeps no record of this session."
+#: Concurrent requests of one sampling client, as in the hosted service.
 MAX_SAMPLES_AT_ONCE = 2_000
-"""Concurrent requests of one sampling client, as in the hosted service."""
+#: Number of sessions that a search reads at once.
+READ_AT_ONCE = 100
+#: Maximum number of sessions examined for one page. A rare match may be several pages later.
+MAX_EXAMINED = 2_000
 
 
 @router.post("/client/config")
@@ -154,10 +158,6 @@ async def telemetry(body: dict[str, Any]) -> wire.TelemetryResponse:
 
 
 lists_router = tenant_router("lists")
-
-READ_AT_ONCE = 100
-#: Maximum number of sessions examined for one page. A rare match may be several pages later.
-MAX_EXAMINED = 2_000
 
 
 @lists_router.get("/sessions")

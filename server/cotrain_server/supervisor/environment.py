@@ -29,15 +29,14 @@ SERVE = frozenset({"WORKERS", "GPUS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
-def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+def refused_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return an error sentence if there are unknown `COTRAIN_*` variables."""
-    present = os.environ if environ is None else environ
-    names = {name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX)}
+    names = {name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX)}
     unknown = sorted(PREFIX + name for name in names - _KNOWN)
     return [f"Unknown settings: {', '.join(unknown)}."] if unknown else []
 
 
-def opened(redis_url: str | None) -> str | None:
+def with_password(redis_url: str | None) -> str | None:
     """Validate a Redis URL, and add the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
     if not redis_url:
         return redis_url
@@ -47,11 +46,10 @@ def opened(redis_url: str | None) -> str | None:
 
 
 def environment(
-    names: frozenset[str], given: Mapping[str, str], environ: Mapping[str, str] | None = None
+    names: frozenset[str], given: Mapping[str, str], inherited: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return a process's environment: ours, with only its own variables. `given` overrides inherited values."""
+    """Return a process's environment: the inherited one, with only its own variables. `given` overrides its values."""
     names |= FAULTS
-    inherited = os.environ if environ is None else environ
     own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}
     kept = {
         name: value
@@ -76,9 +74,9 @@ class UnfitGpus(Exception):
     """Invalid value of `--gpus`."""
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> list[str]:
+def visible_gpus(environ: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
     """Return the GPUs visible to child processes, by their names in CUDA_VISIBLE_DEVICES."""
-    listed = (os.environ if environ is None else environ).get(VISIBLE)
+    listed = environ.get(VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
     return [str(at) for at, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
