@@ -45,9 +45,7 @@ async def authenticate(request: Request, services: Services) -> Tenant:
 
 
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
-    """Return the tenant of a key or token. Raises the same errors as `authenticate`, except
-    READ_ONLY_KEY.
-    """
+    """Return the tenant of a key or token. Raises the same errors as `authenticate`, except READ_ONLY_KEY."""
     try:
         tenant = await _tenant_of(services, credential)
     except (AuthenticationFailed, InvalidToken) as error:
@@ -93,8 +91,7 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 def check_role(request: Request, tenant: Tenant) -> None:
     """Raise READ_ONLY_KEY if the role of a key does not allow a request.
 
-    This is the only place that decides it, for keys, tokens and cookies. The path is the one that
-    the router matches.
+    This is the only place that decides it, for keys, tokens and cookies. The path is the one that the router matches.
     """
     is_read = request.method in READS or (request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"]))
     if not (tenant.may_change or is_read):
@@ -121,9 +118,7 @@ def shown_key(request: Request) -> str:
 
 
 def is_local(request: Request) -> bool:
-    """Return True if a client seems to run on this host. Sufficient only for conveniences, not for
-    access.
-    """
+    """Return True if a client seems to run on this host. Sufficient only for conveniences, not for access."""
     try:
         return request.client is not None and ip_address(request.client.host).is_loopback
     except ValueError:

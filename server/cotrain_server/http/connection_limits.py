@@ -180,8 +180,7 @@ def limited_protocol(most: int) -> type[LimitedProtocol]:
 
 
 def allow_many_connections() -> int:
-    """Raise the limit of file descriptors to the host's maximum. Shells set 1,024, and each poll
-    holds one.
+    """Raise the limit of file descriptors to the host's maximum. Shells set 1,024, and each poll holds one.
 
     Returns the number of descriptors available for connections.
     """
@@ -191,9 +190,7 @@ def allow_many_connections() -> int:
 
 
 def max_connections() -> int:
-    """Return the maximum number of connections of this process, which is below its descriptor
-    limit.
-    """
+    """Return the maximum number of connections of this process, which is below its descriptor limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -201,9 +198,7 @@ def max_connections() -> int:
 
 
 def listen_long(servers: Iterable[asyncio.Server]) -> None:
-    """Set the kernel's accept queue to BACKLOG, although asyncio accepts only a few connections at
-    once.
-    """
+    """Set the kernel's accept queue to BACKLOG, although asyncio accepts only a few connections at once."""
     for server in servers:
         for listening in server.sockets:
             with socket.socket(fileno=socket.dup(listening.fileno())) as same:

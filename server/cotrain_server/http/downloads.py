@@ -33,8 +33,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ARCHIVE = "checkpoint.tar"
 #: Empty file that SDK 0.22 expects in an archive.
 COMPLETE = "checkpoint_complete"
-#: Read size of a file. Each chunk is copied in the event loop, and held until the client has
-#: received it.
+#: Read size of a file. Each chunk is copied in the event loop, and held until the client has received it.
 CHUNK_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
@@ -148,9 +147,7 @@ def _is_intact(file: OpenFile, expected: str) -> bool:
 
 
 def file_download(file: OpenFile, range_: str | None) -> Response:
-    """Return a response with a file, whole or by the `Range` header. An object of a store supports
-    one range.
-    """
+    """Return a response with a file, whole or by the `Range` header. An object of a store supports one range."""
     try:
         file.content.fileno()
     except OSError:

@@ -108,9 +108,7 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Await `work` while its client is connected. If the client disconnects, cancel it and return
-    None.
-    """
+    """Await `work` while its client is connected. If the client disconnects, cancel it and return None."""
     working: asyncio.Task[Any] = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_end_with_client(receive, working))
     try:
@@ -139,9 +137,7 @@ def _is_cancelled() -> bool:
 async def trace_retrieval(
     services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
 ) -> None:
-    """Record the poll that delivered a result, as a child of its client's span, or else of the span
-    of its op.
-    """
+    """Record the poll that delivered a result, as a child of its client's span, or else of the span of its op."""
     traces = tracer()
     if traces is None:
         return

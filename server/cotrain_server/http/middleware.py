@@ -34,8 +34,7 @@ _ID_HEADER = b"x-request-id"
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 #: Generated ids: the start is of this process, and the rest counts, without a call of the kernel for each request.
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
-#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready"
-#: to a waiting probe.
+#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready" to a waiting probe.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),
@@ -101,8 +100,7 @@ class RequestMiddleware:
             _log_crash(error)
             if not statuses:
                 await internal_error_at(scope, request_id)(scope, receive, send_with_id)
-        # Use the route template, not the path: ids must not become labels, and query strings must
-        # not reach the log.
+        # Use the route template, not the path: ids must not become labels, and query strings must not reach the log.
         route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]
         self._measure(scope, route, status, time.perf_counter() - started_at)
         if span is not None:

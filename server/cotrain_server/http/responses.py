@@ -129,9 +129,7 @@ class FiniteJSONResponse(JSONResponse):
 
 
 def finite_json(value: Any) -> str:
-    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and
-    infinities become null.
-    """
+    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and infinities become null."""
     try:
         return _written(value)
     except ValueError:

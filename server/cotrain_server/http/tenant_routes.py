@@ -141,9 +141,7 @@ def operator_router(prefix: str) -> APIRouter:
 
 
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI schema of a JSON body of one of these models; with `binary`, or of a
-    protobuf message.
-    """
+    """Return the OpenAPI schema of a JSON body of one of these models; with `binary`, or of a protobuf message."""
     schemas = [_inlined(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     content: dict[str, Any] = {"application/json": {"schema": schema}} if models else {}

@@ -21,8 +21,7 @@ from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, Malfo
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, WeightsRecord
 
-#: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until
-#: deleted.
+#: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until deleted.
 MIN_TTL_S = 3_600
 MAX_TTL_S = 10 * 365 * 24 * 3_600
 MAX_METADATA_BYTES = 64 * 1024

@@ -67,8 +67,7 @@ class _Field:
     counts_as: str | None = None
 
 
-# By tag: number << 3 | wire type. A known number with another wire type is unknown, as for the
-# protobuf parser.
+# By tag: number << 3 | wire type. A known number with another wire type is unknown, as for the protobuf parser.
 _VALUE = _Field()
 _UNKNOWN = _Field()
 _MESSAGE_OF_BYTES = {0x0A: _VALUE}

@@ -1,5 +1,4 @@
-"""Validation of training requests before they enter the log. Pure. Error messages are for the
-tenant.
+"""Validation of training requests before they enter the log. Pure. Error messages are for the tenant.
 
 Nothing invalid may be accepted: an invalid token id would crash the device for every tenant, and a
 replay must never contain an op that cannot run. A request refused here still takes its seq in the

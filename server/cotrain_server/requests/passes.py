@@ -1,8 +1,7 @@
 """Parsing of training requests into ops of the log. Pure: bytes in, op out.
 
-The run and the position in its order are read first. The content is then checked against the run's
-base model. A request with a known position and invalid content becomes a rejected op, because its
-client has used that position.
+The run and the position in its order are read first. The content is then checked against the run's base model. A
+request with a known position and invalid content becomes a rejected op, because its client has used that position.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
 
 
 def read_fields(body: bytes) -> AddressedFields:
-    """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a
-    position.
-    """
+    """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a position."""
     fields = json_object(body)
     address = parse_run_and_seq(SequencedRequest, fields)
     return AddressedFields(address.model_id, address.seq_id, fields)

@@ -1,6 +1,4 @@
-"""Conversion of a reverse KL request to an op of the log. Pure: the request and the resolved path
-in, op out.
-"""
+"""Conversion of a reverse KL request to an op of the log. Pure: the request and the resolved path in, op out."""
 
 import math
 from dataclasses import dataclass, replace

@@ -30,8 +30,7 @@ MAX_ALL_STOP_CHARACTERS = 4_096
 MAX_TOPK = 128
 #: Cells of `target_prompt_logprobs`, each of which returns one number.
 MAX_TARGETS = 1 << 20
-#: Log-probs of alternative tokens that one request may return in total, because a worker holds them
-#: all in memory.
+#: Log-probs of alternative tokens that one request may return in total, because a worker holds them all in memory.
 MAX_TOPK_CELLS = 1 << 24
 #: Experts of tokens that one request may return in total: 256 MB to 512 MB.
 MAX_ROUTED_EXPERTS = 1 << 28
