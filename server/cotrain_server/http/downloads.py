@@ -59,20 +59,20 @@ class OpenFile:
         return self.blob.size
 
 
-def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
+def _is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
     """Return True if the downloadable files of a checkpoint are encrypted."""
     return checkpoint.kind == "external_weights" and weights.external
 
 
-def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
+def file_names(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
     """Return the names of the files of a checkpoint."""
-    encrypted = is_encrypted(checkpoint, weights)
+    encrypted = _is_encrypted(checkpoint, weights)
     return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
 
 
-def files_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
+def folder_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
     """Return the folder of a checkpoint's files."""
-    if is_encrypted(checkpoint, weights):
+    if _is_encrypted(checkpoint, weights):
         return blobs.below(f"external/{external_folder(weights.ref)}")
     return blobs.below(f"weights/{weights.digest[:2]}/{weights.digest}")
 

@@ -24,7 +24,7 @@ from cotrain_server.text_apis.route import (
     InferenceRoute,
     Refusal,
     generate,
-    read_asked,
+    read_request,
     responses,
 )
 
@@ -78,28 +78,28 @@ async def get_model(model: str, services: ServicesDep, tenant: TenantDep) -> dic
 @router.post("/messages/count_tokens", response_model=None, openapi_extra=body_of(CountRequest))
 async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Count the prompt tokens of a chat."""
-    asked = await read_asked(request, services, tenant.id, CountRequest)
-    asked.check()
-    model = await find_model(services, tenant.id, asked.model)
-    return FiniteJSONResponse({"input_tokens": await count_prompt_tokens(services, tenant.id, model, asked.chat())})
+    wanted = await read_request(request, services, tenant.id, CountRequest)
+    wanted.check()
+    model = await find_model(services, tenant.id, wanted.model)
+    return FiniteJSONResponse({"input_tokens": await count_prompt_tokens(services, tenant.id, model, wanted.chat())})
 
 
 @router.post("/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest))
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, or the rest of the last message if it is the model's own."""
-    asked = await read_asked(request, services, tenant.id, MessageRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    body, format = await accepted_chat(services, target, asked.chat(), asked.body)
+    wanted = await read_request(request, services, tenant.id, MessageRequest)
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    body, format = await accepted_chat(services, target, wanted.chat(), wanted.body)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,
-        model=asked.model,
+        model=wanted.model,
         target=target,
         body=body,
-        stop=tuple(asked.stop_sequences or ()),
-        begins=not asked.is_prefilled,
+        stop=tuple(wanted.stop_sequences or ()),
+        begins=not wanted.is_prefilled,
         format=format,
     )
     whole, streamed = partial(answer, reply), partial(stream, reply)
-    return await generate(request, services, target, [body], asked.stream, whole, streamed)
+    return await generate(request, services, target, [body], wanted.stream, whole, streamed)

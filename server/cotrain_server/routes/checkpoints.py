@@ -30,8 +30,8 @@ from cotrain_server.http.downloads import (
     SlotDownload,
     TarDownload,
     file_download,
-    files_of,
-    names_of,
+    file_names,
+    folder_of,
     open_files,
 )
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, server_url, tenant_router
@@ -131,10 +131,10 @@ router = tenant_router("checkpoints")
 @router.delete(CHECKPOINT, status_code=204)
 async def delete_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are unaffected."""
-    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    details = {"tinker_path": found.path}
+    checkpoint = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
+    details = {"tinker_path": checkpoint.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_DELETE, details):
-        await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
+        await services.checkpoints.delete(tenant.id, checkpoint.run, checkpoint.kind, checkpoint.name)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
@@ -266,7 +266,7 @@ async def external_weights_urls(
 ) -> ExternalWeightsUrlsResponse:
     """Return a link to each file of a checkpoint of any kind."""
     source = await find_source(services, tenant.id, path_of(run_id, kind, name))
-    names = names_of(source.checkpoint, source.weights)
+    names = file_names(source.checkpoint, source.weights)
     urls, expires = await _links(request, services, tenant, source, names)
     return ExternalWeightsUrlsResponse(urls=urls, expires=expires)
 
@@ -330,10 +330,10 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
 
 async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Response:
     checkpoint = source.checkpoint
-    folder = files_of(services.settings.blob_store, checkpoint, source.weights)
+    folder = folder_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
         (only,) = await open_files(folder, [file], path)
         return file_download(only, request.headers.get("range"))
-    files = await open_files(folder, names_of(checkpoint, source.weights), path)
+    files = await open_files(folder, file_names(checkpoint, source.weights), path)
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

@@ -39,7 +39,7 @@ from cotrain_server.text_apis.route import (
     InferenceRoute,
     Refusal,
     generate,
-    read_asked,
+    read_request,
     responses,
 )
 from cotrain_store.bodies.sample_body import SampleBody
@@ -90,67 +90,72 @@ def _listed(name: str) -> dict[str, Any]:
 @router.post("/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(CompletionRequest))
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Continue one or more texts."""
-    asked = await read_asked(request, services, tenant.id, CompletionRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    prompts = asked.prompts
+    wanted = await read_request(request, services, tenant.id, CompletionRequest)
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    prompts = wanted.prompts
     weight = body_weight(request) + text_weight(written_characters(prompts))
     make = partial(
-        prompt_bodies, target, prompts, asked.body, echo=bool(asked.echo), special=asked.add_special_tokens is not False
+        prompt_bodies,
+        target,
+        prompts,
+        wanted.body,
+        echo=bool(wanted.echo),
+        special=wanted.add_special_tokens is not False,
     )
     bodies, echoes = await services.parser.run(tenant.id, weight, make)
-    wants_logprobs = asked.logprobs is not None
-    reply = _reply(asked, target, bodies, shape=CompletionShape(), wants_logprobs=wants_logprobs, echoes=echoes)
-    return await _generate(request, services, reply, asked)
+    wants_logprobs = wanted.logprobs is not None
+    reply = _reply(wanted, target, bodies, shape=CompletionShape(), wants_logprobs=wants_logprobs, echoes=echoes)
+    return await _generate(request, services, reply, wanted)
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(ChatCompletionRequest))
 async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
-    asked = await read_asked(request, services, tenant.id, ChatCompletionRequest)
-    reply = await _chat_reply(services, tenant, asked, wants_logprobs=bool(asked.logprobs))
-    return await _generate(request, services, reply, asked)
+    wanted = await read_request(request, services, tenant.id, ChatCompletionRequest)
+    reply = await _chat_reply(services, tenant, wanted, wants_logprobs=bool(wanted.logprobs))
+    return await _generate(request, services, reply, wanted)
 
 
 @router.post("/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(responses_api.ResponseRequest))
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
-    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
-    reply = await _chat_reply(services, tenant, asked, wants_logprobs=asked.wants_logprobs)
-    whole, streamed = partial(responses_api.answer, asked, reply), partial(responses_api.stream, asked, reply)
-    return await generate(request, services, reply.target, reply.bodies, asked.stream, whole, streamed)
+    wanted = await read_request(request, services, tenant.id, responses_api.ResponseRequest)
+    reply = await _chat_reply(services, tenant, wanted, wants_logprobs=wanted.wants_logprobs)
+    whole, streamed = partial(responses_api.answer, wanted, reply), partial(responses_api.stream, wanted, reply)
+    return await generate(request, services, reply.target, reply.bodies, wanted.stream, whole, streamed)
 
 
 @router.post("/responses/input_tokens", response_model=None, openapi_extra=body_of(responses_api.ResponseRequest))
 async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Count the prompt tokens of a response's input."""
-    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
-    asked.check()
-    model = await find_model(services, tenant.id, asked.model)
-    tokens = await count_prompt_tokens(services, tenant.id, model, asked.chat())
+    wanted = await read_request(request, services, tenant.id, responses_api.ResponseRequest)
+    wanted.check()
+    model = await find_model(services, tenant.id, wanted.model)
+    tokens = await count_prompt_tokens(services, tenant.id, model, wanted.chat())
     return FiniteJSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-async def _chat_reply(services: Services, tenant: Tenant, asked: ChatRequest, *, wants_logprobs: bool) -> Reply:
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    body, format = await accepted_chat(services, target, asked.chat(), asked.body)
-    return _reply(asked, target, [body], shape=ChatShape(), format=format, wants_logprobs=wants_logprobs)
+async def _chat_reply(services: Services, tenant: Tenant, wanted: ChatRequest, *, wants_logprobs: bool) -> Reply:
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    body, format = await accepted_chat(services, target, wanted.chat(), wanted.body)
+    return _reply(wanted, target, [body], shape=ChatShape(), format=format, wants_logprobs=wants_logprobs)
 
 
-def _reply(asked: GenerationRequest, target: Target, bodies: Sequence[SampleBody], **rest: Any) -> Reply:
+def _reply(wanted: GenerationRequest, target: Target, bodies: Sequence[SampleBody], **rest: Any) -> Reply:
     return Reply(
         id=secrets.token_hex(12),
         created=int(time.time()),
-        model=asked.model,
+        model=wanted.model,
         target=target,
         bodies=bodies,
-        stop=asked.stop_strings,
-        wants_usage=asked.wants_usage,
+        stop=wanted.stop_strings,
+        wants_usage=wanted.wants_usage,
         **rest,
     )
 
 
-async def _generate(request: Request, services: Services, reply: Reply, asked: GenerationRequest) -> Response:
+async def _generate(request: Request, services: Services, reply: Reply, wanted: GenerationRequest) -> Response:
     whole, streamed = partial(answer, reply), partial(chunks, reply)
-    return await generate(request, services, reply.target, reply.bodies, asked.stream, whole, streamed)
+    return await generate(request, services, reply.target, reply.bodies, wanted.stream, whole, streamed)

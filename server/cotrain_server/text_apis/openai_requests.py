@@ -289,7 +289,7 @@ def openai_error(refusal: Refusal) -> OpenAIError:
     param = named[0] if named and code == "invalid" else None
     if refusal.is_too_long:
         code = "context_length_exceeded"
-    elif refusal.is_of_model:
+    elif refusal.names_no_model:
         code, param = "model_not_found", "model"
     return OpenAIError(
         error=ErrorDetail(

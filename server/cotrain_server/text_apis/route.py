@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
     is_too_long: bool = False  # True if the prompt is longer than the context of the model
 
     @property
-    def is_of_model(self) -> bool:
+    def names_no_model(self) -> bool:
         """True if the tenant has no model of the requested name."""
         return self.code in _MODEL_CODES
 
@@ -115,7 +115,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def read_asked(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
+async def read_request(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
     """Parse the JSON of a request. Raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
     return await services.parser.parse_json(tenant, weight, _read, model, content)

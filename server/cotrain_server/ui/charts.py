@@ -17,6 +17,27 @@ MINUTE_S = 60.0
 #: Number of minutes in the summary below a chart.
 RECENT = 15
 PHASES = ("train", "optim", "sample")
+#: Sizes of the drawing in its own units.
+WIDTH, HEIGHT, MARGIN = 720, 260, 40
+#: An axis is logarithmic if its largest value is at least this multiple of its smallest, above 0.
+DECADE = 10.0
+LOSS = "last loss"
+#: Entries of a run's metadata that are numbers, but no settings.
+_NOT_SETTINGS = frozenset({"trial"})
+#: Maximum number of compared runs.
+MAX_COMPARED = 64
+Measure = tuple[str, str, str]
+"""Name, heading, unit."""
+MEASURES: Sequence[Measure] = (
+    ("loss", "Loss", "nats per token"),
+    ("grad_norm", "Gradient norm", ""),
+    ("learning_rate", "Learning rate", ""),
+    ("rollout_gap", "Rollout gap", "nats per token"),
+    ("effective_sample_size", "Effective sample size", "share of tokens"),
+    ("clip_fraction", "Clipped", "share of tokens"),
+    ("policy_lag", "Policy lag", "optimizer steps"),
+    ("tokens_per_s", "Tokens per second", "tokens/s"),
+)
 
 
 def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str, Any]:
@@ -83,22 +104,6 @@ def _padding(minutes: Sequence[Minute]) -> float:
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     recent = rows[-RECENT:]
     return sum(row[name] for row in recent) / len(recent) if recent else 0.0
-
-
-MAX_COMPARED = 64
-
-Measure = tuple[str, str, str]
-"""Name, heading, unit."""
-MEASURES: Sequence[Measure] = (
-    ("loss", "Loss", "nats per token"),
-    ("grad_norm", "Gradient norm", ""),
-    ("learning_rate", "Learning rate", ""),
-    ("rollout_gap", "Rollout gap", "nats per token"),
-    ("effective_sample_size", "Effective sample size", "share of tokens"),
-    ("clip_fraction", "Clipped", "share of tokens"),
-    ("policy_lag", "Policy lag", "optimizer steps"),
-    ("tokens_per_s", "Tokens per second", "tokens/s"),
-)
 
 
 def curves_of(
@@ -170,15 +175,6 @@ def _values(name: str, points: Sequence[HistoryPoint]) -> list[float | None]:
     if name == "tokens_per_s":
         return _speeds(points)
     return [mean_loss(each) if name == "loss" else getattr(each, name) for each in points]
-
-
-#: Sizes of the drawing in its own units.
-WIDTH, HEIGHT, MARGIN = 720, 260, 40
-#: An axis is logarithmic if its largest value is at least this multiple of its smallest, above 0.
-DECADE = 10.0
-LOSS = "last loss"
-#: Entries of a run's metadata that are numbers, but no settings.
-_NOT_SETTINGS = frozenset({"trial"})
 
 
 @dataclass(frozen=True)

@@ -178,8 +178,8 @@ def _behind(address: Address) -> Address:
     return address.ipv4_mapped or address
 
 
-class CheckedNetwork(AsyncNetworkBackend):
-    """Network backend that connects only to allowed addresses, and exactly to the checked address."""
+class CheckedNetwork:
+    """Connections to allowed addresses only, each to exactly the address that was checked."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks
