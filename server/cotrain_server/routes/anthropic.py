@@ -12,21 +12,8 @@ from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, b
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import AnthropicError, CountRequest, MessageRequest, anthropic_error
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
-from cotrain_server.text_apis.prompts import (
-    accepted_chat,
-    count_prompt_tokens,
-    find_model,
-    find_target,
-    find_weights,
-)
-from cotrain_server.text_apis.route import (
-    STREAMS,
-    InferenceRoute,
-    Refusal,
-    generate,
-    read_request,
-    responses,
-)
+from cotrain_server.text_apis.prompts import accepted_chat, count_prompt_tokens, find_model, find_target, find_weights
+from cotrain_server.text_apis.route import STREAMS, InferenceRoute, Refusal, generate, read_request, responses
 
 
 class AnthropicRoute(InferenceRoute):

@@ -34,14 +34,7 @@ from cotrain_server.text_apis.prompts import (
     text_weight,
     written_characters,
 )
-from cotrain_server.text_apis.route import (
-    STREAMS,
-    InferenceRoute,
-    Refusal,
-    generate,
-    read_request,
-    responses,
-)
+from cotrain_server.text_apis.route import STREAMS, InferenceRoute, Refusal, generate, read_request, responses
 from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.messages.runs import Tenant
 
