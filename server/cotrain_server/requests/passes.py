@@ -4,8 +4,6 @@ The run and the position in its order are read first. The content is then checke
 request with a known position and invalid content becomes a rejected op, because its client has used that position.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

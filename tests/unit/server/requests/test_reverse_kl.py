@@ -1,7 +1,5 @@
 """Conversion of a reverse KL request to an op of the log, and its refusals."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

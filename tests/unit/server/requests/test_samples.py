@@ -1,7 +1,5 @@
 """Conversion of an asample request to the body that the store accepts, and the refusals of its validation."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Contents of the pages, made by pure functions from the stored records, for the operator and for one tenant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, LONGEST_RETRY_S, retry_in
 
 

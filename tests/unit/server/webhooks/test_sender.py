@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from ipaddress import ip_address, ip_network
 
