@@ -29,6 +29,17 @@ SERVE = frozenset({"WORKERS", "GPUS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
+#: Folder of the NVIDIA driver with one entry per GPU of this host.
+DRIVER = Path("/proc/driver/nvidia/gpus")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Otherwise CUDA counts the fastest GPU as 0, and `nvidia-smi` the first on the bus.
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+SHARING = (
+    "workers that share one plan with all of its memory each. Set COTRAIN_MICRO_BATCH_TOKENS, "
+    "COTRAIN_ADAPTER_BYTES and COTRAIN_KV_CACHE_TOKENS, or serve fewer models."
+)
+
+
 def refused_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Return an error sentence if there are unknown `COTRAIN_*` variables."""
     names = {name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX)}
@@ -57,17 +68,6 @@ def environment(
         if not name.startswith(PREFIX) or name.removeprefix(PREFIX) in names
     }
     return {**kept, **own}
-
-
-#: Folder of the NVIDIA driver with one entry per GPU of this host.
-DRIVER = Path("/proc/driver/nvidia/gpus")
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: Otherwise CUDA counts the fastest GPU as 0, and `nvidia-smi` the first on the bus.
-ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-SHARING = (
-    "workers that share one plan with all of its memory each. Set COTRAIN_MICRO_BATCH_TOKENS, "
-    "COTRAIN_ADAPTER_BYTES and COTRAIN_KV_CACHE_TOKENS, or serve fewer models."
-)
 
 
 class UnfitGpus(Exception):

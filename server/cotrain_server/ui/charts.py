@@ -45,15 +45,12 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
 
     Sampling time counts when a request ends. The parts of a minute never exceed the whole.
     """
-    spans = [_span_s(minute, now) for minute in minutes]
-    tokens = [minute.of("tokens") / span for minute, span in zip(minutes, spans, strict=True)]
-    sampled = [minute.of("sampled_tokens") / span for minute, span in zip(minutes, spans, strict=True)]
-    duty = [_duty(minute, max(workers, 1) * span) for minute, span in zip(minutes, spans, strict=True)]
-    recent_s = sum(spans[-RECENT:])
+    duty = [_duty(minute, max(workers, 1) * _span_s(minute, now)) for minute in minutes]
+    recent_s = sum(_span_s(minute, now) for minute in minutes[-RECENT:])
     return {
         "starts": [minute.start_s for minute in minutes],
-        "tokens_per_s": [round(value, 3) for value in tokens],
-        "sampled_per_s": [round(value, 3) for value in sampled],
+        "tokens_per_s": _rates(minutes, "tokens", now),
+        "sampled_per_s": _rates(minutes, "sampled_tokens", now),
         "duty": duty,
         "recent": {
             "tokens_per_s": _sum(minutes, "tokens") / recent_s,
@@ -68,16 +65,18 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
 
 def own_activity_of(minutes: Sequence[Minute], now: float) -> dict[str, Any]:
     """Return a tenant's charts, which contain only its own usage."""
-    spans = [_span_s(minute, now) for minute in minutes]
     return {
         "starts": [minute.start_s for minute in minutes],
-        "tokens_per_s": [round(minute.of("own_tokens") / span, 3) for minute, span in zip(minutes, spans, strict=True)],
-        "device": [
-            round(min(1.0, minute.of("own_device_s") / span), 4) for minute, span in zip(minutes, spans, strict=True)
-        ],
+        "tokens_per_s": _rates(minutes, "own_tokens", now),
+        "device": [round(min(1.0, minute.of("own_device_s") / _span_s(minute, now)), 4) for minute in minutes],
         "device_s": sum(minute.of("own_device_s") for minute in minutes),
         "tokens": sum(minute.of("own_tokens") for minute in minutes),
     }
+
+
+def _rates(minutes: Sequence[Minute], name: str, now: float) -> list[float]:
+    """Return an amount of each minute per second."""
+    return [round(minute.of(name) / _span_s(minute, now), 3) for minute in minutes]
 
 
 def _span_s(minute: Minute, now: float) -> float:

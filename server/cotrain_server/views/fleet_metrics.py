@@ -27,6 +27,9 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.policies import largest_run_bytes
 from cotrain_store.weights import largest_checkpoint_bytes
 
+#: Default scrape timeout of Prometheus in seconds.
+TIMEOUT_S = 10.0
+
 
 @dataclass(eq=False)  # a registry keeps its collectors by identity
 class _Families(Collector):
@@ -175,10 +178,6 @@ def process_metrics(services: Services) -> bytes:
     """Return the metrics of this process in Prometheus text format."""
     metrics.LONGPOLL_WAITERS.set(services.futures.waiters)
     return generate_latest(metrics.REGISTRIES[Source.API])
-
-
-#: Default scrape timeout of Prometheus in seconds.
-TIMEOUT_S = 10.0
 
 
 def metrics_pages(services: Services) -> Mapping[str, Callable[[], bytes]]:

@@ -35,6 +35,24 @@ _FAILURES = (
 )  # fmt: skip
 
 
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
+#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
+_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+#: All IPv6 addresses assigned to hosts on the Internet.
+_UNICAST_V6 = IPv6Network("2000::/3")
+#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
+_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
+#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
+_NAT64 = IPv6Network("64:ff9b::/96")
+#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
+_ISATAP = (0x00005EFE, 0x02005EFE)
+#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
+_LOOKUPS = 32
+
+
 class Undelivered(Exception):
     """An attempt failed; its text is shown to the tenant."""
 
@@ -122,24 +140,6 @@ def _causes(failed: BaseException | None) -> Iterator[BaseException]:
     while failed is not None:
         yield failed
         failed = failed.__cause__ or failed.__context__
-
-
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
-
-#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
-#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
-_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
-#: All IPv6 addresses assigned to hosts on the Internet.
-_UNICAST_V6 = IPv6Network("2000::/3")
-#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
-_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
-_NAT64 = IPv6Network("64:ff9b::/96")
-#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
-_ISATAP = (0x00005EFE, 0x02005EFE)
-#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
-_LOOKUPS = 32
 
 
 class AddressRefused(Exception):

@@ -38,6 +38,8 @@ from cotrain_store.tenants.lists import LabelQuery
 from cotrain_store.tenants.policies import read_pauses
 
 OPS_SHOWN = 50
+RUNS_SHOWN = 50
+_FILTERS = ("state", "base_model", "q", "tenant")
 
 router = APIRouter(include_in_schema=False)
 
@@ -166,10 +168,6 @@ async def _run_of(services: Services, visitor: Visitor, name: str) -> RunRecord:
 
 RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", _read_run, poll_s=5, in_navigation=False)
 COMPARED = Page("/ui/compare", "Compare runs", "compare.html", _read_compared, in_navigation=False)
-
-
-RUNS_SHOWN = 50
-_FILTERS = ("state", "base_model", "q", "tenant")
 
 
 async def _read_runs(request: PageRequest) -> dict[str, Any]:
