@@ -99,19 +99,19 @@ def _base_model(name: str) -> str:
     return f"{alias}={folder}" if alias else folder
 
 
-def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1) -> tuple[str, ...]:
+def chosen_gpus(gpus: str | None, device: str, workers: int, base_models: int, group_size: int = 1) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
-    if asked is None and workers > 1 and device != "cpu" and visible_gpus():
+    if gpus is None and workers > 1 and device != "cpu" and visible_gpus():
         refuse(
             f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
             "--device cpu uses none."
         )
-    if asked is not None and (device == "cpu" or workers > 1):
+    if gpus is not None and (device == "cpu" or workers > 1):
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
-        refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
+        refuse(f"--gpus {gpus} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        if asked is not None:
-            return parse_gpus(asked, base_models, visible_gpus(), group_size)
+        if gpus is not None:
+            return parse_gpus(gpus, base_models, visible_gpus(), group_size)
         if device != "cpu":
             check_group_gpus(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:

@@ -17,12 +17,12 @@ from cotrain_store.messages.runs import Tenant
 
 READS = ("GET", "HEAD")
 #: Prefix of the session ids of viewers. The server stores no record of such a session.
-UNKEPT_SESSION = "viewer-"
+VIEWER_SESSION = "viewer-"
 #: POST routes that a viewer may call: they read, or end a browser session. SDKs open, keep and
 #: finish a session around each read. These routes store nothing for a viewer.
 READING_POSTS = re.compile(
     rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
-    rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|(sessions|checkpoints)/search"
+    rf"|sessions/{VIEWER_SESSION}[^/]+/finish|telemetry|get_info|weights_info|(sessions|checkpoints)/search"
     r"|retrieve_future|retrieve_futures)|/anthropic/api/v1/messages/count_tokens"
     r"|/oai/api/v1/responses/input_tokens|/ui/login|/ui/logout"
 )

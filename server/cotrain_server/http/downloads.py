@@ -175,10 +175,10 @@ class ObjectDownload(StreamingResponse):
 
     def __init__(self, file: OpenFile, range_: str | None) -> None:
         self._file = file
-        asked = _RANGE.fullmatch(range_ or "")  # another form is answered with the whole object
-        start = int(asked[1]) if asked else 0
-        end = min(file.size, int(asked[2]) + 1) if asked and asked[2] else file.size
-        is_part = asked is not None and start < end
+        requested = _RANGE.fullmatch(range_ or "")  # another form is answered with the whole object
+        start = int(requested[1]) if requested else 0
+        end = min(file.size, int(requested[2]) + 1) if requested and requested[2] else file.size
+        is_part = requested is not None and start < end
         if not is_part:
             start, end = 0, file.size
         headers = {

@@ -18,7 +18,7 @@ from cotrain.wire.rest import (
 )
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
-from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
+from cotrain_server.http.auth import VIEWER_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_scan import MAX_DATUMS
@@ -82,7 +82,7 @@ async def create_session(
     """Open a session. A viewer's session is not stored: SDKs only need its id before they can read."""
     check_metadata(request.user_metadata, request.tags)
     if not tenant.may_change:
-        session_id = UNKEPT_SESSION + secrets.token_hex(16)
+        session_id = VIEWER_SESSION + secrets.token_hex(16)
         return wire.CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)
     await services.intake.check_capacity()
     session = await services.records.create_session(

@@ -82,28 +82,28 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, driver: Path = DRIVER)
     return [str(at) for at, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
 
 
-def parse_gpus(asked: str, base_models: int, visible: Sequence[str], group_size: int = 1) -> tuple[str, ...]:
+def parse_gpus(option: str, base_models: int, visible: Sequence[str], group_size: int = 1) -> tuple[str, ...]:
     """Parse `all`, or GPU names separated by commas: one worker on each, or on each `group_size` of
     them. Pure. Raises UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without a GPU.
     """
     if not visible:
-        raise UnfitGpus(f"--gpus {asked}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")
-    asked_for = [word.strip() for word in asked.split(",") if word.strip()]
-    names = tuple(visible) if asked_for == ["all"] else tuple(asked_for)
+        raise UnfitGpus(f"--gpus {option}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")
+    words = [word.strip() for word in option.split(",") if word.strip()]
+    names = tuple(visible) if words == ["all"] else tuple(words)
     unknown = [name for name in names if name not in visible]
     if unknown or not names:
-        named = ", ".join(unknown) or f"named {asked!r}"
+        named = ", ".join(unknown) or f"named {option!r}"
         raise UnfitGpus(f"--gpus: there is no GPU {named}. There are {', '.join(visible)}, or `all`.")
     if len(set(names)) < len(names):
-        raise UnfitGpus(f"--gpus {asked}: name each GPU once; there is one worker on each.")
+        raise UnfitGpus(f"--gpus {option}: name each GPU once; there is one worker on each.")
     if len(names) % group_size:
         raise UnfitGpus(
-            f"--gpus {asked}: {_count(names)} and groups of {group_size}; each process of a group needs one of its own. "
+            f"--gpus {option}: {_count(names)} and groups of {group_size}; each process of a group needs one of its own. "
             f"Name a multiple of {group_size}."
         )
     if len(names) < base_models * group_size:
         raise UnfitGpus(
-            f"--gpus {asked}: {base_models} base models and {_count(names)}; each needs {_own(group_size)}. "
+            f"--gpus {option}: {base_models} base models and {_count(names)}; each needs {_own(group_size)}. "
             "Serve fewer, or leave --gpus out and have them share."
         )
     return names

@@ -185,7 +185,7 @@ def metrics_pages(services: Services) -> Mapping[str, Callable[[], bytes]]:
     loop = asyncio.get_running_loop()
 
     def fleet() -> bytes:
-        asked = asyncio.run_coroutine_threadsafe(fleet_metrics(services), loop)
-        return asked.result(TIMEOUT_S)
+        page = asyncio.run_coroutine_threadsafe(fleet_metrics(services), loop)
+        return page.result(TIMEOUT_S)
 
     return {"/metrics": partial(process_metrics, services), "/metrics/fleet": fleet}

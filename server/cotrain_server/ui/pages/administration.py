@@ -96,13 +96,13 @@ USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", _read_usage, for_tenant=Tr
 
 async def _read_audit(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
-    before, asked_for = request.query.get("before"), request.query.get("tenant", "")
+    before, tenant_id = request.query.get("before"), request.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
         raise Invalid("before must be the id of an event.")
-    tenant = await find_tenant(request.services, asked_for) if asked_for else None
+    tenant = await find_tenant(request.services, tenant_id) if tenant_id else None
     found = await request.services.audit.page(tenant, before, EVENTS_SHOWN)
     return {
-        "tenant": asked_for,
+        "tenant": tenant_id,
         "events": [entry.model_dump() for entry in found],
         "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
     }
