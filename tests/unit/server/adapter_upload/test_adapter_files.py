@@ -1,3 +1,5 @@
+"""Archives of adapters: the kinds that are read, and the refusal of malicious members."""
+
 import gzip
 import io
 import os

@@ -1,3 +1,5 @@
+"""Configuration of an uploaded adapter: its ranks, scales and modules, and the refusal of other settings."""
+
 from math import sqrt
 from typing import Any, NoReturn
 

@@ -1,3 +1,5 @@
+"""Header of an uploaded tensor file, compared with the library's reader."""
+
 import json
 from typing import Any
 

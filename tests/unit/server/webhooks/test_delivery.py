@@ -1,3 +1,5 @@
+"""Delays between the attempts to deliver an event."""
+
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, LONGEST_RETRY_S, retry_in
 
 

@@ -1,3 +1,5 @@
+"""Signature of a webhook, and the addresses that it may be sent to."""
+
 import time
 from ipaddress import ip_address, ip_network
 
