@@ -80,8 +80,8 @@ class TenantUse(Counter[TenantId]):
     def of(self, tenant: TenantId, amount: int = 0, *, most: int | None = None) -> Iterator[Callable[[int], None]]:
         """Use an amount until the end of the block. Yields a function that uses more.
 
-        Both raise the refusal above the limit. The only block of a tenant may exceed it, because
-        the size of one body is limited elsewhere.
+        Both raise the refusal above the limit. A tenant without another block may exceed it, because the size of one
+        body is limited elsewhere.
         """
         limit, used = self._most if most is None else most, 0
 

@@ -111,7 +111,7 @@ class Parser:
         if weight <= THREAD_ABOVE:
             return work(*args, **kwargs)
         call = partial(work, *args, **kwargs)
-        return await self._alone(tenant, partial(self._in_thread, weight, call))
+        return await self._one_per_tenant(tenant, partial(self._in_thread, weight, call))
 
     async def parse_json(self, tenant: TenantId, weight: int, work: Callable[..., Answer], *args: Any) -> Answer:
         """Run some work on JSON, in a child process if it is heavy.
@@ -126,9 +126,9 @@ class Parser:
         """Run some work in a child process. The requirements of `parse_json` apply. Raises BodyTooLarge: it exceeds the
         memory or processor time of one call.
         """
-        return await self._alone(tenant, partial(self._in_child, work, args))
+        return await self._one_per_tenant(tenant, partial(self._in_child, work, args))
 
-    async def _alone(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+    async def _one_per_tenant(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         self._heavy += 1
         try:
             async with self._locks.of(tenant):

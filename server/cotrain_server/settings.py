@@ -1,12 +1,10 @@
 """Settings of the API process: those of the store, and those of HTTP. All are `COTRAIN_*` variables."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from contextlib import suppress
 from ipaddress import ip_network
-from pathlib import Path  # pydantic reads the annotation at run time
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, field_validator

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, opened, parse_gpus, visible_gpus
+from cotrain_server.supervisor.environment import UnfitGpus, check_group_gpus, parse_gpus, visible_gpus, with_password
 from cotrain_store.blobs.opening import check_url
 from cotrain_store.process_start import LAST_PORT
 from cotrain_store.settings import PREFIX
@@ -23,7 +23,7 @@ DataDir = Annotated[Path, typer.Option(envvar="COTRAIN_DATA_DIR", help="Where ev
 
 def _opened(redis_url: str | None) -> str | None:
     try:
-        return opened(redis_url)
+        return with_password(redis_url)
     except ValueError as mistake:
         refuse(str(mistake))
 
@@ -99,19 +99,19 @@ def _base_model(name: str) -> str:
     return f"{alias}={folder}" if alias else folder
 
 
-def chosen_gpus(asked: str | None, device: str, workers: int, base_models: int, group_size: int = 1) -> tuple[str, ...]:
+def chosen_gpus(gpus: str | None, device: str, workers: int, base_models: int, group_size: int = 1) -> tuple[str, ...]:
     """Return the GPUs of `--gpus`. Refuse options that exclude each other."""
-    if asked is None and workers > 1 and device != "cpu" and visible_gpus():
+    if gpus is None and workers > 1 and device != "cpu" and visible_gpus():
         refuse(
             f"--workers {workers} is for a CPU, and this host has GPUs: --gpus all has a worker on each, "
             "--device cpu uses none."
         )
-    if asked is not None and (device == "cpu" or workers > 1):
+    if gpus is not None and (device == "cpu" or workers > 1):
         with_it = "--device cpu" if device == "cpu" else f"--workers {workers}"
-        refuse(f"--gpus {asked} and {with_it} exclude each other: there is one worker per GPU.")
+        refuse(f"--gpus {gpus} and {with_it} exclude each other: there is one worker per GPU.")
     try:
-        if asked is not None:
-            return parse_gpus(asked, base_models, visible_gpus(), group_size)
+        if gpus is not None:
+            return parse_gpus(gpus, base_models, visible_gpus(), group_size)
         if device != "cpu":
             check_group_gpus(base_models, visible_gpus(), group_size)
     except UnfitGpus as unfit:

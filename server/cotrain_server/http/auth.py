@@ -17,12 +17,12 @@ from cotrain_store.messages.runs import Tenant
 
 READS = ("GET", "HEAD")
 #: Prefix of the session ids of viewers. The server stores no record of such a session.
-UNKEPT_SESSION = "viewer-"
+VIEWER_SESSION = "viewer-"
 #: POST routes that a viewer may call: they read, or end a browser session. SDKs open, keep and
 #: finish a session around each read. These routes store nothing for a viewer.
 READING_POSTS = re.compile(
     rf"/api/v1/(auth/token|client/config|client/dynamic_config|create_session|session_heartbeat"
-    rf"|sessions/{UNKEPT_SESSION}[^/]+/finish|telemetry|get_info|weights_info|(sessions|checkpoints)/search"
+    rf"|sessions/{VIEWER_SESSION}[^/]+/finish|telemetry|get_info|weights_info|(sessions|checkpoints)/search"
     r"|retrieve_future|retrieve_futures)|/anthropic/api/v1/messages/count_tokens"
     r"|/oai/api/v1/responses/input_tokens|/ui/login|/ui/logout"
 )
@@ -45,9 +45,7 @@ async def authenticate(request: Request, services: Services) -> Tenant:
 
 
 async def identify(request: Request, services: Services, credential: str) -> Tenant:
-    """Return the tenant of a key or token. Raises the same errors as `authenticate`, except
-    READ_ONLY_KEY.
-    """
+    """Return the tenant of a key or token. Raises the same errors as `authenticate`, except READ_ONLY_KEY."""
     try:
         tenant = await _tenant_of(services, credential)
     except (AuthenticationFailed, InvalidToken) as error:
@@ -93,8 +91,7 @@ def exchanges_key(request: Request, settings: ServerSettings) -> bool:
 def check_role(request: Request, tenant: Tenant) -> None:
     """Raise READ_ONLY_KEY if the role of a key does not allow a request.
 
-    This is the only place that decides it, for keys, tokens and cookies. The path is the one that
-    the router matches.
+    This is the only place that decides it, for keys, tokens and cookies. The path is the one that the router matches.
     """
     is_read = request.method in READS or (request.method == "POST" and READING_POSTS.fullmatch(request.scope["path"]))
     if not (tenant.may_change or is_read):
@@ -121,9 +118,7 @@ def shown_key(request: Request) -> str:
 
 
 def is_local(request: Request) -> bool:
-    """Return True if a client seems to run on this host. Sufficient only for conveniences, not for
-    access.
-    """
+    """Return True if a client seems to run on this host. Sufficient only for conveniences, not for access."""
     try:
         return request.client is not None and ip_address(request.client.host).is_loopback
     except ValueError:

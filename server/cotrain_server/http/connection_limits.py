@@ -58,8 +58,8 @@ class JoinedWrites:
     def write(self, data: bytes) -> None:
         """Write some bytes, at the latest in the next iteration of the event loop."""
         if self._unsent:
-            unsent, self._unsent = self._unsent, b""
-            self._transport.write(unsent + data)
+            self._unsent += data
+            self._flush()
         else:
             self._unsent = data
             self._loop.call_soon(self._flush)
@@ -86,8 +86,8 @@ class LimitedProtocol(HttpToolsProtocol):
     head_timeout_s = HEAD_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
     _is_head = True  # the next bytes belong to the head of a request
-    _advanced = False  # the last bytes ended a head, or belonged to a body
-    _partial_bytes = 0  # received since then
+    _has_advanced = False  # the bytes received last ended a head, or belonged to a body
+    _partial_bytes = 0  # received since a head ended, or since bytes belonged to a body
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -106,12 +106,12 @@ class LimitedProtocol(HttpToolsProtocol):
     @override
     def data_received(self, data: bytes) -> None:
         """Parse received bytes. A head or a trailer without an end has a maximum length and a timeout."""
-        self._advanced = False
+        self._has_advanced = False
         super().data_received(data)
         if self.transport.is_closing():
             return
         is_answering = self._is_answering()
-        self._partial_bytes = 0 if self._advanced else self._partial_bytes + len(data)
+        self._partial_bytes = 0 if self._has_advanced else self._partial_bytes + len(data)
         if self._partial_bytes > MAX_HEAD_BYTES:
             if self._is_head and not is_answering:
                 self.send_400_response(f"The head of a request exceeds {MAX_HEAD_BYTES} bytes.")
@@ -129,24 +129,24 @@ class LimitedProtocol(HttpToolsProtocol):
     @override
     def on_headers_complete(self) -> None:
         """Stop the timeout, and begin the request."""
-        self._is_head, self._advanced = False, True
+        self._is_head, self._has_advanced = False, True
         self._end_timeout()
         super().on_headers_complete()
 
     def on_chunk_header(self) -> None:
         """Reset the count of bytes that end no head and belong to no body."""
-        self._advanced = True
+        self._has_advanced = True
 
     @override
     def on_body(self, body: bytes) -> None:
         """Store bytes of a body."""
-        self._advanced = True
+        self._has_advanced = True
         super().on_body(body)
 
     @override
     def on_message_complete(self) -> None:
         """End the body; the next bytes are another head."""
-        self._is_head, self._advanced = True, True
+        self._is_head, self._has_advanced = True, True
         super().on_message_complete()
 
     @override
@@ -157,9 +157,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _await_head(self) -> None:
         if self._deadline is None:
-            self._deadline = self.loop.call_later(self.head_timeout_s, self._give_up)
+            self._deadline = self.loop.call_later(self.head_timeout_s, self._close_idle)
 
-    def _give_up(self) -> None:
+    def _close_idle(self) -> None:
         self._deadline = None
         if not self._is_answering():
             self.transport.close()
@@ -180,8 +180,7 @@ def limited_protocol(most: int) -> type[LimitedProtocol]:
 
 
 def allow_many_connections() -> int:
-    """Raise the limit of file descriptors to the host's maximum. Shells set 1,024, and each poll
-    holds one.
+    """Raise the limit of file descriptors to the host's maximum. Shells set 1,024, and each poll holds one.
 
     Returns the number of descriptors available for connections.
     """
@@ -191,9 +190,7 @@ def allow_many_connections() -> int:
 
 
 def max_connections() -> int:
-    """Return the maximum number of connections of this process, which is below its descriptor
-    limit.
-    """
+    """Return the maximum number of connections of this process, which is below its descriptor limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -201,9 +198,7 @@ def max_connections() -> int:
 
 
 def listen_long(servers: Iterable[asyncio.Server]) -> None:
-    """Set the kernel's accept queue to BACKLOG, although asyncio accepts only a few connections at
-    once.
-    """
+    """Set the kernel's accept queue to BACKLOG, although asyncio accepts only a few connections at once."""
     for server in servers:
         for listening in server.sockets:
             with socket.socket(fileno=socket.dup(listening.fileno())) as same:

@@ -33,17 +33,16 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ARCHIVE = "checkpoint.tar"
 #: Empty file that SDK 0.22 expects in an archive.
 COMPLETE = "checkpoint_complete"
-#: Read size of a file. Each chunk is copied in the event loop, and held until the client has
-#: received it.
+#: Read size of a file. Each chunk is copied in the event loop, and held until the client has received it.
 CHUNK_BYTES = 256 * 1024
 _BLOCK = tarfile.BLOCKSIZE
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
-#: Errors of this process or of this moment: the file may exist.
-_SAYS_NOTHING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
+#: Errors of this process or of this moment. The file may still exist.
+_TRANSIENT_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.ESTALE})
 
 #: Files whose digest was verified: identity with modification time, and digest.
-_WHOLE: set[tuple[str, str]] = set()
-_WHOLE_KEPT = 10_000
+_VERIFIED: set[tuple[str, str]] = set()
+_MAX_VERIFIED = 10_000
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,20 @@ class OpenFile:
         return self.blob.size
 
 
-def is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
+def _is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
     """Return True if the downloadable files of a checkpoint are encrypted."""
     return checkpoint.kind == "external_weights" and weights.external
 
 
-def names_of(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
+def file_names(checkpoint: CheckpointRecord, weights: WeightsRecord) -> tuple[str, ...]:
     """Return the names of the files of a checkpoint."""
-    encrypted = is_encrypted(checkpoint, weights)
+    encrypted = _is_encrypted(checkpoint, weights)
     return tuple(f"{name}.age" for name in ADAPTER_FILES) if encrypted else ADAPTER_FILES
 
 
-def files_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
+def folder_of(blobs: Blobs, checkpoint: CheckpointRecord, weights: WeightsRecord) -> Blobs:
     """Return the folder of a checkpoint's files."""
-    if is_encrypted(checkpoint, weights):
+    if _is_encrypted(checkpoint, weights):
         return blobs.below(f"external/{external_folder(weights.ref)}")
     return blobs.below(f"weights/{weights.digest[:2]}/{weights.digest}")
 
@@ -103,7 +102,7 @@ def _open(blobs: Blobs, name: str, opened: ExitStack) -> OpenFile:
     try:
         content, blob = blobs.open(name)
     except OSError as error:
-        if isinstance(error, BlobsUnavailable) or error.errno in _SAYS_NOTHING:
+        if isinstance(error, BlobsUnavailable) or error.errno in _TRANSIENT_ERRORS:
             log.error("file_unreadable", file=name, reason=error.strerror)
             raise StoreUnavailable("The file cannot be read now.") from error
         raise CheckpointNotFound from error
@@ -115,7 +114,7 @@ def _check(blobs: Blobs, files: Sequence[OpenFile], path: str) -> None:
         sums = _read_sums(blobs)
         fault = fault_of(sums, [file.name for file in files])
         if sums and not fault and blobs.folder:
-            damaged = [file.name for file in files if not _is_whole(file, sums[file.name])]
+            damaged = [file.name for file in files if not _is_intact(file, sums[file.name])]
             fault = f"{damaged[0]} is damaged" if damaged else None
     except OSError as error:
         log.error("file_unreadable", file=files[0].name, reason=error.strerror)
@@ -132,25 +131,23 @@ def _read_sums(blobs: Blobs) -> dict[str, str] | None:
         return None
 
 
-def _is_whole(file: OpenFile, expected: str) -> bool:
+def _is_intact(file: OpenFile, expected: str) -> bool:
     """Return True if a file has the expected digest. Each file is hashed once."""
-    this = (file.blob.mark, expected)
-    if this in _WHOLE:
+    verified = (file.blob.mark, expected)
+    if verified in _VERIFIED:
         return True
     found = hashlib.file_digest(cast("io.BufferedReader", file.content), "sha256").hexdigest()
     file.content.seek(0)
     if found != expected:
         return False
-    if len(_WHOLE) >= _WHOLE_KEPT:
-        _WHOLE.clear()
-    _WHOLE.add(this)
+    if len(_VERIFIED) >= _MAX_VERIFIED:
+        _VERIFIED.clear()
+    _VERIFIED.add(verified)
     return True
 
 
 def file_download(file: OpenFile, range_: str | None) -> Response:
-    """Return a response with a file, whole or by the `Range` header. An object of a store supports
-    one range.
-    """
+    """Return a response with a file, whole or by the `Range` header. An object of a store supports one range."""
     try:
         file.content.fileno()
     except OSError:
@@ -178,10 +175,10 @@ class ObjectDownload(StreamingResponse):
 
     def __init__(self, file: OpenFile, range_: str | None) -> None:
         self._file = file
-        asked = _RANGE.fullmatch(range_ or "")
-        start = int(asked[1]) if asked else 0
-        end = min(file.size, int(asked[2]) + 1) if asked and asked[2] else file.size
-        is_part = asked is not None and start < end
+        requested = _RANGE.fullmatch(range_ or "")  # another form is answered with the whole object
+        start = int(requested[1]) if requested else 0
+        end = min(file.size, int(requested[2]) + 1) if requested and requested[2] else file.size
+        is_part = requested is not None and start < end
         if not is_part:
             start, end = 0, file.size
         headers = {

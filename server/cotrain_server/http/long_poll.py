@@ -47,10 +47,10 @@ HOLD_S = 1.0
 
 @dataclass(frozen=True)
 class Poll:
-    """A polled endpoint: POST `path` with the JSON of `asks`."""
+    """A polled endpoint: POST `path` with the JSON of `model`."""
 
     path: str
-    asks: type[WireModel]
+    model: type[WireModel]
     endpoint: Endpoint
     """Returns the answer, or a coroutine function that waits for it. Only that function is kept,
     and it is cancelled when the client disconnects.
@@ -91,10 +91,10 @@ async def _prepare(poll: Poll, request: Request) -> Response | Wait:
     services: Services = request.app.state.services
     tenant = await authenticate(request, services)
     try:
-        asked = await _read(poll, request, services, tenant.id)
+        wanted = await _read(poll, request, services, tenant.id)
     except ValidationError as error:
         return schema_refusal(error.errors(), request.state.request_id)
-    return await poll.endpoint(asked, request, services, tenant)
+    return await poll.endpoint(wanted, request, services, tenant)
 
 
 async def _read(poll: Poll, request: Request, services: Services, tenant: TenantId) -> WireModel:
@@ -102,15 +102,13 @@ async def _read(poll: Poll, request: Request, services: Services, tenant: Tenant
     with services.tenant_requests.of(tenant, 1), services.body_memory.of(tenant) as take:
         reader = BodyReader(services.parser, tenant, limit_bytes, FEW, take)
         body = await reader.read(request)
-        # A body without a JSON content type is validated as bytes, so it is refused.
-        read = poll.asks.model_validate_json if is_json(request) else poll.asks.model_validate
-        return read(body)
+        if is_json(request):
+            return poll.model.model_validate_json(body)
+        return poll.model.model_validate(body)  # raises, because bytes are no model
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Answer]) -> Answer | None:
-    """Await `work` while its client is connected. If the client disconnects, cancel it and return
-    None.
-    """
+    """Await `work` while its client is connected. If the client disconnects, cancel it and return None."""
     working: asyncio.Task[Any] = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_end_with_client(receive, working))
     try:
@@ -139,9 +137,7 @@ def _is_cancelled() -> bool:
 async def trace_retrieval(
     services: Services, tenant: TenantId, request: RequestId, began: float, result: Result
 ) -> None:
-    """Record the poll that delivered a result, as a child of its client's span, or else of the span
-    of its op.
-    """
+    """Record the poll that delivered a result, as a child of its client's span, or else of the span of its op."""
     traces = tracer()
     if traces is None:
         return

@@ -34,8 +34,7 @@ _ID_HEADER = b"x-request-id"
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,64}", re.ASCII)
 #: Generated ids: the start is of this process, and the rest counts, without a call of the kernel for each request.
 _PROCESS, _NUMBERS = secrets.token_hex(4), itertools.count()
-#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready"
-#: to a waiting probe.
+#: Answers that are not logged: "not yet" to a poll, "slower" to a sampling client, and "not ready" to a waiting probe.
 _NOT_LOGGED = {
     ("/api/v1/retrieve_future", 408),
     ("/api/v1/retrieve_futures", 408),
@@ -52,6 +51,10 @@ _REPEATED = frozenset(
     )
 )  # fmt: skip
 _SERVER_ERROR = 500
+#: Headers that contain an address.
+_ADDRESS_HEADERS = (b"location", b"hx-redirect")
+#: Start of an attribute of a page that contains one of our addresses. Templates escape the quotes of all values.
+_LINK = b'="/ui'
 
 
 class RequestMiddleware:
@@ -78,7 +81,7 @@ class RequestMiddleware:
         span = _begin_span(scope)
         started_at, statuses = time.perf_counter(), list[int]()
 
-        async def send_noted(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
                 added = [(_ID_HEADER, request_id.encode())]
@@ -90,21 +93,20 @@ class RequestMiddleware:
         try:
             if services is not None and scope["path"] not in _REPEATED:
                 await services.parser.loop_slots.take()
-            await self.app(scope, receive, send_noted)
+            await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             statuses.append(CLIENT_CLOSED_REQUEST)
         except Exception as error:  # noqa: BLE001  # the HTTP edge answers whatever happened
             _log_crash(error)
             if not statuses:
-                await internal_error_at(scope, request_id)(scope, receive, send_noted)
-        # Use the route template, not the path: ids must not become labels, and query strings must
-        # not reach the log.
+                await internal_error_at(scope, request_id)(scope, receive, send_with_id)
+        # Use the route template, not the path: ids must not become labels, and query strings must not reach the log.
         route, status = getattr(scope.get("route"), "path", "unmatched"), (statuses or [0])[0]
-        self._note(scope, route, status, time.perf_counter() - started_at)
+        self._measure(scope, route, status, time.perf_counter() - started_at)
         if span is not None:
             _end_span(span, scope, route, status)
 
-    def _note(self, scope: Scope, route: str, status: int, duration_s: float) -> None:
+    def _measure(self, scope: Scope, route: str, status: int, duration_s: float) -> None:
         metrics.HTTP_REQUESTS.labels(route, status).inc()
         metrics.HTTP_DURATION.labels(route).observe(duration_s)
         if status >= 400 and (route, status) not in _NOT_LOGGED:
@@ -254,12 +256,6 @@ class DirectRoutes:
         return route.serve(scope, receive, send)
 
 
-#: Headers that contain an address.
-_LEADING = (b"location", b"hx-redirect")
-#: Attributes that contain one of our addresses. Templates escape the quotes of all values.
-_LINK = b'="/ui'
-
-
 def path_prefix(public_url: str | None) -> str:
     """Return the path of an address without a trailing slash, or "" if it has none."""
     return urlsplit(public_url or "").path.rstrip("/")
@@ -310,15 +306,14 @@ class PathPrefix:
         return {**scope, **cut}
 
     def _headers(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-        prefix = self._prefix.encode()
-        return [
-            (name, prefix + value)
-            if name.lower() in _LEADING and value.startswith(b"/")
-            else (name, value.replace(b"Path=/ui", b"Path=" + prefix + b"/ui"))
-            if name.lower() == b"set-cookie"
-            else (name, value)
-            for name, value in headers
-        ]
+        prefix, prefixed = self._prefix.encode(), list[tuple[bytes, bytes]]()
+        for name, value in headers:
+            if name.lower() in _ADDRESS_HEADERS and value.startswith(b"/"):
+                value = prefix + value
+            elif name.lower() == b"set-cookie":
+                value = value.replace(b"Path=/ui", b"Path=" + prefix + b"/ui")
+            prefixed.append((name, value))
+        return prefixed
 
 
 def _is_page(path: str) -> bool:

@@ -17,8 +17,7 @@ from cotrain_server.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 
-#: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the
-#: connection.
+#: An SDK stops waiting after 60 s. A client that sends one byte per second only occupies the connection.
 RECEIVE_TIMEOUT_S = 60.0
 #: Size from which received chunks are no longer gathered in one buffer.
 _GATHERED_BYTES = 64 * 1024
@@ -57,8 +56,7 @@ class JsonLimits:
 
 #: Limits for bodies that the event loop itself parses: 20,000 values take a few milliseconds.
 FEW = JsonLimits(values=20_000, containers=20_000)
-#: SDKs send passes as protobuf. As JSON this is a million tokens with three inputs, or 10,000
-#: datums.
+#: SDKs send passes as protobuf. As JSON this is a million tokens with three inputs, or 10,000 datums.
 MANY = JsonLimits(values=4 * 1024**2, containers=256 * 1024)
 #: A chat of thousands of messages, or 256 prompts of tokens.
 CHATS = JsonLimits(values=4 * 1024**2, containers=16 * 1024)
@@ -75,8 +73,7 @@ class BodyReader:
     take: Callable[[int], None] = lambda _: None  # counts bytes as they arrive
 
     async def read(self, request: Request) -> bytes:
-        """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its
-        weight.
+        """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its weight.
 
         Raises:
             BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed, or `json_limits`.

@@ -61,11 +61,6 @@ def error_response(
     return JSONResponse(body.model_dump(), status, headers)
 
 
-def internal_error(request_id: str) -> JSONResponse:
-    """Return the response of an unexpected error, with a reference to the log and without details."""
-    return error_response(500, *_internal(request_id))
-
-
 def error_at(scope: Scope, status: int, message: str, code: str, request_id: str) -> Response:
     """Return the response of an error outside all routes, in the format of the API of its path."""
     formats: Mapping[str, ErrorFormat] = scope["app"].state.error_formats
@@ -75,18 +70,19 @@ def error_at(scope: Scope, status: int, message: str, code: str, request_id: str
 
 
 def internal_error_at(scope: Scope, request_id: str) -> Response:
-    """Return the response of `internal_error` in the format of the API of its path."""
-    return error_at(scope, 500, *_internal(request_id))
+    """Return the response of an unexpected error, in the format of the API of its path."""
+    return error_at(scope, *_internal_error(request_id))
 
 
-def _internal(request_id: str) -> tuple[str, str, str]:
-    return f"Internal error (ref {request_id}).", "internal_error", request_id
+def _internal_error(request_id: str) -> tuple[int, str, str, str]:
+    """Return the arguments of an `ErrorFormat`: a reference to the log, without details."""
+    return 500, f"Internal error (ref {request_id}).", "internal_error", request_id
 
 
 def refusal(error: Exception, request_id: str) -> JSONResponse:
-    """Return the response of an error, and count a refusal."""
+    """Return the response of an error. Count it in the metrics if it is a refusal."""
     if not isinstance(error, Refused):
-        return internal_error(request_id)
+        return error_response(*_internal_error(request_id))
     reason = error.reason
     metrics.REQUESTS_REJECTED.labels(reason.code).inc()
     answer = error_response(reason.status, str(error), reason.code, request_id, reason.retry_after_s)
@@ -133,9 +129,7 @@ class FiniteJSONResponse(JSONResponse):
 
 
 def finite_json(value: Any) -> str:
-    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and
-    infinities become null.
-    """
+    """Return compact JSON in ASCII, which can also represent half a surrogate pair. NaN and infinities become null."""
     try:
         return _written(value)
     except ValueError:

@@ -125,6 +125,11 @@ class OperatorRoute(APIRoute):
         return guarded
 
 
+def server_url(request: Request, settings: ServerSettings) -> str:
+    """Return the address of this server for its clients, without a trailing slash."""
+    return (settings.public_url or str(request.base_url)).rstrip("/")
+
+
 def tenant_router(tag: str, prefix: str = "/api/v1", kind: type[APIRoute] = TenantRoute) -> APIRouter:
     """Return a router of requests with a tenant's API key. `tag` is its heading in the OpenAPI page."""
     return APIRouter(prefix=prefix, tags=[tag], route_class=kind, dependencies=[api_key])
@@ -136,9 +141,7 @@ def operator_router(prefix: str) -> APIRouter:
 
 
 def body_of(*models: type[BaseModel], binary: bool = False) -> dict[str, Any]:
-    """Return the OpenAPI schema of a JSON body of one of these models; with `binary`, or of a
-    protobuf message.
-    """
+    """Return the OpenAPI schema of a JSON body of one of these models; with `binary`, or of a protobuf message."""
     schemas = [_inlined(model.model_json_schema()) for model in models]
     schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
     content: dict[str, Any] = {"application/json": {"schema": schema}} if models else {}

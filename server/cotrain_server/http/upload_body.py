@@ -24,6 +24,10 @@ SILENCE_S = 60.0
 #: 512 MiB at 2.4 Mbit/s.
 RECEIVE_S = 1800.0
 _FLUSH_BYTES = 1024**2
+#: Forms with an upload have only a few parts.
+MAX_PARTS = 16
+MAX_HEADER_BYTES = 16 * 1024
+_READ_BYTES = 1024**2
 
 
 @asynccontextmanager
@@ -96,12 +100,6 @@ def _write(file: IO[bytes], chunk: bytes, folder: Path, reserve_bytes: int) -> N
 
 def _too_large(name: str, limit_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(f"{name} exceeds {limit_bytes / 1024**2:g} MiB.")
-
-
-#: Forms with an upload have only a few parts.
-MAX_PARTS = 16
-MAX_HEADER_BYTES = 16 * 1024
-_READ_BYTES = 1024**2
 
 
 def file_in_form(body: IO[bytes], content_type: str, name: str) -> IO[bytes]:

@@ -21,13 +21,24 @@ from cotrain_store.errors import AuthenticationFailed, CheckpointNotFound, Malfo
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.messages.runs import CheckpointRecord, LoraSpec, RunRecord, WeightsRecord
 
-#: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until
-#: deleted.
+#: Bounds of a checkpoint's lifetime, as in the hosted services. Without one, it is kept until deleted.
 MIN_TTL_S = 3_600
 MAX_TTL_S = 10 * 365 * 24 * 3_600
 MAX_METADATA_BYTES = 64 * 1024
 MAX_RECIPIENTS = 64
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Path of the routes of a checkpoint. A name has no slash, so one called `publish` does not match the routes below it.
+CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
+#: Errors that a tenant can cause by a path. The op keeps its position and fails.
+WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsDeleted)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint, and the weights that it names now."""
+
+    checkpoint: CheckpointRecord
+    weights: WeightsRecord
 
 
 def check_name(name: str) -> None:
@@ -129,21 +140,6 @@ def _shape(lora: LoraSpec) -> tuple[int, bool, bool, bool]:
 def _words(lora: LoraSpec) -> str:
     rank, attn, mlp, unembed = _shape(lora)
     return f"rank {rank}, train_attn={attn}, train_mlp={mlp}, train_unembed={unembed}"
-
-
-#: A name has no slash, so a checkpoint called `publish` does not match the routes below it.
-CHECKPOINT = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
-
-#: Errors that a tenant can cause by a path. The op keeps its position and fails.
-WRONG_PATH = (Invalid, MalformedPath, CheckpointNotFound, WeightsDeleted)
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint, and the weights that it names now."""
-
-    checkpoint: CheckpointRecord
-    weights: WeightsRecord
 
 
 def path_of(run_id: str, kind: str, name: str) -> str:

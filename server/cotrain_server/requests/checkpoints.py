@@ -140,8 +140,7 @@ def check_mix(wanted: InterpolateRequest) -> None:
 
 
 def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
-    """Return the LoRA spec of a combination: the sum of all ranks, and every module that any source
-    trains.
+    """Return the LoRA spec of a combination: the sum of all ranks, and every module that any source trains.
 
     An alpha common to all sources is kept, otherwise the default applies.
     """
@@ -159,9 +158,7 @@ def mixed_lora(sources: Sequence[WeightsRecord]) -> LoraSpec:
 
 
 def mix_body(wanted: InterpolateRequest, sources: Sequence[WeightsRecord]) -> bytes:
-    """Return the body of the load that creates a combination. Raises Invalid if the base models
-    differ.
-    """
+    """Return the body of the load that creates a combination. Raises Invalid if the base models differ."""
     if len({source.base_model for source in sources}) > 1:
         names = ", ".join(dict.fromkeys(source.base_model for source in sources))
         raise Invalid(f"source_paths: the checkpoints are of several base models ({names}).")

@@ -22,8 +22,7 @@ from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord
 
-#: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take
-#: 64 to 128 MiB.
+#: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
 #: A small sparse tensor takes ten times as long to decode as a dense one.
 MAX_SPARSE_TENSORS = 1 << 15
@@ -41,9 +40,7 @@ class Op:
     body: bytes
     tokens: int
     digest: str
-    """Digest of the request as sent, not of the checkpoints that its paths named: a repeat is the
-    same request.
-    """
+    """Digest of the request as sent, not of the checkpoints that its paths named: a repeat is the same request."""
     uses: tuple[WeightsRef, ...] = ()  # weights that must be kept while the log needs this op
     sampler: SamplerId | None = None  # sampler that a save without a name creates
 
@@ -80,8 +77,7 @@ class ParsedPass:
     """The content of the pass; None if it is invalid (`refusal` gives the reason)."""
     refusal: str
     content: bytes
-    """Canonical bytes of the request, equal for every encoding. Its digest is computed from them.
-    """
+    """Canonical bytes of the request, equal for every encoding. Its digest is computed from them."""
     forward_only: bool = False  # endpoint of a pass that is not parsed yet
     is_read: bool = True
     """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""

@@ -19,6 +19,7 @@ from cotrain_store.errors import MalformedBody
 #: Limit that `client/config` sends to SDKs, which split larger calls (`fwdbwd_max_chunk_len`). Our
 #: client applies it on its own.
 MAX_DATUMS = 65_536
+#: Maximum counts in one request, over all its datums.
 LIMITS: Mapping[str, int] = MappingProxyType({
     "data": MAX_DATUMS,
     "model_input": 4 * MAX_DATUMS,
@@ -29,7 +30,6 @@ LIMITS: Mapping[str, int] = MappingProxyType({
     # Of any kind, including unknown ones. A datum of one chunk and three inputs has 21.
     "field": 32 * MAX_DATUMS,
 })  # fmt: skip
-"""Maximum counts in one request, over all its datums."""
 _UNITS = {
     "data": "datums",
     "model_input": "chunks",
@@ -42,6 +42,8 @@ _UNITS = {
 #: Limits within which a large pass must name its run. SDKs need 2 fields and 40 bytes.
 HEAD_BYTES = 4096
 HEAD_FIELDS = 64
+#: Maximum bytes of a run in a sweep: its name, its position and the numbers of its step.
+SWEEP_RUN_BYTES = 256
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MALFORMED = "The request is not a ForwardBackwardRequest message."
@@ -65,8 +67,7 @@ class _Field:
     counts_as: str | None = None
 
 
-# By tag: number << 3 | wire type. A known number with another wire type is unknown, as for the
-# protobuf parser.
+# By tag: number << 3 | wire type. A known number with another wire type is unknown, as for the protobuf parser.
 _VALUE = _Field()
 _UNKNOWN = _Field()
 _MESSAGE_OF_BYTES = {0x0A: _VALUE}
@@ -95,6 +96,8 @@ _PASS = {
     0x30: _VALUE,
     0x3A: _Field({0x0A: _VALUE, 0x12: _Field({0x09: _VALUE, 0x12: _VALUE})}, counts_as="loss_fn_config"),
 }
+#: Fields of a SweepPassRequest.
+_RUNS, _PASS_REQUEST = 0x0A, 0x12
 
 
 def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
@@ -115,7 +118,7 @@ def strip_unknown_fields(body: bytes, max_fields: int | None = None) -> bytes:
 
 
 def _lean(body: bytes, start: int, end: int, known: Mapping[int, _Field], left: dict[str, int]) -> bytes | None:
-    """Return a copy of a message without its unknown fields, or None if it has none."""
+    """Return a copy of a message without its unknown fields, or None if it has none. Subtract its fields from `left`."""
     kept: list[bytes] = []
     kept_to = start
     for tag, begin, value, stop in _fields(body, start, end):
@@ -161,11 +164,6 @@ def head_of(body: bytes) -> bytes:
     return body[:end]
 
 
-_RUNS, _PASS_REQUEST = 0x0A, 0x12
-#: Maximum bytes of a run in a sweep: its name, its position and the numbers of its step.
-SWEEP_RUN_BYTES = 256
-
-
 def too_many_runs() -> Invalid:
     """Return the refusal of a sweep with too many runs."""
     return Invalid(f"runs: one request is for at most {MAX_SWEEP_RUNS} runs. Send it in several calls.")
@@ -180,15 +178,13 @@ def split_sweep(body: bytes) -> tuple[bytes, bytes]:
     """
     try:
         (runs, _, begin, end), (batch, _, value, stop) = islice(_fields(body, 0, len(body)), 2)
-        if (runs, batch, stop) == (_RUNS, _PASS_REQUEST, len(body)):
-            if end - begin > SWEEP_RUN_BYTES * MAX_SWEEP_RUNS:
-                raise too_many_runs()
-            return body[begin:end], body[value:stop]
-    except ValueError as other:
+    except (ValueError, IndexError) as other:  # fewer than two fields, or the body is cut
         raise MalformedBody(_MALFORMED_SWEEP) from other
-    except IndexError as cut:
-        raise MalformedBody(_MALFORMED_SWEEP) from cut
-    raise MalformedBody(_MALFORMED_SWEEP)
+    if (runs, batch, stop) != (_RUNS, _PASS_REQUEST, len(body)):
+        raise MalformedBody(_MALFORMED_SWEEP)
+    if end - begin > SWEEP_RUN_BYTES * MAX_SWEEP_RUNS:
+        raise too_many_runs()
+    return body[begin:end], body[value:stop]
 
 
 def _fields(body: bytes, position: int, end: int) -> Iterator[tuple[int, int, int, int]]:

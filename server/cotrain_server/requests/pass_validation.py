@@ -1,5 +1,4 @@
-"""Validation of training requests before they enter the log. Pure. Error messages are for the
-tenant.
+"""Validation of training requests before they enter the log. Pure. Error messages are for the tenant.
 
 Nothing invalid may be accepted: an invalid token id would crash the device for every tenant, and a
 replay must never contain an op that cannot run. A request refused here still takes its seq in the
@@ -29,8 +28,15 @@ if TYPE_CHECKING:  # the child processes that check passes start faster without 
     from cotrain.wire.runs import AdamParams, MuonParams
 
 TARGETS = "target_tokens"
+#: Input of every loss that only metrics read: steps of the policies that sampled the targets.
+POLICY_STEP = "policy_step"
+MAX_POLICY_STEP = 2**31 - 1
+#: Expert of a token whose experts the router chooses.
 NOT_GIVEN = -1
-"""Expert of a token whose experts the router chooses."""
+#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
+#: must then run in parts, for other tenants too.
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True)
@@ -80,18 +86,9 @@ NEEDS_BY_LOSS: Mapping[str, LossNeeds] = MappingProxyType(
 )
 
 
-#: Names of all loss inputs.
+#: Inputs that some loss reads.
 _READ = {TARGETS, *(name for needs in NEEDS_BY_LOSS.values() for name in (*needs.inputs, *needs.optional))}
 _IGNORED = " Targets of -100 are not ignored here: give them weight 0 and any token id."
-
-#: Input of every loss that only metrics read: steps of the policies that sampled the targets.
-POLICY_STEP = "policy_step"
-MAX_POLICY_STEP = 2**31 - 1
-
-#: Workers compute in float32. PyTorch refuses some larger numbers in the middle of a pass. The pass
-#: must then run in parts, for other tenants too.
-LARGEST = float(np.finfo(np.float32).max)
-SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 def check_pass(request: PassBody, pool: PoolRecord) -> int:
@@ -129,46 +126,6 @@ def check_pass(request: PassBody, pool: PoolRecord) -> int:
             _check_policy_step(f"data[{number}].loss_fn_inputs.{POLICY_STEP}", datum)
     nodes = len(custom.graph.nodes) if custom else 0
     return request.num_tokens + nodes * len(request.datums)
-
-
-def _check_policy_step(field: str, datum: DatumArrays) -> None:
-    steps, length = datum.inputs[POLICY_STEP], len(datum.tokens)
-    if steps.shape != (length,):
-        raise Invalid(f"{field} has shape {list(steps.shape)}, but the input has {length} tokens.")
-    bad = (steps < NO_POLICY_STEP) | (steps > MAX_POLICY_STEP) | (steps != np.floor(steps))
-    if bad.any():
-        at = int(bad.argmax())
-        raise Invalid(
-            f"{field}[{at}] is {steps[at]}, but must be an optimizer step (0..{MAX_POLICY_STEP}), or {NO_POLICY_STEP} "
-            "for a target that no policy of this run sampled. Use `sequence.policy_steps` of a sample."
-        )
-
-
-def check_steps(field: str, params: AdamParams | MuonParams) -> None:
-    """Check the numbers of an optim_step that its wire type does not constrain. Raises Invalid."""
-    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
-        if abs(getattr(params, name)) > LARGEST:
-            raise Invalid(f"{field}.{name} is larger than a float32 can be.")
-    if params.grad_clip_norm < 0:
-        raise Invalid(f"{field}.grad_clip_norm must be 0, which is no limit, or more.")
-
-
-def check_adam(params: AdamParams) -> None:
-    """Check the numbers of an AdamW step that the wire type does not constrain. Raises Invalid."""
-    check_steps("adam_params", params)
-    if params.eps > LARGEST:
-        raise Invalid("adam_params.eps is larger than a float32 can be.")
-    # A row without any gradient has m = v = 0, and 0 / (0 + 0) is NaN.
-    if params.eps <= 0:
-        raise Invalid("adam_params.eps must be greater than 0.")
-    if params.eps < SMALLEST:
-        raise Invalid("adam_params.eps is 0 as a float32.")
-
-
-def check_rank(rank: int, max_rank: int) -> None:
-    """Check a new run's rank. Raises Invalid."""
-    if not 1 <= rank <= max_rank:
-        raise Invalid(f"rank must be between 1 and {max_rank}.")
 
 
 def _needs_of(loss_fn: str) -> LossNeeds:
@@ -287,6 +244,19 @@ def _wrong_shape(number: int, name: str, shape: tuple[int, ...], because: str) -
     return f"data[{number}].loss_fn_inputs.{name} has shape {list(shape)}, but {because}."
 
 
+def _check_policy_step(field: str, datum: DatumArrays) -> None:
+    steps, length = datum.inputs[POLICY_STEP], len(datum.tokens)
+    if steps.shape != (length,):
+        raise Invalid(f"{field} has shape {list(steps.shape)}, but the input has {length} tokens.")
+    bad = (steps < NO_POLICY_STEP) | (steps > MAX_POLICY_STEP) | (steps != np.floor(steps))
+    if bad.any():
+        at = int(bad.argmax())
+        raise Invalid(
+            f"{field}[{at}] is {steps[at]}, but must be an optimizer step (0..{MAX_POLICY_STEP}), or {NO_POLICY_STEP} "
+            "for a target that no policy of this run sampled. Use `sequence.policy_steps` of a sample."
+        )
+
+
 def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
     """Check the token ids of all datums at once. Raises Invalid: only then is the fault located."""
     everything = np.concatenate([array.ravel() for array in ids])
@@ -295,9 +265,10 @@ def check_tokens(what: str, ids: Sequence[np.ndarray], vocab_size: int) -> None:
     for number, array in enumerate(ids):
         bad = np.argwhere((array < 0) | (array >= vocab_size))
         if len(bad):
+            token = array[tuple(bad[0])]
             raise Invalid(
-                f"{what} id {array[tuple(bad[0])]} at datum {number}, position {_indices(bad[0])} is "
-                f"outside the vocabulary (0..{vocab_size - 1}).{_IGNORED if array[tuple(bad[0])] == -100 else ''}"
+                f"{what} id {token} at datum {number}, position {_indices(bad[0])} is "
+                f"outside the vocabulary (0..{vocab_size - 1}).{_IGNORED if token == -100 else ''}"
             )
 
 
@@ -308,8 +279,7 @@ def check_finite(name: str, values: Sequence[np.ndarray]) -> None:
     for number, array in enumerate(values):
         bad = np.argwhere(~np.isfinite(array))
         if len(bad):
-            indices = _indices(bad[0])
-            raise Invalid(f"data[{number}].{name}[{indices}] is not finite.")
+            raise Invalid(f"data[{number}].{name}[{_indices(bad[0])}] is not finite.")
 
 
 def expert_choices(pool: PoolRecord, field: str) -> tuple[int, int, int]:
@@ -347,3 +317,30 @@ def check_experts(field: str, given: np.ndarray, length: int, pool: PoolRecord) 
 
 def _indices(index: np.ndarray) -> str:
     return ", ".join(str(axis) for axis in index)
+
+
+def check_steps(field: str, params: AdamParams | MuonParams) -> None:
+    """Check the numbers of an optim_step that its wire type does not constrain. Raises Invalid."""
+    for name in ("learning_rate", "weight_decay", "grad_clip_norm"):
+        if abs(getattr(params, name)) > LARGEST:
+            raise Invalid(f"{field}.{name} is larger than a float32 can be.")
+    if params.grad_clip_norm < 0:
+        raise Invalid(f"{field}.grad_clip_norm must be 0, which is no limit, or more.")
+
+
+def check_adam(params: AdamParams) -> None:
+    """Check the numbers of an AdamW step that the wire type does not constrain. Raises Invalid."""
+    check_steps("adam_params", params)
+    if params.eps > LARGEST:
+        raise Invalid("adam_params.eps is larger than a float32 can be.")
+    # A row without any gradient has m = v = 0, and 0 / (0 + 0) is NaN.
+    if params.eps <= 0:
+        raise Invalid("adam_params.eps must be greater than 0.")
+    if params.eps < SMALLEST:
+        raise Invalid("adam_params.eps is 0 as a float32.")
+
+
+def check_rank(rank: int, max_rank: int) -> None:
+    """Check a new run's rank. Raises Invalid."""
+    if not 1 <= rank <= max_rank:
+        raise Invalid(f"rank must be between 1 and {max_rank}.")

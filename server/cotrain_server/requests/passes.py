@@ -1,11 +1,8 @@
 """Parsing of training requests into ops of the log. Pure: bytes in, op out.
 
-The run and the position in its order are read first. The content is then checked against the run's
-base model. A request with a known position and invalid content becomes a rejected op, because its
-client has used that position.
+The run and the position in its order are read first. The content is then checked against the run's base model. A
+request with a known position and invalid content becomes a rejected op, because its client has used that position.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
@@ -124,11 +121,11 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
 
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
-    content = (
-        ForwardRequest.model_validate(_with_default_seq(fields)).forward_input
-        if forward_only
-        else ForwardBackwardRequest.model_validate(_with_default_seq(fields)).forward_backward_input
-    )
+    numbered = _with_default_seq(fields)
+    if forward_only:
+        content = ForwardRequest.model_validate(numbered).forward_input
+    else:
+        content = ForwardBackwardRequest.model_validate(numbered).forward_backward_input
     return encode_pass_request(
         fields["model_id"],
         fields.get("seq_id") or 0,
@@ -140,9 +137,7 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
 
 
 def read_fields(body: bytes) -> AddressedFields:
-    """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a
-    position.
-    """
+    """Parse a save or a load. Raises Unreadable if it is not a JSON object, or lacks a run or a position."""
     fields = json_object(body)
     address = parse_run_and_seq(SequencedRequest, fields)
     return AddressedFields(address.model_id, address.seq_id, fields)

@@ -1,6 +1,4 @@
-"""Conversion of a reverse KL request to an op of the log. Pure: the request and the resolved path
-in, op out.
-"""
+"""Conversion of a reverse KL request to an op of the log. Pure: the request and the resolved path in, op out."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,7 +7,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.datums import ModelInput
 from cotrain.wire.runs import ReverseKlDatum, ReverseKlRequest
 from cotrain.wire.tensors import TensorData
 from cotrain_server.errors import Invalid, first_error
@@ -43,7 +40,9 @@ def read_reverse_kl(content: bytes) -> AddressedKl:
     path = fields.get("reference_model_path")
     body, refusal = None, ""
     try:
-        body = _body(ReverseKlRequest.model_validate(fields))
+        wanted = ReverseKlRequest.model_validate(fields)
+        datums = tuple(_arrays(number, datum) for number, datum in enumerate(wanted.data))
+        body = ReverseKlBody(None, wanted.temperature, datums)
     except ValidationError as error:
         refusal = first_error(error)
     except (Invalid, UnsupportedInput) as error:
@@ -70,23 +69,14 @@ def reverse_kl_op(request: AddressedKl, reference: WeightsRef | None, pool: Pool
     return Op(OpKind.REVERSE_KL, encode_reverse_kl(body), body.num_tokens, digest, uses)
 
 
-def _body(wanted: ReverseKlRequest) -> ReverseKlBody:
-    datums = tuple(_arrays(number, datum) for number, datum in enumerate(wanted.data))
-    return ReverseKlBody(None, wanted.temperature, datums)
-
-
 def _arrays(number: int, datum: ReverseKlDatum) -> KlArrays:
     return KlArrays(
-        student_context=_tokens(datum.student_input),
-        reference_context=_tokens(datum.reference_input),
+        student_context=np.asarray(datum.student_input.to_ints(), np.int64),
+        reference_context=np.asarray(datum.reference_input.to_ints(), np.int64),
         targets=_row(f"data[{number}].target_tokens", datum.target_tokens, "int64"),
         weights=_row(f"data[{number}].weights", datum.weights, "float32"),
         routed_experts=None if datum.routed_experts is None else datum.routed_experts.to_numpy(),
     )
-
-
-def _tokens(context: ModelInput) -> np.ndarray:
-    return np.asarray(context.to_ints(), np.int64)
 
 
 def _row(where: str, tensor: TensorData, dtype: str) -> np.ndarray:

@@ -30,8 +30,7 @@ MAX_ALL_STOP_CHARACTERS = 4_096
 MAX_TOPK = 128
 #: Cells of `target_prompt_logprobs`, each of which returns one number.
 MAX_TARGETS = 1 << 20
-#: Log-probs of alternative tokens that one request may return in total, because a worker holds them
-#: all in memory.
+#: Log-probs of alternative tokens that one request may return in total, because a worker holds them all in memory.
 MAX_TOPK_CELLS = 1 << 24
 #: Experts of tokens that one request may return in total: 256 MB to 512 MB.
 MAX_ROUTED_EXPERTS = 1 << 28
@@ -63,12 +62,6 @@ def read_sample(content: bytes) -> AddressedSample:
         raise Invalid(
             "sampling_session_id and seq_id are required. Create a sampler with create_sampling_session first."
         )
-    _refuse_unsupported(request)
-    body, images = _body(request), tuple(_images(request.prompt))
-    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
-
-
-def _refuse_unsupported(request: SampleRequest) -> None:
     if request.prompt_alt_tokens_k:
         raise Invalid("prompt_alt_tokens_k is not supported here.")
     if request.record_stability_info:
@@ -76,6 +69,8 @@ def _refuse_unsupported(request: SampleRequest) -> None:
             "record_stability_info is not supported here: it serves the loss stable_reinforce, whose "
             "formula is not published. Choose another loss_fn, such as importance_sampling."
         )
+    body, images = _body(request), tuple(_images(request.prompt))
+    return AddressedSample(request.sampling_session_id, request.seq_id, body, images)
 
 
 def _body(request: SampleRequest) -> SampleBody:

@@ -104,11 +104,11 @@ def read_sweep(body: bytes) -> ParsedSweep:
     seq_ids = _of_each("seq_ids", runs.seq_ids, len(names))
     steps: Sequence[Op | None] = [None] * len(names)
     if runs.HasField("adam"):
-        fields = {
+        columns = {
             field: _of_each(f"adam.{field}", getattr(runs.adam, field) or (info.default,), len(names))
             for field, info in AdamParams.model_fields.items()
         }
-        steps = [_step_op(dict(zip(fields, row, strict=True))) for row in zip(*fields.values(), strict=True)]
+        steps = [_step_op({field: column[at] for field, column in columns.items()}) for at in range(len(names))]
     entries = tuple(map(_entry, range(len(names)), names, seq_ids, steps))
     if len({entry.model_id for entry in entries}) < len(entries):
         raise Unreadable("runs: each run may be named once.")

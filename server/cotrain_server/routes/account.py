@@ -92,8 +92,8 @@ async def billing_usage(
     starting_on: datetime, ending_before: datetime, services: ServicesDep, tenant: TenantDep
 ) -> wire.BillingUsageResponse:
     """Return the usage of each session by the hour. Whole hours in UTC, at most 14 days."""
-    asked = window(starting_on, ending_before, datetime.now(UTC))
-    rows = await services.usage.rows(tenant.id, asked.start, asked.end)
+    period = window(starting_on, ending_before, datetime.now(UTC))
+    rows = await services.usage.rows(tenant.id, period.start, period.end)
     names = {SessionId(row.session) for row in rows if row.session}
     sessions = await services.catalog.session_records(names)
     return wire.BillingUsageResponse(
@@ -137,15 +137,15 @@ async def usage(
     """
     now = datetime.now(UTC)
     if starting_on is None and ending_before is None:
-        asked = last_day(now)
+        period = last_day(now)
     elif starting_on is None or ending_before is None:
         raise Invalid("starting_on and ending_before are needed together.")
     else:
-        asked = window(starting_on, ending_before, now)
-    rows = await services.usage.rows(tenant.id, asked.start, asked.end)
+        period = window(starting_on, ending_before, now)
+    rows = await services.usage.rows(tenant.id, period.start, period.end)
     return wire.UsageResponse(
-        starting_on=asked.start,
-        ending_before=asked.end,
+        starting_on=period.start,
+        ending_before=period.end,
         total=total_of(rows),
         sources=sources_of(rows),
         stored=await _stored(services, tenant),
@@ -177,9 +177,8 @@ async def audit_log(
     services: ServicesDep, tenant: TenantDep, event_type: Annotated[EventType, Query()] = "all", day: date | None = None
 ) -> wire.AuditLogResponse:
     """Return the audit log of one day (UTC; default today), oldest first. There are no teams or organizations."""
-    asked = day or datetime.now(UTC).date()
     resource = "" if event_type == "all" else event_type.removesuffix("s")
-    entries = await services.audit.entries(tenant.id, asked, resource)
+    entries = await services.audit.entries(tenant.id, day or datetime.now(UTC).date(), resource)
     return wire.AuditLogResponse(
         entries=[
             wire.AuditLogEntry(

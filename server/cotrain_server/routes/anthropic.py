@@ -1,6 +1,5 @@
 """Anthropic-compatible endpoints, for clients with `base_url=".../anthropic/api"`."""
 
-import asyncio
 import secrets
 from functools import partial
 from typing import Any
@@ -8,30 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.text_apis.anthropic_requests import AnthropicError, CountRequest, MessageRequest, anthropic_error
 from cotrain_server.text_apis.anthropic_responses import MessageReply, answer, stream
-from cotrain_server.text_apis.generation import Generation
-from cotrain_server.text_apis.prompts import (
-    accepted_chat,
-    chat_prompt,
-    find_model,
-    find_target,
-    find_weights,
-    text_weight,
-)
-from cotrain_server.text_apis.route import (
-    STREAMS,
-    EventStream,
-    InferenceRoute,
-    Refusal,
-    finished,
-    read_asked,
-    responses,
-)
+from cotrain_server.text_apis.prompts import accepted_chat, count_prompt_tokens, find_model, find_target, find_weights
+from cotrain_server.text_apis.route import STREAMS, InferenceRoute, Refusal, generate, read_request, responses
 
 
 class AnthropicRoute(InferenceRoute):
@@ -83,36 +65,28 @@ async def get_model(model: str, services: ServicesDep, tenant: TenantDep) -> dic
 @router.post("/messages/count_tokens", response_model=None, openapi_extra=body_of(CountRequest))
 async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Count the prompt tokens of a chat."""
-    asked = await read_asked(request, services, tenant.id, CountRequest)
-    asked.check()
-    model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
-    make = partial(chat_prompt, model, chat)
-    prompt = await services.parser.run(tenant.id, text_weight(chat.characters), make)
-    return FiniteJSONResponse({"input_tokens": len(prompt)})
+    wanted = await read_request(request, services, tenant.id, CountRequest)
+    wanted.check()
+    model = await find_model(services, tenant.id, wanted.model)
+    return FiniteJSONResponse({"input_tokens": await count_prompt_tokens(services, tenant.id, model, wanted.chat())})
 
 
 @router.post("/messages", response_model=None, responses=STREAMS, openapi_extra=body_of(MessageRequest))
 async def write_message(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, or the rest of the last message if it is the model's own."""
-    asked = await read_asked(request, services, tenant.id, MessageRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    chat = asked.chat()
-    body, format = await accepted_chat(services, target, chat, asked.body)
+    wanted = await read_request(request, services, tenant.id, MessageRequest)
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    body, format = await accepted_chat(services, target, wanted.chat(), wanted.body)
     reply = MessageReply(
         id=secrets.token_hex(12),
         request_id=request.state.request_id,
-        model=asked.model,
+        model=wanted.model,
         target=target,
         body=body,
-        stop=tuple(asked.stop_sequences or ()),
-        begins=not asked.is_prefilled,
+        stop=tuple(wanted.stop_sequences or ()),
+        begins=not wanted.is_prefilled,
         format=format,
     )
-    generation = await Generation.start(services, target, [reply.body])
-    if asked.stream:
-        return EventStream(stream(reply, generation.events()), generation.close)
-    complete = await finished(request, generation)
-    if complete is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(await asyncio.to_thread(answer, reply, complete[0]))
+    whole, streamed = partial(answer, reply), partial(stream, reply)
+    return await generate(request, services, target, [body], wanted.stream, whole, streamed)

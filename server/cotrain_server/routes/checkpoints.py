@@ -30,11 +30,11 @@ from cotrain_server.http.downloads import (
     SlotDownload,
     TarDownload,
     file_download,
-    files_of,
-    names_of,
+    file_names,
+    folder_of,
     open_files,
 )
-from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, tenant_router
+from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, server_url, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
     CHECKPOINT,
     Source,
@@ -57,6 +57,8 @@ lists_router = tenant_router("lists")
 _SDK = re.compile(r"AsyncTinker/Python (\d+)\.(\d+)\b.*")
 #: First SDK version that can read checkpoints of type `external`.
 _FIRST_WITH_EXTERNAL = (0, 30)
+#: Metadata key of a copy's run. Its value is the source path.
+COPIED_FROM = "copied_from"
 
 
 @lists_router.get("/training_runs/{run_id}/checkpoints")
@@ -125,17 +127,14 @@ def _is_not_external(member: str) -> bool:
 
 router = tenant_router("checkpoints")
 
-#: Metadata key of a copy's run. Its value is the source path.
-COPIED_FROM = "copied_from"
-
 
 @router.delete(CHECKPOINT, status_code=204)
 async def delete_checkpoint(run_id: str, kind: str, name: str, services: ServicesDep, tenant: TenantDep) -> None:
     """Delete a checkpoint's name. Runs and samplers that loaded it, or are loading it, are unaffected."""
-    found = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
-    details = {"tinker_path": found.path}
+    checkpoint = await services.records.checkpoint(tenant.id, path_of(run_id, kind, name))
+    details = {"tinker_path": checkpoint.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_DELETE, details):
-        await services.checkpoints.delete(tenant.id, found.run, found.kind, found.name)
+        await services.checkpoints.delete(tenant.id, checkpoint.run, checkpoint.kind, checkpoint.name)
 
 
 @router.post(f"{CHECKPOINT}/publish", status_code=204)
@@ -267,7 +266,7 @@ async def external_weights_urls(
 ) -> ExternalWeightsUrlsResponse:
     """Return a link to each file of a checkpoint of any kind."""
     source = await find_source(services, tenant.id, path_of(run_id, kind, name))
-    names = names_of(source.checkpoint, source.weights)
+    names = file_names(source.checkpoint, source.weights)
     urls, expires = await _links(request, services, tenant, source, names)
     return ExternalWeightsUrlsResponse(urls=urls, expires=expires)
 
@@ -293,13 +292,12 @@ async def _links(
 ) -> tuple[dict[str, str], datetime]:
     expires_at = int(time.time()) + LINK_LIFE_S
     checkpoint = source.checkpoint
-    base = services.settings.public_url or str(request.base_url)
-    urls = {}
+    base, urls = server_url(request, services.settings), {}
     details = {"tinker_path": checkpoint.path}
     async with services.audit.act(tenant, AuditEvent.CHECKPOINT_READ, details):
         for file in names:
             link = Link(tenant.id, checkpoint.path, checkpoint.weights, file, expires_at)
-            urls[file] = f"{base.rstrip('/')}/api/v1/files/{services.signer.sign_link(link)}/{file}"
+            urls[file] = f"{base}/api/v1/files/{services.signer.sign_link(link)}/{file}"
     return urls, datetime.fromtimestamp(expires_at, UTC)
 
 
@@ -332,9 +330,10 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
 
 async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Response:
     checkpoint = source.checkpoint
-    files_there = files_of(services.settings.blob_store, checkpoint, source.weights)
+    folder = folder_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
-        return file_download((await open_files(files_there, [file], path))[0], request.headers.get("range"))
-    files = await open_files(files_there, names_of(checkpoint, source.weights), path)
+        (only,) = await open_files(folder, [file], path)
+        return file_download(only, request.headers.get("range"))
+    files = await open_files(folder, file_names(checkpoint, source.weights), path)
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
     return TarDownload(files, name, checkpoint.created_at)

@@ -1,24 +1,20 @@
 """OpenAI-compatible endpoints, for clients with `base_url=".../oai/api/v1"`."""
 
-import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import override
 
-from cotrain.wire.sampling import SampleResponse
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST
 from cotrain_server.http.request_body import body_weight
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, api_key, body_of
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.services import Services
 from cotrain_server.text_apis import responses_api
-from cotrain_server.text_apis.generation import Event, Generation
 from cotrain_server.text_apis.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -30,7 +26,7 @@ from cotrain_server.text_apis.openai_responses import ChatShape, CompletionShape
 from cotrain_server.text_apis.prompts import (
     Target,
     accepted_chat,
-    chat_prompt,
+    count_prompt_tokens,
     find_model,
     find_target,
     find_weights,
@@ -38,16 +34,11 @@ from cotrain_server.text_apis.prompts import (
     text_weight,
     written_characters,
 )
-from cotrain_server.text_apis.route import (
-    STREAMS,
-    EventStream,
-    InferenceRoute,
-    Refusal,
-    finished,
-    read_asked,
-    responses,
-)
+from cotrain_server.text_apis.route import STREAMS, InferenceRoute, Refusal, generate, read_request, responses
 from cotrain_store.bodies.sample_body import SampleBody
+from cotrain_store.messages.runs import Tenant
+
+ChatRequest = ChatCompletionRequest | responses_api.ResponseRequest
 
 
 class OpenAIRoute(InferenceRoute):
@@ -92,87 +83,72 @@ def _listed(name: str) -> dict[str, Any]:
 @router.post("/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(CompletionRequest))
 async def continue_texts(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Continue one or more texts."""
-    asked = await read_asked(request, services, tenant.id, CompletionRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    prompts = asked.prompts
+    wanted = await read_request(request, services, tenant.id, CompletionRequest)
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    prompts = wanted.prompts
     weight = body_weight(request) + text_weight(written_characters(prompts))
     make = partial(
-        prompt_bodies, target, prompts, asked.body, echo=bool(asked.echo), special=asked.add_special_tokens is not False
+        prompt_bodies,
+        target,
+        prompts,
+        wanted.body,
+        echo=bool(wanted.echo),
+        special=wanted.add_special_tokens is not False,
     )
     bodies, echoes = await services.parser.run(tenant.id, weight, make)
-    reply = Reply(
-        **_reply(asked, target, bodies),
-        shape=CompletionShape(),
-        wants_logprobs=asked.logprobs is not None,
-        echoes=echoes,
-    )
-    return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
+    wants_logprobs = wanted.logprobs is not None
+    reply = _reply(wanted, target, bodies, shape=CompletionShape(), wants_logprobs=wants_logprobs, echoes=echoes)
+    return await _generate(request, services, reply, wanted)
 
 
 @router.post("/chat/completions", response_model=None, responses=STREAMS, openapi_extra=body_of(ChatCompletionRequest))
 async def chat(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat."""
-    asked = await read_asked(request, services, tenant.id, ChatCompletionRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    chat = asked.chat()
-    body, format = await accepted_chat(services, target, chat, asked.body)
-    reply = Reply(
-        **_reply(asked, target, [body]), format=format, shape=ChatShape(), wants_logprobs=bool(asked.logprobs)
-    )
-    return await _generate(request, services, reply, bool(asked.stream), answer, chunks)
+    wanted = await read_request(request, services, tenant.id, ChatCompletionRequest)
+    reply = await _chat_reply(services, tenant, wanted, wants_logprobs=bool(wanted.logprobs))
+    return await _generate(request, services, reply, wanted)
 
 
 @router.post("/responses", response_model=None, responses=STREAMS, openapi_extra=body_of(responses_api.ResponseRequest))
 async def respond(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Write the next message of a chat, in the format of the Responses API. Nothing is stored."""
-    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
-    asked.check()
-    target = await find_target(services, tenant.id, asked.model)
-    body, format = await accepted_chat(services, target, asked.chat(), asked.body)
-    reply = Reply(
-        **_reply(asked, target, [body]), format=format, shape=ChatShape(), wants_logprobs=asked.wants_logprobs
-    )
-    whole, streamed = (partial(responses_api.answer, asked), partial(responses_api.stream, asked))
-    return await _generate(request, services, reply, bool(asked.stream), whole, streamed)
+    wanted = await read_request(request, services, tenant.id, responses_api.ResponseRequest)
+    reply = await _chat_reply(services, tenant, wanted, wants_logprobs=wanted.wants_logprobs)
+    whole, streamed = partial(responses_api.answer, wanted, reply), partial(responses_api.stream, wanted, reply)
+    return await generate(request, services, reply.target, reply.bodies, wanted.stream, whole, streamed)
 
 
 @router.post("/responses/input_tokens", response_model=None, openapi_extra=body_of(responses_api.ResponseRequest))
 async def count_tokens(request: Request, services: ServicesDep, tenant: TenantDep) -> Response:
     """Count the prompt tokens of a response's input."""
-    asked = await read_asked(request, services, tenant.id, responses_api.ResponseRequest)
-    asked.check()
-    model, chat = await find_model(services, tenant.id, asked.model), asked.chat()
-    make = partial(chat_prompt, model, chat)
-    prompt = await services.parser.run(tenant.id, text_weight(chat.characters), make)
-    return FiniteJSONResponse({"object": "response.input_tokens", "input_tokens": len(prompt)})
+    wanted = await read_request(request, services, tenant.id, responses_api.ResponseRequest)
+    wanted.check()
+    model = await find_model(services, tenant.id, wanted.model)
+    tokens = await count_prompt_tokens(services, tenant.id, model, wanted.chat())
+    return FiniteJSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
 
-def _reply(asked: GenerationRequest, target: Target, bodies: Sequence[SampleBody]) -> dict[str, Any]:
-    return {
-        "id": secrets.token_hex(12),
-        "created": int(time.time()),
-        "model": asked.model,
-        "target": target,
-        "bodies": bodies,
-        "stop": asked.stop_strings,
-        "wants_usage": asked.wants_usage,
-    }
+async def _chat_reply(services: Services, tenant: Tenant, wanted: ChatRequest, *, wants_logprobs: bool) -> Reply:
+    wanted.check()
+    target = await find_target(services, tenant.id, wanted.model)
+    body, format = await accepted_chat(services, target, wanted.chat(), wanted.body)
+    return _reply(wanted, target, [body], shape=ChatShape(), format=format, wants_logprobs=wants_logprobs)
 
 
-async def _generate(
-    request: Request,
-    services: Services,
-    reply: Reply,
-    is_streamed: bool,
-    whole: Callable[[Reply, Sequence[SampleResponse]], dict[str, Any]],
-    streamed: Callable[[Reply, AsyncIterator[Event]], AsyncIterator[str]],
-) -> Response:
-    generation = await Generation.start(services, reply.target, reply.bodies)
-    if is_streamed:
-        return EventStream(streamed(reply, generation.events()), generation.close)
-    complete = await finished(request, generation)
-    if complete is None:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
-    return FiniteJSONResponse(await asyncio.to_thread(whole, reply, complete))
+def _reply(wanted: GenerationRequest, target: Target, bodies: Sequence[SampleBody], **rest: Any) -> Reply:
+    return Reply(
+        id=secrets.token_hex(12),
+        created=int(time.time()),
+        model=wanted.model,
+        target=target,
+        bodies=bodies,
+        stop=wanted.stop_strings,
+        wants_usage=wanted.wants_usage,
+        **rest,
+    )
+
+
+async def _generate(request: Request, services: Services, reply: Reply, wanted: GenerationRequest) -> Response:
+    whole, streamed = partial(answer, reply), partial(chunks, reply)
+    return await generate(request, services, reply.target, reply.bodies, wanted.stream, whole, streamed)

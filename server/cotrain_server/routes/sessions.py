@@ -18,7 +18,7 @@ from cotrain.wire.rest import (
 )
 from cotrain.wire.runs import UntypedAPIFuture
 from cotrain_server.errors import Invalid
-from cotrain_server.http.auth import UNKEPT_SESSION, exchanges_key, is_local
+from cotrain_server.http.auth import VIEWER_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
 from cotrain_server.requests.pass_scan import MAX_DATUMS
@@ -35,8 +35,12 @@ router = tenant_router("sessions")
 #: many bytes. It counts only arrays, before compression.
 CHUNK_BYTES = 32_000_000
 READS_ONLY = "This API key is a viewer's: it reads what its tenant has. The server keeps no record of this session."
+#: Concurrent requests of one sampling client, as in the hosted service.
 MAX_SAMPLES_AT_ONCE = 2_000
-"""Concurrent requests of one sampling client, as in the hosted service."""
+#: Number of sessions that a search reads at once.
+READ_AT_ONCE = 100
+#: Maximum number of sessions examined for one page. A rare match may be several pages later.
+MAX_EXAMINED = 2_000
 
 
 @router.post("/client/config")
@@ -78,7 +82,7 @@ async def create_session(
     """Open a session. A viewer's session is not stored: SDKs only need its id before they can read."""
     check_metadata(request.user_metadata, request.tags)
     if not tenant.may_change:
-        session_id = UNKEPT_SESSION + secrets.token_hex(16)
+        session_id = VIEWER_SESSION + secrets.token_hex(16)
         return wire.CreateSessionResponse(session_id=session_id, info_message=READS_ONLY)
     await services.intake.check_capacity()
     session = await services.records.create_session(
@@ -154,10 +158,6 @@ async def telemetry(body: dict[str, Any]) -> wire.TelemetryResponse:
 
 
 lists_router = tenant_router("lists")
-
-READ_AT_ONCE = 100
-#: Maximum number of sessions examined for one page. A rare match may be several pages later.
-MAX_EXAMINED = 2_000
 
 
 @lists_router.get("/sessions")

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request, Response
 
 from cotrain.wire.rest import TraceExportResponse
 from cotrain_server.http.responses import finite_json
-from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, tenant_router
+from cotrain_server.http.tenant_routes import ServicesDep, TenantDep, server_url, tenant_router
 from cotrain_server.services import Services
 from cotrain_server.signed_tokens import LINK_LIFE_S, Link
 from cotrain_store.errors import Reason, Refused
@@ -44,8 +44,7 @@ async def export_session_trace(
         return TraceExportResponse(status="failed", error=_NO_CYCLES)
     expires_at = int(time.time()) + LINK_LIFE_S
     link = Link(tenant.id, _TRACE_OF + session.id, WeightsRef(""), _FILE, expires_at)
-    base = (services.settings.public_url or str(request.base_url)).rstrip("/")
-    url = f"{base}/api/v1/traces/{services.signer.sign_link(link)}"
+    url = f"{server_url(request, services.settings)}/api/v1/traces/{services.signer.sign_link(link)}"
     return TraceExportResponse(status="ready", url=url)
 
 
@@ -73,11 +72,11 @@ async def _cycles(services: Services, tenant: TenantId, session: SessionId) -> l
 
 def trace_of(session: str, cycles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return one track per run: waiting, the cycle, and within it the passes and the optimizer step."""
-    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=lambda r: (len(r), r))
+    runs = sorted({run["run"] for cycle in cycles for run in cycle["runs"]}, key=lambda run: (len(run), run))
     track_by_run = {run: track for track, run in enumerate(runs, 1)}
     events = [
-        _name("process_name", 0, f"session {session}"),
-        *(_name("thread_name", track, run) for run, track in track_by_run.items()),
+        _title("process_name", 0, f"session {session}"),
+        *(_title("thread_name", track, run) for run, track in track_by_run.items()),
     ]
     for cycle in cycles:
         for run in cycle["runs"]:
@@ -115,5 +114,5 @@ def _slice(
     return {"name": name, "ph": "X", **span, "args": dict(facts or {})}
 
 
-def _name(what: str, track: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}
+def _title(kind: str, track: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": _PROCESS, "tid": track, "args": {"name": name}}

@@ -80,7 +80,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send {PROTOBUF}.")
     body, weight = await request.body(), body_weight(request)
     sweep = await services.parser.run(tenant.id, weight, read_sweep, body)
-    runs = await asyncio.gather(*(_found(services, tenant, entry) for entry in sweep.entries))
+    runs = await asyncio.gather(*(_run_or_none(services, tenant, entry) for entry in sweep.entries))
     pools = {run.pool: run.base_model for run in runs if run}
     if len(pools) > 1:
         raise Invalid(f"runs: all runs of one request train one base model, not {', '.join(pools.values())}.")
@@ -100,7 +100,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
     return SweepFutures(runs=[sweep_future(e.model_id, by_run.get(e.model_id, ())) for e in sweep.entries])
 
 
-async def _found(services: Services, tenant: Tenant, entry: SweepEntry) -> RunRecord | None:
+async def _run_or_none(services: Services, tenant: Tenant, entry: SweepEntry) -> RunRecord | None:
     try:
         return await services.records.run(tenant.id, entry.model_id)
     except RunNotFound:

@@ -27,7 +27,7 @@ from cotrain_server.adapter_upload.peft_config import CONFIG, read_object
 from cotrain_server.adapter_upload.peft_tensors import read_adapter
 from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import authenticate
-from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, tenant_router
+from cotrain_server.http.tenant_routes import Handler, ServicesDep, TenantDep, server_url, tenant_router
 from cotrain_server.http.upload_body import file_in_form, received
 from cotrain_server.requests.checkpoint_validation import check_metadata, check_name, check_ttl, quota_reached
 from cotrain_server.requests.pass_validation import check_rank
@@ -75,11 +75,11 @@ FINISH_PATIENCE_S = 45.0
 
 @dataclass(frozen=True)
 class _Wanted:
-    """Result that an upload's query requests."""
+    """Result that an upload requests: a checkpoint of a new run."""
 
     owner: Tenant
     pool: PoolRecord
-    session: SessionRecord | None  # None: one of its own, once the archive is read
+    session: SessionRecord | None  # None: create one once the archive is read
     model_seq_id: int
     save: SaveRequest
 
@@ -176,7 +176,7 @@ async def start_external_upload(
         tenant.id, secrets.token_hex(16), pool.base_model, lora.rank, lora.train_attn,
         lora.train_mlp, lora.train_unembed, wanted.destination_project_id, expires_at,
     )  # fmt: skip
-    base, urls = (settings.public_url or str(request.base_url)).rstrip("/"), {}
+    base, urls = server_url(request, settings), {}
     for file in limits_of(settings.max_upload_bytes):
         path = _UPLOAD_OF + _pending(services, upload).name
         link = Link(tenant.id, path, WeightsRef(""), file, expires_at)
@@ -367,7 +367,6 @@ def _read_archive(archive: IO[bytes], limit_bytes: int) -> PeftAdapter:
 def _encode(adapter: PeftAdapter, wanted: _Wanted) -> tuple[bytes, str]:
     """Return the body of the import, and a digest of the whole request."""
     body = encode_import(adapter)
-    hasher = hashlib.sha256(wanted.pool.base_model.encode())
-    for part in (b"\0", wanted.body, b"\0", body):
-        hasher.update(part)
+    hasher = hashlib.sha256(wanted.pool.base_model.encode() + b"\0" + wanted.body + b"\0")
+    hasher.update(body)  # without a copy
     return body, hasher.hexdigest()

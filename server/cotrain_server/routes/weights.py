@@ -70,10 +70,10 @@ async def _save(request: Request, services: Services, tenant: Tenant, kind: Chec
     save = read_fields(await json_body(request))
     run = await services.records.run(tenant.id, save.model_id)
     op = save_op(save, run, kind)
-    full = ""
-    if save.fields.get("sampling_session_seq_id") is None:
-        full = await quota_reached(services, tenant.id)
-    return await submit(services, run, save.seq, op.refused(full) if full else op)
+    is_named = save.fields.get("sampling_session_seq_id") is None
+    if is_named and (full := await quota_reached(services, tenant.id)):
+        op = op.refused(full)
+    return await submit(services, run, save.seq, op)
 
 
 @router.post("/weights_info")
@@ -135,13 +135,9 @@ async def fork_run(request: ForkRunRequest, services: ServicesDep, tenant: Tenan
         check_metadata(entry)
     pool = await services.records.pool_of(weights.base_model)
     body = load_body(f"tinker://{weights.run}", weights, optimizer=True, creates=weights.lora)
-    ops = [
-        JointOp(
-            new_run(session, number, pool, weights.lora, metadata[at]),
-            *(0, OpKind.LOAD, body, 0, digest_of(body), weights.ref),
-        )
-        for at, number in enumerate(numbers)
-    ]
+    digest = digest_of(body)
+    runs = [new_run(session, numbers[at], pool, weights.lora, metadata[at]) for at in range(len(numbers))]
+    ops = [JointOp(run, 0, OpKind.LOAD, body, 0, digest, weights.ref) for run in runs]
     accepted = await services.intake.submit_together(tenant.id, ops)
     most = (await services.quotas.of(tenant.id)).record_bytes
     for op, each in zip(ops, accepted, strict=True):

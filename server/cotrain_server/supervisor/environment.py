@@ -29,38 +29,6 @@ SERVE = frozenset({"WORKERS", "GPUS"})
 _KNOWN = API | SCHEDULER | WORKER | CLIENT | FAULTS | SERVE
 
 
-def refused_variables(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return an error sentence if there are unknown `COTRAIN_*` variables."""
-    present = os.environ if environ is None else environ
-    names = {name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX)}
-    unknown = sorted(PREFIX + name for name in names - _KNOWN)
-    return [f"Unknown settings: {', '.join(unknown)}."] if unknown else []
-
-
-def opened(redis_url: str | None) -> str | None:
-    """Validate a Redis URL, and add the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
-    if not redis_url:
-        return redis_url
-    parse_address(redis_url)
-    file = os.environ.get(f"{PREFIX}REDIS_PASSWORD_FILE")
-    return with_password_of(redis_url, Path(file)) if file else redis_url
-
-
-def environment(
-    names: frozenset[str], given: Mapping[str, str], environ: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Return a process's environment: ours, with only its own variables. `given` overrides inherited values."""
-    names |= FAULTS
-    inherited = os.environ if environ is None else environ
-    own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}
-    kept = {
-        name: value
-        for name, value in inherited.items()
-        if not name.startswith(PREFIX) or name.removeprefix(PREFIX) in names
-    }
-    return {**kept, **own}
-
-
 #: Folder of the NVIDIA driver with one entry per GPU of this host.
 DRIVER = Path("/proc/driver/nvidia/gpus")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -72,40 +40,70 @@ SHARING = (
 )
 
 
+def refused_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Return an error sentence if there are unknown `COTRAIN_*` variables."""
+    names = {name.removeprefix(PREFIX) for name in environ if name.startswith(PREFIX)}
+    unknown = sorted(PREFIX + name for name in names - _KNOWN)
+    return [f"Unknown settings: {', '.join(unknown)}."] if unknown else []
+
+
+def with_password(redis_url: str | None) -> str | None:
+    """Validate a Redis URL, and add the password of COTRAIN_REDIS_PASSWORD_FILE. Raises ValueError."""
+    if not redis_url:
+        return redis_url
+    parse_address(redis_url)
+    file = os.environ.get(f"{PREFIX}REDIS_PASSWORD_FILE")
+    return with_password_of(redis_url, Path(file)) if file else redis_url
+
+
+def environment(
+    names: frozenset[str], given: Mapping[str, str], inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return a process's environment: the inherited one, with only its own variables. `given` overrides its values."""
+    names |= FAULTS
+    own = {f"{PREFIX}{name}": value for name, value in given.items() if name in names}
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if not name.startswith(PREFIX) or name.removeprefix(PREFIX) in names
+    }
+    return {**kept, **own}
+
+
 class UnfitGpus(Exception):
     """Invalid value of `--gpus`."""
 
 
-def visible_gpus(environ: Mapping[str, str] | None = None, driver: Path = DRIVER) -> list[str]:
+def visible_gpus(environ: Mapping[str, str] = os.environ, driver: Path = DRIVER) -> list[str]:
     """Return the GPUs visible to child processes, by their names in CUDA_VISIBLE_DEVICES."""
-    listed = (os.environ if environ is None else environ).get(VISIBLE)
+    listed = environ.get(VISIBLE)
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip()]
     return [str(at) for at, _ in enumerate(driver.iterdir())] if driver.is_dir() else []
 
 
-def parse_gpus(asked: str, base_models: int, visible: Sequence[str], group_size: int = 1) -> tuple[str, ...]:
+def parse_gpus(option: str, base_models: int, visible: Sequence[str], group_size: int = 1) -> tuple[str, ...]:
     """Parse `all`, or GPU names separated by commas: one worker on each, or on each `group_size` of
     them. Pure. Raises UnfitGpus: no GPU, an unknown or repeated name, an incomplete group, or a base model without a GPU.
     """
     if not visible:
-        raise UnfitGpus(f"--gpus {asked}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")
-    asked_for = [word.strip() for word in asked.split(",") if word.strip()]
-    names = tuple(visible) if asked_for == ["all"] else tuple(asked_for)
+        raise UnfitGpus(f"--gpus {option}: no GPU can be seen here ({DRIVER}, {VISIBLE}).")
+    words = [word.strip() for word in option.split(",") if word.strip()]
+    names = tuple(visible) if words == ["all"] else tuple(words)
     unknown = [name for name in names if name not in visible]
     if unknown or not names:
-        named = ", ".join(unknown) or f"named {asked!r}"
+        named = ", ".join(unknown) or f"named {option!r}"
         raise UnfitGpus(f"--gpus: there is no GPU {named}. There are {', '.join(visible)}, or `all`.")
     if len(set(names)) < len(names):
-        raise UnfitGpus(f"--gpus {asked}: name each GPU once; there is one worker on each.")
+        raise UnfitGpus(f"--gpus {option}: name each GPU once; there is one worker on each.")
     if len(names) % group_size:
         raise UnfitGpus(
-            f"--gpus {asked}: {_count(names)} and groups of {group_size}; each process of a group needs one of its own. "
+            f"--gpus {option}: {_count(names)} and groups of {group_size}; each process of a group needs one of its own. "
             f"Name a multiple of {group_size}."
         )
     if len(names) < base_models * group_size:
         raise UnfitGpus(
-            f"--gpus {asked}: {base_models} base models and {_count(names)}; each needs {_own(group_size)}. "
+            f"--gpus {option}: {base_models} base models and {_count(names)}; each needs {_own(group_size)}. "
             "Serve fewer, or leave --gpus out and have them share."
         )
     return names

@@ -156,13 +156,12 @@ class Supervisor:
 
     def _add(self, folder: DataFolder, programs: Sequence[Program], redis_url: str = "") -> None:
         """Start programs. The exits of workers are stored in the Redis of `redis_url`."""
-        note = partial(self._note, folder)
         stage = [
             Child(
                 program,
                 folder,
                 self.say,
-                note,
+                partial(self._report, folder),
                 self._give_up,
                 partial(store_exit, redis_url, *program.worker) if program.worker else None,
             )
@@ -199,7 +198,7 @@ class Supervisor:
         self._stop.set()
         return True
 
-    def _note(self, folder: DataFolder, process: str, trouble: str | None) -> None:
+    def _report(self, folder: DataFolder, process: str, trouble: str | None) -> None:
         if not self._owns_folder:
             return
         self._troubles.pop(process, None)

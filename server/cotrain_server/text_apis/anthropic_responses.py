@@ -57,8 +57,9 @@ class MessageReply:
         }
 
 
-def answer(reply: MessageReply, response: SampleResponse) -> dict[str, Any]:
-    """Return the complete message. Its only block may be an empty text."""
+def answer(reply: MessageReply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+    """Return the complete message of the only response. Its only block may be an empty text."""
+    (response,) = responses
     visible, (sequence,) = reply.visible(), response.sequences
     parts = MessageParts(reply.format)
     segments = parts.push(visible.push(sequence.tokens) + visible.finish()) + parts.finish()

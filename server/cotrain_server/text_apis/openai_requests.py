@@ -15,45 +15,7 @@ from cotrain_server.text_apis.route import Refusal
 from cotrain_server.text_apis.tools import call_messages, openai_tools
 from cotrain_store.bodies.sample_body import SampleBody
 
-
-def refuse_unsupported(
-    fields: Mapping[str, Any], harmless: Collection[str], neutral: Mapping[str, Collection[object]], where: str = ""
-) -> None:
-    """Check the fields of a request that its model does not define.
-
-    Other APIs use it, too. Unsupported fields are ignored if they do not change the result, otherwise refused.
-
-    `harmless` fields change no result with any value. A `neutral` field must have a value that requests nothing. An
-    unknown field is refused, because its caller may rely on it. Raises Invalid: names the first field that would change
-    the result.
-    """
-    for name, value in fields.items():
-        if value is None or name in harmless or value in neutral.get(name, ()):
-            continue
-        raise Invalid(f"{where}{name} is not supported here.")
-
-
-def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int = 0) -> str:
-    """Join the text parts of a message by newlines. `first` is the index of the first part. Raises Invalid: a part is not text."""
-    if isinstance(content, str) or content is None:
-        return content or ""
-    for number, part in enumerate(content, first):
-        if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type")
-            raise Invalid(f"{where}[{number}]: parts of type {kind!r} are not supported here; send text.")
-    return "\n".join(part["text"] for part in content)
-
-
-def top_k_of(given: int | None) -> int:
-    """Return `top_k` of a sample request: -1 for no limit, which clients also write as 0."""
-    return given or -1
-
-
-def top_p_of(given: float | None) -> float:
-    """Return `top_p` of a sample request. Clients write 0 for the most likely token alone."""
-    return 1.0 if given is None else given or SMALLEST_TOP_P
-
-
+#: `top_p` in place of 0, by which clients request the most likely token alone.
 SMALLEST_TOP_P = 1e-9
 #: Seed by which clients request another answer each time.
 RANDOM_SEED = -1
@@ -112,6 +74,45 @@ _CODES = {"invalid_key": "invalid_api_key", "expired_key": "invalid_api_key"}
 #: Field that a message of `Invalid` names first.
 _FIELD = re.compile(r"[a-z][a-z_]*(?:\[\d+\]|\.[A-Za-z_]+)*(?=:| must | has | is | needs )")
 _ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+def refuse_unsupported(
+    fields: Mapping[str, Any], harmless: Collection[str], neutral: Mapping[str, Collection[object]], where: str = ""
+) -> None:
+    """Check the fields of a request that its model does not define.
+
+    Other APIs use it, too. Unsupported fields are ignored if they do not change the result, otherwise refused.
+
+    `harmless` fields change no result with any value. A `neutral` field must have a value that requests nothing. An
+    unknown field is refused, because its caller may rely on it. Raises Invalid: names the first field that would change
+    the result.
+    """
+    for name, value in fields.items():
+        if value is None or name in harmless or value in neutral.get(name, ()):
+            continue
+        raise Invalid(f"{where}{name} is not supported here.")
+
+
+def text_of(content: str | list[dict[str, Any]] | None, where: str, first: int = 0) -> str:
+    """Join the text parts of a message by newlines. `first` is the index of the first part. Raises Invalid: a part is not text."""
+    if isinstance(content, str) or content is None:
+        return content or ""
+    for number, part in enumerate(content, first):
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type")
+            raise Invalid(f"{where}[{number}]: parts of type {kind!r} are not supported here; send text.")
+    return "\n".join(part["text"] for part in content)
+
+
+def top_k_of(given: int | None) -> int:
+    """Return `top_k` of a sample request: -1 for no limit, which clients also write as 0."""
+    return given or -1
+
+
+def top_p_of(given: float | None) -> float:
+    """Return `top_p` of a sample request. Clients write 0 for the most likely token alone."""
+    return 1.0 if given is None else given or SMALLEST_TOP_P
+
 
 Tokens = Listed[StrictInt]
 
@@ -289,7 +290,7 @@ def openai_error(refusal: Refusal) -> OpenAIError:
     param = named[0] if named and code == "invalid" else None
     if refusal.is_too_long:
         code = "context_length_exceeded"
-    elif refusal.is_of_model:
+    elif refusal.names_no_model:
         code, param = "model_not_found", "model"
     return OpenAIError(
         error=ErrorDetail(

@@ -1,13 +1,13 @@
 """Conversion of samples to OpenAI's response format, complete or streamed."""
 
 import json
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
 from cotrain.wire.sampling import SampledSequence, SampleResponse, TopK
-from cotrain_server.text_apis.generation import Ended, Event, Idle, NewTokens, policy_fields
+from cotrain_server.text_apis.generation import Event, Idle, NewTokens, policy_fields
 from cotrain_server.text_apis.message_parts import (
     MessageFormat,
     MessageParts,
@@ -27,6 +27,9 @@ from cotrain_store.bodies.sample_body import SampleBody
 
 #: Value of OpenAI's API for the log-prob of an almost impossible token; JSON has no infinity.
 IMPOSSIBLE = -9999.0
+#: Comment that keeps a connection open.
+STILL_HERE = ": still working\n\n"
+DONE = event("[DONE]")
 
 
 @dataclass(frozen=True)
@@ -163,10 +166,6 @@ def _entry(tokenizer: Tokenizer, token: int, logprob: float | None, part: Part) 
 
 def _finite(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, IMPOSSIBLE)
-
-
-STILL_HERE = ": still working\n\n"
-DONE = event("[DONE]")
 
 
 @dataclass(frozen=True)
@@ -316,9 +315,12 @@ async def parts(
     async for happened in events:
         if isinstance(happened, Idle):
             yield None
-        for written in _new_choices(choices, happened):
-            yield written
-        if isinstance(happened, Ended):
+        elif isinstance(happened, NewTokens):
+            if chunk := choices[happened.prompt, happened.sequence].chunk(happened):
+                yield chunk
+        else:
+            for number, sequence in enumerate(happened.response.sequences):
+                yield choices[happened.prompt, number].ending(sequence)
             ended.append(happened.response)
 
 
@@ -339,27 +341,15 @@ async def chunks(reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[st
 
 def usage(reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     """Return token counts. A prompt counts once for all its choices."""
-    asked = sum(len(body.prompt) for body in reply.bodies)
-    given = sum(len(each.tokens) for response in responses for each in response.sequences)
+    prompt_tokens = sum(len(body.prompt) for body in reply.bodies)
+    completion_tokens = sum(len(each.tokens) for response in responses for each in response.sequences)
     cached = sum(response.prompt_cache_hit_tokens or 0 for response in responses)
     return {
-        "prompt_tokens": asked,
-        "completion_tokens": given,
-        "total_tokens": asked + given,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-def _new_choices(choices: Mapping[tuple[int, int], Choice], happened: Event) -> list[dict[str, Any]]:
-    if isinstance(happened, NewTokens):
-        chunk = choices[happened.prompt, happened.sequence].chunk(happened)
-        return [chunk] if chunk else []
-    if isinstance(happened, Ended):
-        return [
-            choices[happened.prompt, number].ending(sequence)
-            for number, sequence in enumerate(happened.response.sequences)
-        ]
-    return []
 
 
 def _chunk(reply: Reply, choice: dict[str, Any]) -> str:

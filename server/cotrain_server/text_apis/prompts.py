@@ -23,13 +23,24 @@ from cotrain_store.messages.ids import SamplerId, SessionId, TenantId
 from cotrain_store.messages.runs import CheckpointRecord, PoolRecord, SamplerRecord
 
 SCHEME = "tinker://"
+#: Limit of average characters per token. English has four or five, code with indentation eight. No
+#: tokenizer averages sixteen over a full context, so a longer text cannot be a valid prompt.
+CHARACTERS_PER_TOKEN = 16
+#: Minimum limit for models with a small context: a text of this length is cheap to process.
+ALWAYS_READ = 64 * 1024
+#: Limit over all prompts of a request, unless the limit of a single prompt is higher.
+MAX_CHARACTERS = 4 * 1024**2
+#: Number of last tokens of a prompt in which the start of the reasoning is searched.
+_END_TOKENS = 8
+#: Weight of a character during tokenizing.
+_CHARACTER_WEIGHT = 200
 
 
 @dataclass(frozen=True)
 class Weights:
     """Weights of a model name."""
 
-    path: str  # Path of the weights; empty for the base model
+    path: str  # empty for the base model
     checkpoint: CheckpointRecord | None
     pool: PoolRecord
 
@@ -115,19 +126,6 @@ def _sampler(tenant: TenantId, pool: PoolRecord, checkpoint: CheckpointRecord | 
     )
 
 
-#: Limit of average characters per token. English has four or five, code with indentation eight. No
-#: tokenizer averages sixteen over a full context, so a longer text cannot be a valid prompt.
-CHARACTERS_PER_TOKEN = 16
-#: Minimum limit for models with a small context: a text of this length is cheap to process.
-ALWAYS_READ = 64 * 1024
-#: Limit over all prompts of a request, unless the limit of a single prompt is higher.
-MAX_CHARACTERS = 4 * 1024**2
-#: Number of last tokens of a prompt in which the start of the reasoning is searched.
-_END_TOKENS = 8
-#: Weight of a character during tokenizing.
-_CHARACTER_WEIGHT = 200
-
-
 def text_weight(characters: int) -> int:
     """Return the weight of tokenizing for `Parser`, always above the limit of the event loop."""
     return THREAD_ABOVE + 1 + _CHARACTER_WEIGHT * characters
@@ -173,6 +171,12 @@ def chat_prompt(model: Model, chat: Chat) -> list[int]:
     prompt = model.language.tokenizer.encode(text, special=False)
     _check_tokens("messages", len(prompt), pool)
     return prompt
+
+
+async def count_prompt_tokens(services: Services, tenant: TenantId, model: Model, chat: Chat) -> int:
+    """Return the number of prompt tokens of a chat. Raises the errors of `chat_prompt`."""
+    make = partial(chat_prompt, model, chat)
+    return len(await services.parser.run(tenant, text_weight(chat.characters), make))
 
 
 def chat_body(model: Model, chat: Chat, body_of: Callable[[list[int]], SampleBody]) -> tuple[SampleBody, MessageFormat]:

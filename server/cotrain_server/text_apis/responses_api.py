@@ -263,19 +263,19 @@ class _Items:
         self._open = None
 
 
-def answer(asked: ResponseRequest, reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
+def answer(wanted: ResponseRequest, reply: Reply, responses: Sequence[SampleResponse]) -> dict[str, Any]:
     """Return the complete response."""
     choice = Choice(reply, 0, 0).whole(responses[0], responses[0].sequences[0])
     items = _Items(_Events())
     for _ in (*items.push(choice["message"], choice["logprobs"]), *items.finish()):
         pass
-    return _ended(asked, reply, items, choice["finish_reason"], responses)
+    return _ended(wanted, reply, items, choice["finish_reason"], responses)
 
 
-async def stream(asked: ResponseRequest, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
+async def stream(wanted: ResponseRequest, reply: Reply, events: AsyncIterator[Event]) -> AsyncIterator[str]:
     """Yield the response as server-sent events. The last event is the complete response."""
     numbered = _Events()
-    begun, items = _object(asked, reply, "in_progress", []), _Items(numbered)
+    begun, items = _object(wanted, reply, "in_progress", []), _Items(numbered)
     for name in ("created", "in_progress"):
         yield numbered(f"response.{name}", response=begun)
     responses: list[SampleResponse] = []
@@ -292,17 +292,17 @@ async def stream(asked: ResponseRequest, reply: Reply, events: AsyncIterator[Eve
         refusal = refusal_of(error)
         code = "server_error" if refusal.status >= 500 else openai.openai_error(refusal).error.code
         failure = {"code": code, "message": refusal.message}
-        failed = _object(asked, reply, "failed", items.finished, error=failure)
+        failed = _object(wanted, reply, "failed", items.finished, error=failure)
         yield numbered("response.failed", response=failed)
         return
     for sent in items.finish():
         yield sent
-    ended = _ended(asked, reply, items, reason, responses)
+    ended = _ended(wanted, reply, items, reason, responses)
     yield numbered(f"response.{ended['status']}", response=ended)
 
 
 def _ended(
-    asked: ResponseRequest, reply: Reply, items: _Items, reason: str, responses: Sequence[SampleResponse]
+    wanted: ResponseRequest, reply: Reply, items: _Items, reason: str, responses: Sequence[SampleResponse]
 ) -> dict[str, Any]:
     """Return the complete response with its usage."""
     used = usage(reply, responses)
@@ -316,17 +316,17 @@ def _ended(
     }
     rest = {"usage": counts, **policy_fields(responses[0].sequences[0])}
     if reason != "length":
-        return _object(asked, reply, "completed", items.finished, **rest)
+        return _object(wanted, reply, "completed", items.finished, **rest)
     items.finished[-1]["status"] = "incomplete"
     details = {"reason": "max_output_tokens"}
-    return _object(asked, reply, "incomplete", items.finished, incomplete_details=details, **rest)
+    return _object(wanted, reply, "incomplete", items.finished, incomplete_details=details, **rest)
 
 
 def _object(
-    asked: ResponseRequest, reply: Reply, status: str, output: list[dict[str, Any]], **rest: Any
+    wanted: ResponseRequest, reply: Reply, status: str, output: list[dict[str, Any]], **rest: Any
 ) -> dict[str, Any]:
     """Return a response with the settings of its request."""
-    effort = asked.reasoning.effort if asked.reasoning else None
+    effort = wanted.reasoning.effort if wanted.reasoning else None
     return {
         "id": f"resp_{reply.id}",
         "object": "response",
@@ -337,19 +337,19 @@ def _object(
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "instructions": wanted.instructions,
+        "max_output_tokens": wanted.max_output_tokens,
+        "metadata": wanted.metadata or {},
+        "parallel_tool_calls": wanted.parallel_tool_calls is not False,
         "previous_response_id": None,
         "reasoning": {"effort": effort, "summary": None},
         "store": False,
-        "temperature": 1.0 if asked.temperature is None else asked.temperature,
-        "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools or [],
-        "top_logprobs": asked.top_logprobs or 0,
-        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "temperature": 1.0 if wanted.temperature is None else wanted.temperature,
+        "text": {"format": (wanted.text and wanted.text.format) or {"type": "text"}},
+        "tool_choice": wanted.tool_choice or "auto",
+        "tools": wanted.tools or [],
+        "top_logprobs": wanted.top_logprobs or 0,
+        "top_p": 1.0 if wanted.top_p is None else wanted.top_p,
         "truncation": "disabled",
         "usage": None,
         **rest,

@@ -1,6 +1,7 @@
-"""Routes in the format of another API: its errors, and its server-sent events."""
+"""Routes in the format of another API: its errors, and its answers, whole or as server-sent events."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -13,13 +14,15 @@ from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
 from cotrain.wire.sampling import SampleResponse
-from cotrain_server.errors import Invalid, PromptTooLong, first_error, sentence
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, PromptTooLong, first_error, sentence
 from cotrain_server.http.long_poll import while_connected
 from cotrain_server.http.request_body import CHATS, JsonLimits, body_weight, json_body
 from cotrain_server.http.responses import FiniteJSONResponse, finite_json
 from cotrain_server.http.tenant_routes import DataRoute, Handler
 from cotrain_server.services import Services
-from cotrain_server.text_apis.generation import Generation, GenerationFailed
+from cotrain_server.text_apis.generation import Event, Generation, GenerationFailed
+from cotrain_server.text_apis.prompts import Target
+from cotrain_store.bodies.sample_body import SampleBody
 from cotrain_store.errors import BaseModelNotServed, Reason, Refused, StoreError, StoreUnavailable
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring import metrics
@@ -41,7 +44,7 @@ class Refusal(NamedTuple):
     is_too_long: bool = False  # True if the prompt is longer than the context of the model
 
     @property
-    def is_of_model(self) -> bool:
+    def names_no_model(self) -> bool:
         """True if the tenant has no model of the requested name."""
         return self.code in _MODEL_CODES
 
@@ -112,7 +115,7 @@ class EventStream(StreamingResponse):
             self._close()
 
 
-async def read_asked(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
+async def read_request(request: Request, services: Services, tenant: TenantId, model: type[TextRequest]) -> TextRequest:
     """Parse the JSON of a request. Raises Invalid with the name of its first wrong field."""
     content, weight = await json_body(request), body_weight(request)
     return await services.parser.parse_json(tenant, weight, _read, model, content)
@@ -123,6 +126,25 @@ def _read(model: type[TextRequest], content: bytes) -> TextRequest:
         return model.model_validate_json(content)
     except ValidationError as error:
         raise Invalid(first_error(error)) from error
+
+
+async def generate(
+    request: Request,
+    services: Services,
+    target: Target,
+    bodies: Sequence[SampleBody],
+    is_streamed: bool | None,
+    whole: Callable[[list[SampleResponse]], dict[str, Any]],
+    streamed: Callable[[AsyncIterator[Event]], AsyncIterator[str]],
+) -> Response:
+    """Run sample requests, and return their answer: by `whole`, or with `is_streamed` by `streamed`."""
+    generation = await Generation.start(services, target, bodies)
+    if is_streamed:
+        return EventStream(streamed(generation.events()), generation.close)
+    complete = await finished(request, generation)
+    if complete is None:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return FiniteJSONResponse(await asyncio.to_thread(whole, complete))
 
 
 async def finished(request: Request, generation: Generation) -> list[SampleResponse] | None:

@@ -17,6 +17,27 @@ MINUTE_S = 60.0
 #: Number of minutes in the summary below a chart.
 RECENT = 15
 PHASES = ("train", "optim", "sample")
+#: Sizes of the drawing in its own units.
+WIDTH, HEIGHT, MARGIN = 720, 260, 40
+#: An axis is logarithmic if its largest value is at least this multiple of its smallest, above 0.
+DECADE = 10.0
+LOSS = "last loss"
+#: Entries of a run's metadata that are numbers, but no settings.
+_NOT_SETTINGS = frozenset({"trial"})
+#: Maximum number of compared runs.
+MAX_COMPARED = 64
+Measure = tuple[str, str, str]
+"""Name, heading, unit."""
+MEASURES: Sequence[Measure] = (
+    ("loss", "Loss", "nats per token"),
+    ("grad_norm", "Gradient norm", ""),
+    ("learning_rate", "Learning rate", ""),
+    ("rollout_gap", "Rollout gap", "nats per token"),
+    ("effective_sample_size", "Effective sample size", "share of tokens"),
+    ("clip_fraction", "Clipped", "share of tokens"),
+    ("policy_lag", "Policy lag", "optimizer steps"),
+    ("tokens_per_s", "Tokens per second", "tokens/s"),
+)
 
 
 def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str, Any]:
@@ -24,15 +45,12 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
 
     Sampling time counts when a request ends. The parts of a minute never exceed the whole.
     """
-    spans = [_span_s(minute, now) for minute in minutes]
-    tokens = [minute.of("tokens") / span for minute, span in zip(minutes, spans, strict=True)]
-    sampled = [minute.of("sampled_tokens") / span for minute, span in zip(minutes, spans, strict=True)]
-    duty = [_duty(minute, max(workers, 1) * span) for minute, span in zip(minutes, spans, strict=True)]
-    recent_s = sum(spans[-RECENT:])
+    duty = [_duty(minute, max(workers, 1) * _span_s(minute, now)) for minute in minutes]
+    recent_s = sum(_span_s(minute, now) for minute in minutes[-RECENT:])
     return {
         "starts": [minute.start_s for minute in minutes],
-        "tokens_per_s": [round(value, 3) for value in tokens],
-        "sampled_per_s": [round(value, 3) for value in sampled],
+        "tokens_per_s": _rates(minutes, "tokens", now),
+        "sampled_per_s": _rates(minutes, "sampled_tokens", now),
         "duty": duty,
         "recent": {
             "tokens_per_s": _sum(minutes, "tokens") / recent_s,
@@ -47,16 +65,18 @@ def activity_of(minutes: Sequence[Minute], workers: int, now: float) -> dict[str
 
 def own_activity_of(minutes: Sequence[Minute], now: float) -> dict[str, Any]:
     """Return a tenant's charts, which contain only its own usage."""
-    spans = [_span_s(minute, now) for minute in minutes]
     return {
         "starts": [minute.start_s for minute in minutes],
-        "tokens_per_s": [round(minute.of("own_tokens") / span, 3) for minute, span in zip(minutes, spans, strict=True)],
-        "device": [
-            round(min(1.0, minute.of("own_device_s") / span), 4) for minute, span in zip(minutes, spans, strict=True)
-        ],
+        "tokens_per_s": _rates(minutes, "own_tokens", now),
+        "device": [round(min(1.0, minute.of("own_device_s") / _span_s(minute, now)), 4) for minute in minutes],
         "device_s": sum(minute.of("own_device_s") for minute in minutes),
         "tokens": sum(minute.of("own_tokens") for minute in minutes),
     }
+
+
+def _rates(minutes: Sequence[Minute], name: str, now: float) -> list[float]:
+    """Return an amount of each minute per second."""
+    return [round(minute.of(name) / _span_s(minute, now), 3) for minute in minutes]
 
 
 def _span_s(minute: Minute, now: float) -> float:
@@ -83,22 +103,6 @@ def _padding(minutes: Sequence[Minute]) -> float:
 def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
     recent = rows[-RECENT:]
     return sum(row[name] for row in recent) / len(recent) if recent else 0.0
-
-
-MAX_COMPARED = 64
-
-Measure = tuple[str, str, str]
-"""Name, heading, unit."""
-MEASURES: Sequence[Measure] = (
-    ("loss", "Loss", "nats per token"),
-    ("grad_norm", "Gradient norm", ""),
-    ("learning_rate", "Learning rate", ""),
-    ("rollout_gap", "Rollout gap", "nats per token"),
-    ("effective_sample_size", "Effective sample size", "share of tokens"),
-    ("clip_fraction", "Clipped", "share of tokens"),
-    ("policy_lag", "Policy lag", "optimizer steps"),
-    ("tokens_per_s", "Tokens per second", "tokens/s"),
-)
 
 
 def curves_of(
@@ -170,15 +174,6 @@ def _values(name: str, points: Sequence[HistoryPoint]) -> list[float | None]:
     if name == "tokens_per_s":
         return _speeds(points)
     return [mean_loss(each) if name == "loss" else getattr(each, name) for each in points]
-
-
-#: Sizes of the drawing in its own units.
-WIDTH, HEIGHT, MARGIN = 720, 260, 40
-#: An axis is logarithmic if its largest value is at least this multiple of its smallest, above 0.
-DECADE = 10.0
-LOSS = "last loss"
-#: Entries of a run's metadata that are numbers, but no settings.
-_NOT_SETTINGS = frozenset({"trial"})
 
 
 @dataclass(frozen=True)

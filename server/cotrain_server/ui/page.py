@@ -14,6 +14,7 @@ from starlette.datastructures import QueryParams
 
 from cotrain_server.errors import NotLoggedIn
 from cotrain_server.http.responses import FiniteJSONResponse
+from cotrain_server.http.tenant_routes import server_url
 from cotrain_server.services import Services
 from cotrain_server.ui.access import LOGIN, Visitor, check_operator, visitor_of
 from cotrain_server.ui.rendering import HEADERS, guarded, html
@@ -106,8 +107,8 @@ async def _page_request(request: Request, page: Page) -> PageRequest:
     visitor = await visitor_of(request, services)
     if page.for_operator:
         check_operator(visitor)
-    address = services.settings.public_url or str(request.base_url)
-    return PageRequest(services, visitor, request.query_params, request.path_params, time.time(), address.rstrip("/"))
+    address = server_url(request, services.settings)
+    return PageRequest(services, visitor, request.query_params, request.path_params, time.time(), address)
 
 
 async def _data(page: Page, page_request: PageRequest) -> dict[str, Any]:

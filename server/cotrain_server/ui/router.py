@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from cotrain.wire.admin import KeyRequest, MoveRequest, NewKey, PauseRequest
 from cotrain_server.administration import TenantChange
-from cotrain_server.errors import Invalid, sentence
+from cotrain_server.errors import Invalid, first_error
 from cotrain_server.quotas import Quotas
 from cotrain_server.routes import admin_tenants, admin_workers
 from cotrain_server.services import Services
@@ -122,7 +122,7 @@ def _body(model: type[BaseModel], fields: Mapping[str, str]) -> BaseModel:
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        raise Invalid(sentence(error.errors())) from None
+        raise Invalid(first_error(error)) from None
 
 
 #: Size in bytes with a unit, such as 100 GB.

@@ -27,6 +27,9 @@ from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_store.tenants.policies import largest_run_bytes
 from cotrain_store.weights import largest_checkpoint_bytes
 
+#: Default scrape timeout of Prometheus in seconds.
+TIMEOUT_S = 10.0
+
 
 @dataclass(eq=False)  # a registry keeps its collectors by identity
 class _Families(Collector):
@@ -48,13 +51,13 @@ class _Families(Collector):
 
 async def fleet_metrics(services: Services) -> bytes:
     """Return the fleet metrics in Prometheus text format. An unavailable Redis is one of the metrics."""
-    found = _Families()
+    families = _Families()
     settings = services.settings
     disk = shutil.disk_usage(settings.data_dir)
-    found.add("cotrain_disk_free_bytes", disk.free)
-    found.add("cotrain_disk_total_bytes", disk.total)
-    found.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
-    found.add("cotrain_ready", not await reasons_not_ready(services))
+    families.add("cotrain_disk_free_bytes", disk.free)
+    families.add("cotrain_disk_total_bytes", disk.total)
+    families.add("cotrain_disk_reserve_bytes", settings.disk_reserve_bytes)
+    families.add("cotrain_ready", not await reasons_not_ready(services))
     try:
         async with asyncio.timeout(FLEET_TIMEOUT_S):
             fleet = await read_fleet(services.connection)
@@ -62,95 +65,95 @@ async def fleet_metrics(services: Services) -> bytes:
             failures = await most_failures(services.connection, TENANTS_SHOWN)
             checkpoints = await largest_checkpoint_bytes(services.connection, TENANTS_SHOWN)
     except (TimeoutError, *CONNECTION_LOST):
-        found.add("cotrain_redis_up", 0)
+        families.add("cotrain_redis_up", 0)
     else:
-        _add_redis(found, fleet.redis)
+        _add_redis(families, fleet.redis)
         for tenant, size in run_bytes.items():
-            found.add("cotrain_run_bytes", size, tenant=tenant)
+            families.add("cotrain_run_bytes", size, tenant=tenant)
         for tenant, size in checkpoints.items():
-            found.add("cotrain_checkpoint_bytes", size, tenant=tenant)
+            families.add("cotrain_checkpoint_bytes", size, tenant=tenant)
         for pool in fleet.pools:
-            _add_pool(found, pool)
+            _add_pool(families, pool)
             of = {"pool": pool.record.base_model}
             for tenant, count in failures.get(pool.record.id, ()):
-                found.add("cotrain_tenant_requests_failed_total", count, tenant=tenant, **of)
+                families.add("cotrain_tenant_requests_failed_total", count, tenant=tenant, **of)
         # Its first worker measures the limits for validating requests.
         for base_model in fleet.unserved(settings.base_models):
-            found.add("cotrain_pool_workers_wanted", 1, pool=base_model)
+            families.add("cotrain_pool_workers_wanted", 1, pool=base_model)
     registry = CollectorRegistry()
-    registry.register(found)
+    registry.register(families)
     return generate_latest(registry)
 
 
-def _add_redis(found: _Families, redis: RedisStatus) -> None:
-    found.add("cotrain_redis_up", 1)
-    found.add("cotrain_redis_aof_last_write_ok", redis.aof_last_write_ok)
-    found.add("cotrain_redis_memory_bytes", redis.memory_bytes)
-    found.add("cotrain_redis_memory_limit_bytes", redis.memory_limit_bytes)
+def _add_redis(families: _Families, redis: RedisStatus) -> None:
+    families.add("cotrain_redis_up", 1)
+    families.add("cotrain_redis_aof_last_write_ok", redis.aof_last_write_ok)
+    families.add("cotrain_redis_memory_bytes", redis.memory_bytes)
+    families.add("cotrain_redis_memory_limit_bytes", redis.memory_limit_bytes)
     limit = redis.memory_limit_bytes
-    found.add("cotrain_redis_memory_ratio", redis.memory_bytes / limit if limit else 0)
-    found.add("cotrain_oplog_bytes", redis.aof_bytes)
+    families.add("cotrain_redis_memory_ratio", redis.memory_bytes / limit if limit else 0)
+    families.add("cotrain_oplog_bytes", redis.aof_bytes)
 
 
-def _add_pool(found: _Families, status: PoolStatus) -> None:
+def _add_pool(families: _Families, status: PoolStatus) -> None:
     pool, now = status.record.base_model, time.time()
     for name, metric in POOL_COUNTERS.items():
-        found.add(metric.name, status.counters.get(name, 0.0), pool=pool)
+        families.add(metric.name, status.counters.get(name, 0.0), pool=pool)
     for state, count in _runs_by_state(status.counters).items():
-        found.add("cotrain_runs", count, pool=pool, state=state)
-    found.add("cotrain_queue_oldest_seconds", status.oldest_ready_s, pool=pool)
-    found.add("cotrain_seq_gap_seconds_max", status.oldest_gap_s, pool=pool)
-    found.add("cotrain_saved_weights", status.weights, pool=pool)
-    found.add("cotrain_open_cycles", status.open_cycles, pool=pool)
-    found.add("cotrain_pool_backlog_seconds", status.backlog_s, pool=pool)
-    found.add("cotrain_pool_workers_wanted", status.workers_wanted(now), pool=pool)
+        families.add("cotrain_runs", count, pool=pool, state=state)
+    families.add("cotrain_queue_oldest_seconds", status.oldest_ready_s, pool=pool)
+    families.add("cotrain_seq_gap_seconds_max", status.oldest_gap_s, pool=pool)
+    families.add("cotrain_saved_weights", status.weights, pool=pool)
+    families.add("cotrain_open_cycles", status.open_cycles, pool=pool)
+    families.add("cotrain_pool_backlog_seconds", status.backlog_s, pool=pool)
+    families.add("cotrain_pool_workers_wanted", status.workers_wanted(now), pool=pool)
     for worker in status.workers:
-        _add_worker(found, pool, worker)
+        _add_worker(families, pool, worker)
     for missing in status.workers_missing(now):
-        found.add("cotrain_worker_up", 0, pool=pool, worker=missing)
+        families.add("cotrain_worker_up", 0, pool=pool, worker=missing)
     for queue in top_tenants(status.queues):
         of = {"pool": pool, "tenant": queue.tenant}
-        found.add("cotrain_queue_ops", queue.ops, **of)
-        found.add("cotrain_queue_tokens", queue.tokens, **of)
-        found.add("cotrain_samples_waiting", queue.samples_waiting, **of)
-        found.add("cotrain_samples_running", queue.samples_running, **of)
+        families.add("cotrain_queue_ops", queue.ops, **of)
+        families.add("cotrain_queue_tokens", queue.tokens, **of)
+        families.add("cotrain_samples_waiting", queue.samples_waiting, **of)
+        families.add("cotrain_samples_running", queue.samples_running, **of)
 
 
-def _add_worker(found: _Families, pool: str, worker: WorkerHeartbeat) -> None:
+def _add_worker(families: _Families, pool: str, worker: WorkerHeartbeat) -> None:
     of = {"pool": pool, "worker": worker.id}
-    found.add("cotrain_worker_up", 1, **of)
-    found.add("cotrain_worker_epoch", worker.epoch, **of)
-    found.add("cotrain_worker_memory_bytes", worker.memory_bytes, **of)
-    found.add("cotrain_worker_device_memory_bytes", worker.device_memory_bytes, **of)
-    found.add("cotrain_worker_device_memory_limit_bytes", worker.device_memory_limit_bytes, **of)
-    found.add("cotrain_worker_tokens_per_second", worker.tokens_per_s, **of)
-    found.add("cotrain_worker_safe_tokens", worker.safe_tokens, **of)
-    found.add("cotrain_worker_halvings_total", worker.halvings, **of)
-    found.add("cotrain_worker_lora_fell_back", bool(worker.lora_fallback), **of)
-    found.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
+    families.add("cotrain_worker_up", 1, **of)
+    families.add("cotrain_worker_epoch", worker.epoch, **of)
+    families.add("cotrain_worker_memory_bytes", worker.memory_bytes, **of)
+    families.add("cotrain_worker_device_memory_bytes", worker.device_memory_bytes, **of)
+    families.add("cotrain_worker_device_memory_limit_bytes", worker.device_memory_limit_bytes, **of)
+    families.add("cotrain_worker_tokens_per_second", worker.tokens_per_s, **of)
+    families.add("cotrain_worker_safe_tokens", worker.safe_tokens, **of)
+    families.add("cotrain_worker_halvings_total", worker.halvings, **of)
+    families.add("cotrain_worker_lora_fell_back", bool(worker.lora_fallback), **of)
+    families.add("cotrain_worker_restored_ops_total", worker.restored_ops, **of)
     left = worker.restoring or {"ops": 0, "ops_done": 0}
-    found.add("cotrain_worker_restoring_ops", left["ops"] - left["ops_done"], **of)
-    found.add("cotrain_worker_takes_saves", worker.accepts_saves, **of)
-    found.add("cotrain_worker_samples_running", worker.samples_running, **of)
-    found.add("cotrain_worker_samples_waiting", worker.samples_waiting, **of)
-    found.add("cotrain_owed_save_bytes", worker.unstored_bytes, **of)
-    found.add("cotrain_snapshot_age_seconds_max", worker.snapshot_age_s, **of)
-    found.add("cotrain_snapshot_due_seconds", worker.snapshot_due_s, **of)
+    families.add("cotrain_worker_restoring_ops", left["ops"] - left["ops_done"], **of)
+    families.add("cotrain_worker_takes_saves", worker.accepts_saves, **of)
+    families.add("cotrain_worker_samples_running", worker.samples_running, **of)
+    families.add("cotrain_worker_samples_waiting", worker.samples_waiting, **of)
+    families.add("cotrain_owed_save_bytes", worker.unstored_bytes, **of)
+    families.add("cotrain_snapshot_age_seconds_max", worker.snapshot_age_s, **of)
+    families.add("cotrain_snapshot_due_seconds", worker.snapshot_due_s, **of)
     if worker.self_check:
-        found.add("cotrain_worker_self_check_ok", worker.self_check["ok"], **of)
+        families.add("cotrain_worker_self_check_ok", worker.self_check["ok"], **of)
         for kind in ("logprobs", "gradients", "weights", "samples"):
             difference = worker.self_check.get(kind)
             if difference is None:  # another server samples, or an earlier version checked
                 continue
-            found.add("cotrain_worker_self_check_difference", difference, kind=kind, **of)
+            families.add("cotrain_worker_self_check_difference", difference, kind=kind, **of)
     if worker.kv_cache_ratio is not None:
-        found.add("cotrain_kv_cache_usage_ratio", worker.kv_cache_ratio, **of)
+        families.add("cotrain_kv_cache_usage_ratio", worker.kv_cache_ratio, **of)
     for phase, seconds in worker.device_seconds.items():
-        found.add("cotrain_device_seconds_total", seconds, phase=phase, **of)
+        families.add("cotrain_device_seconds_total", seconds, phase=phase, **of)
     for tier, count in worker.adapters.items():
-        found.add("cotrain_adapters", count, tier=tier, **of)
+        families.add("cotrain_adapters", count, tier=tier, **of)
     for tier, size in worker.adapter_bytes.items():
-        found.add("cotrain_adapter_bytes", size, tier=tier, **of)
+        families.add("cotrain_adapter_bytes", size, tier=tier, **of)
 
 
 def _runs_by_state(counters: Mapping[str, float]) -> dict[str, float]:
@@ -177,16 +180,12 @@ def process_metrics(services: Services) -> bytes:
     return generate_latest(metrics.REGISTRIES[Source.API])
 
 
-#: Default scrape timeout of Prometheus in seconds.
-TIMEOUT_S = 10.0
-
-
 def metrics_pages(services: Services) -> Mapping[str, Callable[[], bytes]]:
     """Return the metrics pages, which another thread may call while this event loop runs."""
     loop = asyncio.get_running_loop()
 
     def fleet() -> bytes:
-        asked = asyncio.run_coroutine_threadsafe(fleet_metrics(services), loop)
-        return asked.result(TIMEOUT_S)
+        page = asyncio.run_coroutine_threadsafe(fleet_metrics(services), loop)
+        return page.result(TIMEOUT_S)
 
     return {"/metrics": partial(process_metrics, services), "/metrics/fleet": fleet}

@@ -131,36 +131,36 @@ async def _brief(services: Services, fleet: Fleet) -> dict[str, Any]:
     }
 
 
-def _pool(found: PoolStatus, now: float) -> dict[str, Any]:
-    queue = sum_of(found.queues)
+def _pool(pool: PoolStatus, now: float) -> dict[str, Any]:
+    queue = sum_of(pool.queues)
     return {
-        **asdict(found.record),
-        "workers": [asdict(worker) for worker in found.workers],
-        "workers_known": found.workers_known,
-        "workers_unavailable": list(found.workers_missing(now)),
+        **asdict(pool.record),
+        "workers": [asdict(worker) for worker in pool.workers],
+        "workers_known": pool.workers_known,
+        "workers_unavailable": list(pool.workers_missing(now)),
         "worker_exits": {
-            each.id: {**asdict(each.last_exit), "text": each.last_exit.text} for each in found.ids if each.last_exit
+            each.id: {**asdict(each.last_exit), "text": each.last_exit.text} for each in pool.ids if each.last_exit
         },
-        "open_cycles": found.open_cycles,
-        "last_cycle": found.last_cycle,
+        "open_cycles": pool.open_cycles,
+        "last_cycle": pool.last_cycle,
         "queue": {
             "ops": queue.ops,
             "tokens": queue.tokens,
-            "tenants": len(found.queues),
-            "oldest_s": found.oldest_ready_s,
-            "oldest_gap_s": found.oldest_gap_s,
-            "backlog_s": round(found.backlog_s, 3),
+            "tenants": len(pool.queues),
+            "oldest_s": pool.oldest_ready_s,
+            "oldest_gap_s": pool.oldest_gap_s,
+            "backlog_s": round(pool.backlog_s, 3),
         },
-        "workers_wanted": found.workers_wanted(now),
-        "duty": dict(found.duty),
+        "workers_wanted": pool.workers_wanted(now),
+        "duty": dict(pool.duty),
         "samples": {"waiting": queue.samples_waiting, "running": queue.samples_running},
-        "counters": dict(found.counters),
+        "counters": dict(pool.counters),
     }
 
 
-async def _details(services: Services, found: PoolStatus) -> dict[str, Any]:
-    cycles = await cycle_records(services.connection, found.record.id, CYCLES_SHOWN)
-    queues = [asdict(queue) for queue in found.queues]
+async def _details(services: Services, pool: PoolStatus) -> dict[str, Any]:
+    cycles = await cycle_records(services.connection, pool.record.id, CYCLES_SHOWN)
+    queues = [asdict(queue) for queue in pool.queues]
     await _name_tenants(services, [*queues, *(run for each in cycles for run in each.get("runs", ()))])
     return {"tenants": queues, "cycles": cycles}
 
@@ -183,15 +183,15 @@ async def own_status(services: Services, tenant: TenantId) -> dict[str, Any]:
     }
 
 
-def _own_pool(found: PoolStatus) -> dict[str, Any]:
-    record, own = found.record, sum_of(found.queues)
+def _own_pool(pool: PoolStatus) -> dict[str, Any]:
+    record, own = pool.record, sum_of(pool.queues)
     return {
         "base_model": record.base_model,
         "context_length": record.context_length,
         "longest_datum": record.longest_datum,
         "max_rank": record.max_rank,
-        "workers": len(found.workers),
-        "last_cycle": found.last_cycle,
+        "workers": len(pool.workers),
+        "last_cycle": pool.last_cycle,
         "queue": {"ops": own.ops, "tokens": own.tokens},
         "samples": {"waiting": own.samples_waiting, "running": own.samples_running},
     }
@@ -225,25 +225,25 @@ async def list_pools(services: Services) -> list[FleetPool]:
     return [*pools, *map(_unknown, fleet.unserved(services.settings.base_models))]
 
 
-def _fleet_pool(found: PoolStatus, now: float) -> FleetPool:
-    queue = sum_of(found.queues)
+def _fleet_pool(pool: PoolStatus, now: float) -> FleetPool:
+    queue = sum_of(pool.queues)
     return FleetPool(
-        base_model=found.record.base_model,
-        pool=found.record.id,
-        workers_wanted=found.workers_wanted(now),
-        workers_unavailable=list(found.workers_unavailable),
-        workers=[_fleet_worker(each, found) for each in found.workers],
+        base_model=pool.record.base_model,
+        pool=pool.record.id,
+        workers_wanted=pool.workers_wanted(now),
+        workers_unavailable=list(pool.workers_unavailable),
+        workers=[_fleet_worker(each, pool) for each in pool.workers],
         ops=queue.ops,
         tokens=queue.tokens,
-        oldest_s=round(found.oldest_ready_s, 3),
-        backlog_s=round(found.backlog_s, 3),
+        oldest_s=round(pool.oldest_ready_s, 3),
+        backlog_s=round(pool.backlog_s, 3),
         samples_waiting=queue.samples_waiting,
         samples_running=queue.samples_running,
     )
 
 
-def _fleet_worker(heartbeat: WorkerHeartbeat, found: PoolStatus) -> FleetWorker:
-    waiting = found.scaling.waiting_tokens.get(heartbeat.id, 0) if found.scaling else 0
+def _fleet_worker(heartbeat: WorkerHeartbeat, pool: PoolStatus) -> FleetWorker:
+    waiting = pool.scaling.waiting_tokens.get(heartbeat.id, 0) if pool.scaling else 0
     return FleetWorker(
         id=heartbeat.id,
         state=heartbeat.state,

@@ -22,6 +22,9 @@ REFUSED_S = 60.0
 LARGE_SHARE, LARGE_TOKENS = 0.5, 2_048
 
 
+Found = tuple[WaitCause, str]
+
+
 @dataclass(frozen=True)
 class WaitState:
     """State of one run and of its pool at a moment."""
@@ -49,9 +52,6 @@ def why(state: WaitState) -> WaitReason:
     found = found or _gap(state) or _other_work(state) or _share(state)
     cause, text = found
     return WaitReason(training_run_id=run.id, cause=cause, reason=text)
-
-
-Found = tuple[WaitCause, str]
 
 
 def _end(run: RunRecord) -> Found | None:

@@ -19,23 +19,21 @@ from cotrain_store.monitoring import metrics
 from cotrain_store.redis_client.connection import CONNECTION_LOST, stop_tasks
 from cotrain_store.tenants.webhooks import DueEvent, Outcome, Webhooks
 
+log = structlog.get_logger()
+
 FIRST_RETRY_S = 5.0
 LONGEST_RETRY_S = 3600.0
 GIVEN_UP_AFTER_S = 24 * 3600.0
+POLL_S = 1.0
+#: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
+AT_ONCE = 256
+UNREAD_LOG_S = 60.0
 
 
 def retry_in(attempts: int, age_s: float) -> float | None:
     """Return the delay before the next attempt: 5 s, 10 s, 20 s, … 1 h. None: give up."""
     wait_s: float = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 20))
     return wait_s if age_s + wait_s <= GIVEN_UP_AFTER_S else None
-
-
-log = structlog.get_logger()
-
-POLL_S = 1.0
-#: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
-AT_ONCE = 256
-UNREAD_LOG_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,24 @@ _FAILURES = (
 )  # fmt: skip
 
 
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
+#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
+_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
+#: All IPv6 addresses assigned to hosts on the Internet.
+_UNICAST_V6 = IPv6Network("2000::/3")
+#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
+_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
+#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
+_NAT64 = IPv6Network("64:ff9b::/96")
+#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
+_ISATAP = (0x00005EFE, 0x02005EFE)
+#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
+_LOOKUPS = 32
+
+
 class Undelivered(Exception):
     """An attempt failed; its text is shown to the tenant."""
 
@@ -124,24 +142,6 @@ def _causes(failed: BaseException | None) -> Iterator[BaseException]:
         failed = failed.__cause__ or failed.__context__
 
 
-Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
-
-#: IPv4 networks beyond those that Python 3.11 counts as not global: protocol assignments (with the
-#: metadata of Oracle's cloud at 192.0.0.192), 6to4 relays, and the host agent of Azure.
-_SPECIAL_V4 = tuple(map(IPv4Network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")))
-#: All IPv6 addresses assigned to hosts on the Internet.
-_UNICAST_V6 = IPv6Network("2000::/3")
-#: Exceptions that are not hosts: protocol assignments (with Teredo), 6to4, examples.
-_SPECIAL_V6 = tuple(map(IPv6Network, ("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20")))
-#: IPv6 addresses that represent an IPv4 address behind a gateway, by their last 32 bits.
-_NAT64 = IPv6Network("64:ff9b::/96")
-#: The same within a tunnel (ISATAP), by the preceding 32 bits, with or without the universal bit.
-_ISATAP = (0x00005EFE, 0x02005EFE)
-#: Names are resolved in dedicated threads, so a slow lookup delays no other work of the process.
-_LOOKUPS = 32
-
-
 class AddressRefused(Exception):
     """No webhook may be sent to this address."""
 
@@ -178,8 +178,8 @@ def _behind(address: Address) -> Address:
     return address.ipv4_mapped or address
 
 
-class CheckedNetwork(AsyncNetworkBackend):
-    """Network backend that connects only to allowed addresses, and exactly to the checked address."""
+class CheckedNetwork:
+    """Connections to allowed addresses only, each to exactly the address that was checked."""
 
     def __init__(self, networks: Sequence[Network]) -> None:
         self._networks = networks

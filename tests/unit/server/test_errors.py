@@ -1,7 +1,5 @@
 """Statuses and messages of refusals."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Limits in one process. State is kept only for requests in progress."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -2,8 +2,6 @@
 returned to the host.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """Health probe, with real answers and with none, and problems that a supervisor writes for the API."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Settings of the API, read from variables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

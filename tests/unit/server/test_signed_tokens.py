@@ -1,7 +1,5 @@
 """Signed links and tokens: valid until their expiry, and only with a valid signature."""
 
-from __future__ import annotations
-
 import base64
 import json
 import time

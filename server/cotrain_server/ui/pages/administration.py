@@ -46,6 +46,12 @@ LIMITS: Mapping[str, str] = {
 _LONGEST_SEARCH = 64
 
 
+HIDDEN = "hidden"
+_SECRET_WORDS = ("key", "password", "secret", "token")
+EVENTS_SHOWN = 100
+_ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
+
+
 async def _read_tenants(request: PageRequest) -> dict[str, Any]:
     search = request.query.get("search", "")[:_LONGEST_SEARCH]
     found = await list_tenants(request.services, search, _offset_of(request.query), SHOWN)
@@ -88,19 +94,15 @@ async def _read_usage(request: PageRequest) -> dict[str, Any]:
 USAGE_PAGE = Page("/ui/usage", "Usage", "usage.html", _read_usage, for_tenant=True)
 
 
-EVENTS_SHOWN = 100
-_ID = re.compile(r"[0-9]{1,15}-[0-9]{1,15}")
-
-
 async def _read_audit(request: PageRequest) -> dict[str, Any]:
     """Return the page's data. Raises TENANT_NOT_FOUND, or Invalid for an address outside the links."""
-    before, asked_for = request.query.get("before"), request.query.get("tenant", "")
+    before, tenant_id = request.query.get("before"), request.query.get("tenant", "")
     if before is not None and not _ID.fullmatch(before):
         raise Invalid("before must be the id of an event.")
-    tenant = await find_tenant(request.services, asked_for) if asked_for else None
+    tenant = await find_tenant(request.services, tenant_id) if tenant_id else None
     found = await request.services.audit.page(tenant, before, EVENTS_SHOWN)
     return {
-        "tenant": asked_for,
+        "tenant": tenant_id,
         "events": [entry.model_dump() for entry in found],
         "next": found[-1].id if len(found) == EVENTS_SHOWN else None,
     }
@@ -134,10 +136,6 @@ async def _busiest(services: Services, pool: PoolId) -> dict[WorkerId, list[dict
 
 
 WORKERS_PAGE = Page("/ui/workers", "Workers", "workers.html", _read_workers, poll_s=3, for_operator=True)
-
-
-HIDDEN = "hidden"
-_SECRET_WORDS = ("key", "password", "secret", "token")
 
 
 async def _read_settings(request: PageRequest) -> dict[str, Any]:

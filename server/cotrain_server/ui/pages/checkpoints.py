@@ -64,7 +64,7 @@ async def _read(request: PageRequest) -> dict[str, Any]:
         "tenant": tenant,
         "tenants": {} if own else await offered_tenants(services.connection),
         "tenant_name": names.get(tenant, ""),
-        "checkpoints": [_row(found) for found in page.items],
+        "checkpoints": [_row(checkpoint) for checkpoint in page.items],
         "total_count": page.total_count,
         "count": count,
         "size": size,
@@ -81,13 +81,13 @@ async def change(request: Request, services: ServicesDep) -> Response:
     """Delete, publish, unpublish or expire a checkpoint."""
     visitor, fields = await form_of(request, services)
     tenant = _owner(visitor, fields)
-    found = await services.records.checkpoint(tenant, fields.get("path", ""))
-    names = (tenant, found.run, found.kind, found.name)
+    checkpoint = await services.records.checkpoint(tenant, fields.get("path", ""))
+    names = (tenant, checkpoint.run, checkpoint.kind, checkpoint.name)
     do = fields.get("do", "")
     if do not in _EVENTS:
         raise Invalid(f"do must be one of {', '.join(_EVENTS)}.")
     ttl_s = _ttl_s(fields.get("days", "")) if do == "ttl" else None
-    async with _audited(services, visitor, _EVENTS[do], found):
+    async with _audited(services, visitor, _EVENTS[do], checkpoint):
         if do == "delete":
             await services.checkpoints.delete(*names)
         elif do == "ttl":
@@ -104,9 +104,9 @@ async def download(request: Request, services: ServicesDep) -> Response:
     """Redirect to an archive of the checkpoint's files, by a link that is valid for some minutes."""
     visitor, fields = await form_of(request, services)
     source = await find_source(services, _owner(visitor, fields), fields.get("path", ""))
-    found, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
-    link = Link(found.tenant, found.path, found.weights, ARCHIVE, expires_at)
-    async with _audited(services, visitor, AuditEvent.CHECKPOINT_READ, found):
+    checkpoint, expires_at = source.checkpoint, int(time.time()) + LINK_LIFE_S
+    link = Link(checkpoint.tenant, checkpoint.path, checkpoint.weights, ARCHIVE, expires_at)
+    async with _audited(services, visitor, AuditEvent.CHECKPOINT_READ, checkpoint):
         signed = services.signer.sign_link(link)
     return RedirectResponse(f"/api/v1/files/{signed}/{ARCHIVE}", 303)
 
@@ -121,11 +121,11 @@ def _owner(visitor: Visitor, fields: Mapping[str, str]) -> TenantId:
 
 
 def _audited(
-    services: Services, visitor: Visitor, event: AuditEvent, found: CheckpointRecord
+    services: Services, visitor: Visitor, event: AuditEvent, checkpoint: CheckpointRecord
 ) -> AbstractAsyncContextManager[Act]:
-    details = {"tinker_path": found.path}
+    details = {"tinker_path": checkpoint.path}
     if visitor.tenant is None:
-        return services.audit.act_of_operator(found.tenant, event, details)
+        return services.audit.act_of_operator(checkpoint.tenant, event, details)
     return services.audit.act(visitor.tenant, event, details)
 
 

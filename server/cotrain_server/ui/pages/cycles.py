@@ -3,6 +3,7 @@
 A tenant is shown its own runs. All others in a cycle are one sum without names.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,10 +138,9 @@ def cycle_of(record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
     """Return a summary of one cycle."""
     tokens, padded = record["tokens"], record.get("padded_tokens")
     seen = [run for run in record["runs"] if viewer.sees(run["tenant"])]
-    ops: dict[str, int] = {}
+    ops: Counter[str] = Counter()
     for run in seen:
-        for kind, count in run["ops"].items():
-            ops[kind] = ops.get(kind, 0) + count
+        ops.update(run["ops"])
     return {
         "cycle": record["cycle"],
         "started_at": record["started_at"],
@@ -153,7 +153,7 @@ def cycle_of(record: Mapping[str, Any], viewer: Viewer) -> dict[str, Any]:
         "forwards": record.get("forwards"),
         "runs": len(seen),
         "tenants": len({run["tenant"] for run in record["runs"]}),
-        "ops": ops,
+        "ops": dict(ops),
         "failed": sum(run["failed"] for run in seen),
         "outcome": record["outcome"],
         **({"worker": record["worker"]} if viewer.own is None else {}),
@@ -183,11 +183,10 @@ def _id(tenant: str, viewer: Viewer) -> str:
 
 def _totals(records: Sequence[Mapping[str, Any]], viewer: Viewer) -> dict[str, int]:
     """Return the tokens by tenant. Hidden tenants are summed under an empty id."""
-    totals: dict[str, int] = {}
+    totals: Counter[str] = Counter()
     for record in records:
         for run in record["runs"]:
-            key = _id(run["tenant"], viewer)
-            totals[key] = totals.get(key, 0) + run["tokens"]
+            totals[_id(run["tenant"], viewer)] += run["tokens"]
     return totals
 
 
@@ -224,16 +223,12 @@ def _bar(
 
 def _stack(record: Mapping[str, Any], viewer: Viewer, colour: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return shares of a bar's height by tokens. Ops without tokens, such as a save, count as one."""
-    share: dict[str, float] = {}
+    shares: Counter[str] = Counter()
     for run in record["runs"]:
-        key = _id(run["tenant"], viewer)
-        share[key] = share.get(key, 0) + max(1, run["tokens"])
-    by_colour: dict[str, float] = {}
-    for key, amount in share.items():
-        by_colour[colour[key]] = by_colour.get(colour[key], 0) + amount
-    total, y, stack = sum(share.values()) or 1, 0.0, []
-    for name in sorted(by_colour, key=lambda name: (name == REST, name)):
-        height = by_colour[name] / total * _STACK_HEIGHT
+        shares[colour[_id(run["tenant"], viewer)]] += max(1, run["tokens"])
+    y, stack = 0.0, []
+    for name in sorted(shares, key=lambda name: (name == REST, name)):
+        height = shares[name] / shares.total() * _STACK_HEIGHT
         stack.append({"colour": name, "y": round(y, 2), "height": round(height, 2)})
         y += height
     return stack

@@ -18,9 +18,30 @@ from cotrain_store.tenants.catalog import tenant_names
 from cotrain_store.tenants.policies import read_pauses
 
 TENANTS_SHOWN = 10
+#: Parts of a pool's status on the page.
 _KEPT = (
     "id", "base_model", "device", "dtype", "context_length", "max_rank", "sampler", "workers",
     "workers_known", "workers_unavailable", "open_cycles", "last_cycle", "queue", "samples",
+)  # fmt: skip
+
+
+#: Maximum wait of a pool's oldest op in normal operation.
+OLDEST_OP_S = 60.0
+OLDEST_GAP_S = 120.0
+REDIS_MEMORY_PART = 0.7
+#: Part of the disk that is free in normal operation.
+DISK_FREE_PART = 0.05
+
+_NO_WORKER = "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
+_HELP: Sequence[tuple[str, str]] = (
+    ("No worker for", _NO_WORKER),
+    ("No worker is", _NO_WORKER),
+    ("No scheduler", "Start one: nothing is planned without it. Accepted requests wait, and are not lost."),
+    ("Redis does not", "Start it, or check COTRAIN_REDIS_URL. Clients wait, and continue."),
+    ("Redis could lose", "Set `appendonly yes` and `appendfsync always`, or accept the loss with COTRAIN_ACCEPT_DATA_LOSS."),
+    ("Redis", "Check the log of Redis and its disk. Clients wait, and continue."),
+    ("The disk", "Free space on the disk of the data folder: requests are refused until then."),
+    ("This process", "It is stopping. There is nothing to do."),
 )  # fmt: skip
 
 
@@ -137,26 +158,6 @@ def _part(name: str, used: float, most: float, more: str) -> dict[str, Any]:
 
 
 OVERVIEW_PAGE = Page("/ui", "Overview", "overview.html", _read_overview, poll_s=3)
-
-
-#: Maximum wait of a pool's oldest op in normal operation.
-OLDEST_OP_S = 60.0
-OLDEST_GAP_S = 120.0
-REDIS_MEMORY_PART = 0.7
-#: Part of the disk that is free in normal operation.
-DISK_FREE_PART = 0.05
-
-_NO_WORKER = "Start one with cotrain serve or docker compose up worker. Its log has the reason of its end."
-_HELP: Sequence[tuple[str, str]] = (
-    ("No worker for", _NO_WORKER),
-    ("No worker is", _NO_WORKER),
-    ("No scheduler", "Start one: nothing is planned without it. Accepted requests wait, and are not lost."),
-    ("Redis does not", "Start it, or check COTRAIN_REDIS_URL. Clients wait, and continue."),
-    ("Redis could lose", "Set `appendonly yes` and `appendfsync always`, or accept the loss with COTRAIN_ACCEPT_DATA_LOSS."),
-    ("Redis", "Check the log of Redis and its disk. Clients wait, and continue."),
-    ("The disk", "Free space on the disk of the data folder: requests are refused until then."),
-    ("This process", "It is stopping. There is nothing to do."),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from fastapi.encoders import jsonable_encoder
 from pydantic import ValidationError
 
 from cotrain_server.administration import find_tenant
-from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, sentence
+from cotrain_server.errors import CLIENT_CLOSED_REQUEST, Invalid, first_error
 from cotrain_server.http.responses import FiniteJSONResponse
 from cotrain_server.http.tenant_routes import ServicesDep
 from cotrain_server.services import Services
@@ -148,7 +148,7 @@ async def _body(
             return body
         text = CompletionRequest.model_validate({**common, "prompt": prompt})
     except ValidationError as wrong:
-        raise Invalid(sentence(wrong.errors())) from None
+        raise Invalid(first_error(wrong)) from None
     make = partial(prompt_bodies, target, [prompt], text.body, echo=False)
     bodies, _ = await services.parser.run(tenant, text_weight(len(prompt)), make)
     only: SampleBody = bodies[0]

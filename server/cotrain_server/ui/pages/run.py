@@ -38,6 +38,8 @@ from cotrain_store.tenants.lists import LabelQuery
 from cotrain_store.tenants.policies import read_pauses
 
 OPS_SHOWN = 50
+RUNS_SHOWN = 50
+_FILTERS = ("state", "base_model", "q", "tenant")
 
 router = APIRouter(include_in_schema=False)
 
@@ -168,19 +170,15 @@ RUN_PAGE = Page("/ui/runs/{run_id}", "Run", "run.html", _read_run, poll_s=5, in_
 COMPARED = Page("/ui/compare", "Compare runs", "compare.html", _read_compared, in_navigation=False)
 
 
-RUNS_SHOWN = 50
-_FILTERS = ("state", "base_model", "q", "tenant")
-
-
 async def _read_runs(request: PageRequest) -> dict[str, Any]:
     """Return the data of one page of the list."""
     services = request.services
-    asked = {name: request.query.get(name, "")[:200] for name in _FILTERS}
+    filters = {name: request.query.get(name, "")[:200] for name in _FILTERS}
     tenant = request.visitor.tenant.id if request.visitor.tenant else None
-    keep = keeps(asked["state"], asked["base_model"], asked["q"])
-    whose = tenant or (TenantId(asked["tenant"]) if asked["tenant"] else None)
+    keep = keeps(filters["state"], filters["base_model"], filters["q"])
+    owner = tenant or (TenantId(filters["tenant"]) if filters["tenant"] else None)
     cursor = request.query.get("after", "")[:200]
-    page = await services.run_list.page(whose, cursor, RUNS_SHOWN, keep)
+    page = await services.run_list.page(owner, cursor, RUNS_SHOWN, keep)
     positions = await services.run_list.positions(page.runs, request.now)
     names = await tenant_names(services.connection, {run.tenant for run in page.runs})
     pauses = await read_pauses(services.connection)
@@ -188,19 +186,19 @@ async def _read_runs(request: PageRequest) -> dict[str, Any]:
     return {
         "runs": [run_row(run, positions[run.id], pauses, names, request.now, unavailable) for run in page.runs],
         "total_count": page.total_count,
-        "next": _address(asked, page.next_cursor) if page.next_cursor else None,
+        "next": _address(filters, page.next_cursor) if page.next_cursor else None,
         "is_first": not cursor,
         "tenants": {} if tenant else await offered_tenants(services.connection),
-        "asked": asked if tenant is None else {**asked, "tenant": ""},
-        "is_narrowed": keep is not None or (tenant is None and bool(asked["tenant"])),
+        "asked": filters if tenant is None else {**filters, "tenant": ""},
+        "is_narrowed": keep is not None or (tenant is None and bool(filters["tenant"])),
         "states": tuple(STATES),
         "base_models": sorted(pool.base_model for pool in await services.records.pools()),
         "address": request.address,
     }
 
 
-def _address(asked: Mapping[str, str], cursor: str) -> str:
-    given = {name: value for name, value in asked.items() if value}
+def _address(filters: Mapping[str, str], cursor: str) -> str:
+    given = {name: value for name, value in filters.items() if value}
     return "/ui/runs?" + urlencode({**given, "after": cursor})
 
 

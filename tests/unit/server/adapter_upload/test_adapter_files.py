@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Archives of adapters: the kinds that are read, and the refusal of malicious members."""
 
 import gzip
 import io

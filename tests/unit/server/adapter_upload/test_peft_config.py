@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Configuration of an uploaded adapter: its ranks, scales and modules, and the refusal of other settings."""
 
 from math import sqrt
 from typing import Any, NoReturn

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Header of an uploaded tensor file, compared with the library's reader."""
 
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """API key of a request."""
 
-from __future__ import annotations
-
 import pytest
 from starlette.requests import Request
 

@@ -1,7 +1,5 @@
 """Connections that occupy the server, over a real socket."""
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from collections.abc import AsyncIterator

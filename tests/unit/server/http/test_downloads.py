@@ -1,7 +1,5 @@
 """Downloads of files: opened safely, sent whole, in ranges, or as one tar."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

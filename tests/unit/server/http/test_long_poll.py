@@ -3,8 +3,6 @@
 Work is cancelled when its client disconnects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 

@@ -1,7 +1,5 @@
 """Layers around the application: request ids, and frequent requests in front of the framework."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -3,8 +3,6 @@
 Values of a JSON body are counted before it is parsed, in time and memory proportional to its size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tracemalloc

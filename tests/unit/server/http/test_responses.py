@@ -1,7 +1,5 @@
 """JSON of any values from tenants: numbers that JSON does not have become null."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAPI schemas of bodies that routes parse without the framework."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

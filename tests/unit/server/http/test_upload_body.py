@@ -1,7 +1,5 @@
 """Upload bodies: stored in a temporary file within limits, or read from a file in a form."""
 
-from __future__ import annotations
-
 import io
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Conversion of the fields of a save, a load or an interpolation to an op of the log."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

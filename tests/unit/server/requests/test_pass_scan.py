@@ -1,7 +1,5 @@
 """Scan of a binary pass before parsing: fields are counted, and unused ones are dropped unparsed."""
 
-from __future__ import annotations
-
 import json
 import random
 import tracemalloc

@@ -3,8 +3,6 @@
 The loss inputs that the API requires are compared with those that the engine reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Conversion of the bytes of a training request to an op of the log."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from contextlib import suppress

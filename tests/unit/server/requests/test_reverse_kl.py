@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Conversion of a reverse KL request to an op of the log, and its refusals."""
 
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Conversion of an asample request to the body that the store accepts, and the refusals of its validation."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from dataclasses import replace
@@ -21,6 +19,16 @@ from tests.support.http_api import POOL, sample_body
 from tests.support.pictures import RULES, picture
 
 SAMPLER = "s:sample:0"
+DEFAULTS = SampleBody(
+    prompt=(1, 2, 3),
+    num_samples=1,
+    max_tokens=None,
+    temperature=1.0,
+    top_k=-1,
+    top_p=1.0,
+    seed=None,
+    stop=None,
+)
 
 
 def read(**changes: Any) -> SampleBody:
@@ -44,22 +52,7 @@ def test_a_sample_has_its_sampler_and_its_number() -> None:
 
 
 def test_omitted_fields_have_the_defaults_of_the_hosted_service() -> None:
-    assert read(sampling_params={}) == SampleBody(
-        prompt=(1, 2, 3),
-        num_samples=1,
-        max_tokens=None,
-        temperature=1.0,
-        top_k=-1,
-        top_p=1.0,
-        seed=None,
-        stop=None,
-        prompt_logprobs=False,
-        topk_prompt_logprobs=0,
-        topk_sample_logprobs=0,
-        prompt_logprobs_last_n=None,
-        target_prompt_logprobs=None,
-        stream=False,
-    )
+    assert read(sampling_params={}) == DEFAULTS
 
 
 def test_an_image_takes_its_place_in_the_prompt() -> None:
@@ -171,23 +164,7 @@ LAST = POOL.vocab_size - 1
 
 
 def body(**changes: Any) -> SampleBody:
-    whole = SampleBody(
-        prompt=(1, 2, 3),
-        num_samples=1,
-        max_tokens=None,
-        temperature=1.0,
-        top_k=-1,
-        top_p=1.0,
-        seed=None,
-        stop=None,
-        prompt_logprobs=False,
-        topk_prompt_logprobs=0,
-        topk_sample_logprobs=0,
-        prompt_logprobs_last_n=None,
-        target_prompt_logprobs=None,
-        stream=False,
-    )
-    return replace(whole, **changes)
+    return replace(DEFAULTS, **changes)
 
 
 def refusal(pool: PoolRecord = POOL, **changes: Any) -> str:

@@ -1,7 +1,5 @@
 """Timeline of a session in the format of a trace viewer."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data folder: used by one server at a time, and readable by its owner only."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

@@ -1,7 +1,5 @@
 """Variables of each process, the refusal of misspelt ones, and the GPUs of workers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

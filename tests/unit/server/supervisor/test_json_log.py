@@ -1,7 +1,5 @@
 """Conversion of printed lines to JSON, with the time first. Lines that are JSON already stay unchanged."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Log lines: those of a start, each read once, and those of a Redis whose next start would fail too."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Restarts of a child process, with real processes and real signals."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -41,6 +39,10 @@ class Watched:
             if "started" in line:
                 return int(line.rpartition(" ")[2].rstrip(")"))
 
+    async def stop(self) -> None:
+        await self.child.stop()
+        await self.kept
+
 
 async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path, SLEEPER)
@@ -50,15 +52,13 @@ async def test_a_process_that_is_killed_is_started_again(tmp_path: Path) -> None
     log = tmp_path / "logs" / "sleeper.log"
     assert crashed == f"sleeper was killed by SIGKILL; starting it again in 0.1 s; see {log}"
     assert await watched.pid() != first
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 async def test_a_stopped_process_is_not_started_again(tmp_path: Path) -> None:
     watched = Watched(tmp_path, SLEEPER)
     pid = await watched.pid()
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
     assert watched.lines.empty()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -78,8 +78,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(tmp_pa
     os.close(write_end)
     log = tmp_path / "logs" / "sleeper.log"
     await until(log.read_text)  # the trap is set before this is written
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
     assert await watched.lines.get() == "sleeper did not end in 0.1 s; killing it"
     assert os.read(read_end, 1) == b""  # its last holder has exited
     os.close(read_end)
@@ -91,8 +90,7 @@ async def test_a_crash_loop_is_reported_and_restarts_continue(tmp_path: Path) ->
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
     assert watched.problems == ["exited with status 7, 5 times in the last minute; its log says why."]
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 async def test_a_process_killed_after_a_long_run_is_restarted_at_once(tmp_path: Path) -> None:
@@ -102,8 +100,7 @@ async def test_a_process_killed_after_a_long_run_is_restarted_at_once(tmp_path: 
         os.kill(await watched.pid(), signal.SIGKILL)
         assert "starting it again in 0.1 s" in await watched.lines.get()
     assert "10 times in the last minute" in str(watched.problems[0])
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 async def test_the_reason_that_a_program_logs_for_its_end_is_reported(tmp_path: Path) -> None:
@@ -115,8 +112,7 @@ async def test_the_reason_that_a_program_logs_for_its_end_is_reported(tmp_path: 
     watched.child.give_up = pytest.fail
     await watched.pid()
     assert (await watched.lines.get()).endswith("sleeper.log: no room")
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 REFUSING = replace(SLEEPER, command=["sh", "-c", """echo '{"ts": "", "reason": "No such model."}' >&2; exit 2"""])
@@ -141,8 +137,7 @@ async def test_a_refusal_of_a_program_that_ran_before_is_retried(tmp_path: Path)
     await watched.pid()
     assert "starting it again in 5 s" in await watched.lines.get()
     assert watched.problems == ["exited with status 2, 5 times in the last minute: No such model."]
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 async def test_a_problem_is_cleared_once_the_process_runs_for_a_while(
@@ -154,8 +149,7 @@ async def test_a_problem_is_cleared_once_the_process_runs_for_a_while(
     await watched.pid()
     await until(lambda: watched.problems)
     assert watched.problems == [None]
-    await watched.child.stop()
-    await watched.kept
+    await watched.stop()
 
 
 def test_a_tethered_process_ends_with_its_supervisor() -> None:

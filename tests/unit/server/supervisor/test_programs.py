@@ -1,7 +1,5 @@
 """Metrics ports under `cotrain serve`: one per process, listed in a file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Shutdown of a server: first the processes that accept work, last those that store it, each with a time limit."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Chat templates: rendered and tokenized as in `transformers`, within limits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

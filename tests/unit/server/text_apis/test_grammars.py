@@ -1,7 +1,5 @@
 """Grammars of answers: of a schema or a required call, refused by name if they cost too much."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of a message: the same, whatever segments its text arrives in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

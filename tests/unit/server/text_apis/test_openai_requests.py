@@ -1,7 +1,5 @@
 """Requests of OpenAI's clients: converted to a sample request, or refused by the name of the field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

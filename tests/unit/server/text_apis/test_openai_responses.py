@@ -1,7 +1,5 @@
 """Log-probs as OpenAI's API writes them: entries for chats, columns for completions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

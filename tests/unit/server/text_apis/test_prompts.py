@@ -1,7 +1,5 @@
 """Limits of text length, checked before any tokenization."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

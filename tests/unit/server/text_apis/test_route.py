@@ -1,7 +1,5 @@
 """Conversion of an error to the form of another API."""
 
-from __future__ import annotations
-
 import pytest
 
 from cotrain_server.errors import Invalid, TooManyFailures

@@ -3,8 +3,6 @@
 Text that grows token by token, without partial characters, up to a stop string.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Tools of requests: both APIs give a template the same definitions and history, or name the field."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

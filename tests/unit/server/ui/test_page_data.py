@@ -1,7 +1,5 @@
 """Contents of the pages, made by pure functions from the stored records, for the operator and for one tenant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -157,21 +155,11 @@ def test_the_chart_of_a_tenant_shows_its_own_part_only() -> None:
     }  # fmt: skip
 
 
-def point(step: int, loss: float, time_s: float) -> HistoryPoint:
+def point(step: int, loss: float, time_s: float, learning_rate: float = 1e-4) -> HistoryPoint:
     return HistoryPoint(
-        kind="optim_step",
-        step=step,
-        steps=1,
-        seq=2 * step,
-        time_s=time_s,
-        loss_sum=loss,
-        weight_sum=2.0,
-        grad_norm=0.5,
-        learning_rate=1e-4,
-        tokens=10,
-        run_tokens=10 * step,
-        passes=1,
-    )
+        kind="optim_step", step=step, steps=1, seq=2 * step, time_s=time_s, loss_sum=loss, weight_sum=2.0,
+        grad_norm=0.5, learning_rate=learning_rate, tokens=10, run_tokens=10 * step, passes=1,
+    )  # fmt: skip
 
 
 def test_a_form_takes_a_size_with_a_unit() -> None:
@@ -286,15 +274,8 @@ def test_the_busiest_runs_of_a_worker_are_its_current_ones() -> None:
 
 def trial(number: int, loss: float | None, **settings: float | str) -> SettingsRow:
     run = run_of(id=RunId(f"s:train:{number}"), user_metadata={"sweep": "x", "trial": number, **settings})
-    points = [] if loss is None else [step_with(loss=loss, learning_rate=0.5)]
+    points = [] if loss is None else [point(3, 2 * loss, 0.0, learning_rate=0.5)]
     return settings_row(run, points)
-
-
-def step_with(loss: float, learning_rate: float) -> HistoryPoint:
-    return HistoryPoint(
-        kind="optim_step", step=3, steps=1, seq=1, time_s=0.0, loss_sum=2 * loss, weight_sum=2.0,
-        learning_rate=learning_rate, tokens=1, run_tokens=1, passes=1,
-    )  # fmt: skip
 
 
 def test_a_sweep_is_drawn_by_its_settings() -> None:

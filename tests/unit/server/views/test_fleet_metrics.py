@@ -1,7 +1,5 @@
 """Tenants with their own series in a scrape."""
 
-from __future__ import annotations
-
 from cotrain_server.views.fleet_metrics import top_tenants
 from cotrain_store.messages.ids import TenantId
 from cotrain_store.monitoring.fleet import QueueStatus

@@ -1,7 +1,5 @@
 """Records as shown to their owner and to other tenants, and the search of sessions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

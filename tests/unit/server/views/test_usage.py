@@ -1,7 +1,5 @@
 """Usage reports over windows of whole hours."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest

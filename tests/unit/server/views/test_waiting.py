@@ -1,7 +1,5 @@
 """Cause for which a run waits: one state for each cause, and one of each pair at the same time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Delays between the attempts to deliver an event."""
 
 from cotrain_server.webhooks.delivery import GIVEN_UP_AFTER_S, LONGEST_RETRY_S, retry_in
 

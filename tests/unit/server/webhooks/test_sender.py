@@ -1,4 +1,4 @@
-from __future__ import annotations
+"""Signature of a webhook, and the addresses that it may be sent to."""
 
 import time
 from ipaddress import ip_address, ip_network
