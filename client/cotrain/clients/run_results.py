@@ -97,7 +97,7 @@ class RunRecords:
         ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
         future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
         """
-        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
+        return self._requests.post("rewind", RewindRequest, RewindResponse, step=step)
 
     rewind_async = submitted(rewind)
 
@@ -138,7 +138,7 @@ class RunRecords:
     evaluate_async = submitted(evaluate)
 
     def _log(self, **what: Any) -> Future[LogMetricsResponse]:
-        return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
+        return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
 
 
 def _evaluated(

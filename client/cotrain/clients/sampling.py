@@ -9,12 +9,12 @@ import logging
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, absent, hosted
+from cotrain.clients.unsupported_arguments import Ready, hosted
 from cotrain.errors import APIError, APIStatusError, CotrainError, MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import GAP_S, Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
@@ -212,11 +212,6 @@ class SamplingClient(Ready):
         if self._polls_in_batches:
             self._completions.retrieved(future.request_id)
         return _with_sequence_ids(response, future.sample_sequence_ids)
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)
 
 
 def _clone(settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool) -> SamplingClient:

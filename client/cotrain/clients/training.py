@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -13,7 +13,7 @@ from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, absent, hosted
+from cotrain.clients.unsupported_arguments import Ready, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection, wait_for_json
 from cotrain.requests.futures import Future, both_ways, submitted
@@ -136,7 +136,7 @@ class TrainingClient(Ready, RunRecords):
         if not isinstance(params, AdamParams | MuonParams):
             raise UnsupportedInput(f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}")
         named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
-        return self._requests.ask("optim_step", OptimStepRequest, OptimStepResponse, **{named: params})
+        return self._requests.post("optim_step", OptimStepRequest, OptimStepResponse, **{named: params})
 
     optim_step_async = submitted(optim_step)
 
@@ -158,7 +158,7 @@ class TrainingClient(Ready, RunRecords):
         two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for an invalid rule.
         """
         rules = None if keep is None else rules_of(keep)
-        saved = self._requests.ask(
+        saved = self._requests.post(
             "save_weights",
             SaveWeightsRequest,
             SaveWeightsResponse,
@@ -194,7 +194,7 @@ class TrainingClient(Ready, RunRecords):
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> Future[SaveWeightsExternalResponse]:
         """Save the adapter as files to download, encrypted for `age1…` recipients if any are passed."""
-        return self._requests.ask(
+        return self._requests.post(
             "save_weights_external",
             SaveWeightsExternalRequest,
             SaveWeightsExternalResponse,
@@ -337,7 +337,7 @@ class TrainingClient(Ready, RunRecords):
 
         The reference is a checkpoint or the base model; it is not changed. See docs/guide/reverse-kl.md.
         """
-        return self._requests.ask(
+        return self._requests.post(
             "mint/forward_backward_reverse_kl",
             PlacedReverseKlRequest,
             ReverseKlResponse,
@@ -369,12 +369,12 @@ class TrainingClient(Ready, RunRecords):
         return self._save_for_sampler(sampling_session_seq_id=self._factory.reserve_sampler())
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
-        return self._requests.ask(
+        return self._requests.post(
             "save_weights_for_sampler", SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse, **what
         )
 
     def _load(self, path: str, token: str | None, *, optimizer: bool) -> Future[LoadWeightsResponse]:
-        return self._requests.ask(
+        return self._requests.post(
             "load_weights",
             LoadWeightsRequest,
             LoadWeightsResponse,
@@ -388,11 +388,6 @@ class TrainingClient(Ready, RunRecords):
         if answer.sampling_session_id is not None:
             return await self._factory.sampler(answer.sampling_session_id, self._base_model)
         return await self._factory.create_sampler(model_path=answer.path)
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)
 
 
 def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:

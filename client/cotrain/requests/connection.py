@@ -1,4 +1,7 @@
-"""Connection of one client to one server: its thread, its HTTP calls, and its polls for results."""
+"""Connection of one client to one server: its background thread, its transport, and the polls for results.
+
+All clients of one `ServiceClient` share a `Connection`. Other clients share one for each pair of address and key.
+"""
 
 import asyncio
 import atexit
@@ -42,7 +45,7 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
 
 POSTS_AT_ONCE = 32
-"""Maximum number of rejected samples that retry at once; all others wait."""
+"""Maximum number of samples that are sent at once, including retries while the server is busy."""
 _POLLS_AT_ONCE = 500
 """Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
 _CANCEL_WITHIN_S = 5.0
@@ -71,10 +74,9 @@ def check_not_forked(pid: int) -> None:
 
 
 class BackgroundLoop:
-    """A daemon thread that runs an event loop until `close`.
+    """Daemon thread with the event loop that runs all network traffic of a client, until `close`.
 
-    It runs all network traffic of a client. So callers may be plain threads or any event loops,
-    and a slow training loop delays no heartbeat.
+    So callers may be plain threads or any event loops, and a slow training loop delays no heartbeat.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +92,7 @@ class BackgroundLoop:
         """True after `close` was called."""
         return self._is_closed
 
-    def is_here(self) -> bool:
+    def is_this_thread(self) -> bool:
         """Return True on the loop's own thread, which must not wait for work that runs on it."""
         return threading.current_thread() is self._thread
 
@@ -109,7 +111,7 @@ class BackgroundLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the loop and block this thread for its result. Raises ClientClosed."""
-        if self.is_here():
+        if self.is_this_thread():
             work.close()
             raise RuntimeError("this call, from the client's own thread, would wait for itself")
         started = self.start(work)
@@ -136,14 +138,14 @@ class BackgroundLoop:
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all work, run `farewell`, and end the thread. A second call does nothing."""
-        if self._pid != os.getpid():  # only the parent process has the thread
+        if self._pid != os.getpid():  # a forked process inherits this object, but not the thread
             return
         with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
         try:
-            asyncio.run_coroutine_threadsafe(cancel_the_rest_and(farewell), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_all_and_run(farewell), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -160,7 +162,7 @@ def _name_of(work: Coroutine[Any, Any, Any]) -> str:
     return getattr(work, "__name__", "the server").lstrip("_")
 
 
-async def cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def cancel_all_and_run(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Cancel all other tasks of this loop, wait until they have ended, and run `farewell`."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         # Let new tasks start first. A task cancelled before it starts never awaits its coroutine, and Python
@@ -185,10 +187,10 @@ class Connection:
         self.settings = settings
         self.transport = Transport(settings.base_url, settings.api_key, network=network, policy=policy)
         self.loop = BackgroundLoop("cotrain-client")
-        self.in_flight = InFlightLimit(self.loop.is_here)
+        self.in_flight = InFlightLimit(self.loop.is_this_thread)
         self.samples = SampleRequests(self.transport)
         self.dispatch = Dispatch()
-        self._asking = asyncio.Lock()
+        self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
 
     @override
@@ -205,19 +207,19 @@ class Connection:
 
         Raises APIError, or VersionMismatch if the server uses another protocol version than this client.
         """
-        async with self._asking:
+        async with self._config_lock:
             if self._config is None:
-                self._config = config = await self._ask()
+                self._config = config = await self._fetch_config()
                 self.transport.compresses = config.proto_compress_fwdbwd
                 self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
 
-    async def _ask(self) -> ClientConfigResponse:
+    async def _fetch_config(self) -> ClientConfigResponse:
         was_known = self.transport.is_known
-        asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
+        request = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
         try:
-            config = await self.transport.post("client/config", asked, reader(ClientConfigResponse))
+            config = await self.transport.post("client/config", request, reader(ClientConfigResponse))
         except NotFoundError as error:  # every server of the protocol has this endpoint
             if was_known:
                 raise
@@ -245,13 +247,8 @@ def shared_connection(settings: ClientSettings) -> Connection:
     with _sharing:
         if here not in _shared:
             _shared[here] = Connection(settings)
-            atexit.register(_close, os.getpid(), _shared[here])
+            atexit.register(_shared[here].loop.close, _shared[here].transport.close)
         return _shared[here]
-
-
-def _close(pid: int, connection: Connection) -> None:
-    if pid == os.getpid():  # a forked process inherits this handler, but not the thread
-        connection.loop.close(connection.transport.close)
 
 
 # ---- Results ---------------------------------------------------------------------------------------------
@@ -270,7 +267,7 @@ async def wait_for_json(transport: Transport, request_id: str, result: type[Resu
 async def _wait(
     transport: Transport, request_id: str, result: type[Result], decode: Callable[[bytes], Result] | None = None
 ) -> Result:
-    def checked(response: httpx.Response) -> Result:
+    def parsed(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
         if decode and _is_binary(response):
             return decode(response.content)
@@ -280,9 +277,8 @@ async def _wait(
     patience = transport.patience()
     while True:
         try:
-            return await transport.post_once("retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}")
-        # The result itself; CheckpointNotFound is an APIStatusError as well.
-        except RequestFailed:
+            return await transport.post_once("retrieve_future", request, parsed, accept=f"{PROTOBUF}, {JSON}")
+        except RequestFailed:  # first, because CheckpointNotFound is an APIStatusError as well
             raise
         except APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:

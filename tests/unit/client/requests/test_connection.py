@@ -29,7 +29,7 @@ from cotrain.requests.connection import (
     POSTS_AT_ONCE,
     BackgroundLoop,
     SampleRequests,
-    cancel_the_rest_and,
+    cancel_all_and_run,
     shared_connection,
     wait_for_json,
     wait_for_pass,
@@ -240,7 +240,7 @@ def test_closing_cancels_no_task_before_its_start() -> None:
         asking = asyncio.create_task(ask())
         await asyncio.sleep(0)
         assert not begun.is_set()
-        await cancel_the_rest_and(nothing)
+        await cancel_all_and_run(nothing)
         assert asking.cancelled()
         assert begun.is_set()
 
