@@ -1,7 +1,7 @@
 """Export of a checkpoint for other programs: download, conversion, and comparison with the server."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from cotrain.export import scores
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
 from cotrain.export.base import BaseFolder, find_base, library
 from cotrain.export.formats import GGUF_FILE, card, refusal_of, unties, write_gguf, write_merged
+from cotrain.requests.futures import Future
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.sampling import SamplingParams
@@ -177,25 +178,23 @@ class _Comparison:
         self, service: Service, path: str, base_model: str, base: BaseFolder, limit: float, progress: ExportProgress
     ) -> None:
         sampler = service.create_sampling_client(model_path=path)
-        begun = scores.prompts(base.vocab_size)
-        asked = [
+        prompts = scores.prompts(base.vocab_size)
+        continued = [
             sampler.sample(
                 ModelInput.from_ints(prompt), 1, SamplingParams(max_tokens=scores.SAMPLED_TOKENS, seed=number, stop=[])
             )
-            for number, prompt in enumerate(begun)
+            for number, prompt in enumerate(prompts)
         ]
         self._texts = [
-            prompt + future.result().sequences[0].tokens for prompt, future in zip(begun, asked, strict=True)
+            prompt + future.result().sequences[0].tokens for prompt, future in zip(prompts, continued, strict=True)
         ]
         unadapted = service.create_sampling_client(base_model=base_model)
-        scored = [
+        sent, sent_unadapted = (
             [client.compute_logprobs(ModelInput.from_ints(text)) for text in self._texts]
             for client in (sampler, unadapted)
-        ]
-        expected, self._unadapted = (
-            [[float(each) for each in future.result()[1:] if each is not None] for future in row] for row in scored
         )
-        self._expected: scores.Scores = expected
+        self._expected: scores.Scores = _logprobs_of(sent)
+        self._unadapted = _logprobs_of(sent_unadapted)
         self._base = base
         self._limit = limit
         self._progress = progress
@@ -240,6 +239,11 @@ class _Comparison:
 
     def _report(self, done: int, total: int) -> None:
         self._progress("compare", done, total)
+
+
+def _logprobs_of(futures: Sequence[Future[list[float | None]]]) -> list[list[float]]:
+    """Wait for the log-probs of every token but the first, for each text."""
+    return [[each for each in future.result()[1:] if each is not None] for future in futures]
 
 
 def _check(wanted: Wanted) -> bool:

@@ -133,7 +133,7 @@ class ServiceClient(ExplainsAbsent):
         that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
-        choice = optimizer and OptimizerChoice(type=optimizer.type)
+        choice = OptimizerChoice(type=optimizer.type) if optimizer else None
         return await self._factory.load_run(
             path, base_model, user_metadata, weights_access_token, optimizer=False, optimizer_config=choice
         )

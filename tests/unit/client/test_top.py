@@ -111,7 +111,7 @@ def test_an_answer_that_is_not_a_status_is_reported() -> None:
         httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as http,
         pytest.raises(MalformedMessage, match="did not answer a ServerStatus"),
     ):
-        top._ask(http)
+        top._fetch_status(http)
 
 
 @pytest.mark.parametrize(

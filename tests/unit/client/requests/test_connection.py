@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -121,10 +122,12 @@ def test_a_shared_connection_is_closed_only_by_its_own_process(monkeypatch: pyte
     settings = ClientSettings("http://127.0.0.1:9", "tml-at-exit")
     shared = shared_connection(settings)
     assert shared_connection(settings) is shared
-    ((close, pid, connection),) = at_exit
-    close(pid + 1, connection)
+    ((close, farewell),) = at_exit
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        close(farewell)
     assert shared.loop.run(asyncio.sleep(0, "open")) == "open"
-    close(pid, connection)
+    close(farewell)
     with pytest.raises(ClientClosed):
         shared.loop.run(asyncio.sleep(0))
 

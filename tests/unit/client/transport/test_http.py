@@ -28,7 +28,7 @@ from cotrain.errors import (
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.transport import http as module
 from cotrain.transport.http import AT_ONCE, ConnectionPools, Transport
-from cotrain.transport.responses import RetryPolicy, read, reader, understood
+from cotrain.transport.responses import RetryPolicy, parsed, read, reader
 from cotrain.types import (
     AdamParams,
     Datum,
@@ -168,13 +168,13 @@ PAGE = "<html>Welcome to nginx</html>"
 def test_a_web_page_is_not_accepted_as_an_answer() -> None:
     response = httpx.Response(200, html=PAGE, request=httpx.Request("GET", "http://server:1/x"))
     with pytest.raises(ForeignAnswer, match="http://server:1 is no cotrain server"):
-        understood(response, reader(GetServerCapabilitiesResponse))
+        parsed(response, reader(GetServerCapabilitiesResponse))
 
 
 def test_a_redirect_is_an_error_with_the_new_address() -> None:
     moved = httpx.Response(308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x"))
     with pytest.raises(ForeignAnswer, match="it redirects to https://new/"):
-        understood(moved, reader(GetServerCapabilitiesResponse))
+        parsed(moved, reader(GetServerCapabilitiesResponse))
 
 
 @pytest.mark.parametrize(("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")])
