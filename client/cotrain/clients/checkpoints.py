@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
-from cotrain.requests.connection import BackgroundLoop, wait_for_json
+from cotrain.requests.connection import BackgroundLoop, wait_for_result
 from cotrain.requests.futures import Future
 from cotrain.transport.download import UploadArchive
 from cotrain.transport.http import Transport, url_of
@@ -50,8 +50,8 @@ async def upload(transport: Transport, archive: UploadArchive, query: UploadQuer
     answer = await transport.post_stream(
         "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
     )
-    await wait_for_json(transport, answer.import_request_id, NewRun)
-    await wait_for_json(transport, answer.request_id, SaveWeightsResponse)
+    await wait_for_result(transport, answer.import_request_id, NewRun)
+    await wait_for_result(transport, answer.request_id, SaveWeightsResponse)
     return answer.path
 
 
@@ -103,7 +103,7 @@ def interpolate(loop: BackgroundLoop, transport: Transport, wanted: InterpolateR
 
     async def finish() -> InterpolateResponse:
         request_id = await asyncio.shield(asyncio.wrap_future(accepted))
-        return await wait_for_json(transport, request_id, InterpolateResponse)
+        return await wait_for_result(transport, request_id, InterpolateResponse)
 
     return Future(accepted, loop.start(finish()), what="an interpolation of checkpoints")
 

@@ -21,7 +21,7 @@ from cotrain.clients.session import ClientFactory, Session
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import ExplainsAbsent, hosted
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.download import archive_of
@@ -184,7 +184,7 @@ class ServiceClient(ExplainsAbsent):
             session_id=await self._session.id(), custom_loss_seq_id=self._losses, name=name, **dict(loss)
         )
         future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
-        made = await wait_for_json(self._transport, future.request_id, CreateCustomLossResponse)
+        made = await wait_for_result(self._transport, future.request_id, CreateCustomLossResponse)
         return LossHandle(name, tuple(loss.inputs), made.loss_id)
 
     create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)

@@ -16,7 +16,7 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import acknowledged, reader
 from cotrain.version import __version__
@@ -252,7 +252,7 @@ class ClientFactory:
         for refused in answer.runs:
             if refused.error is not None:
                 raise status_error(refused.status_code, refused.error, None)
-        made = (wait_for_json(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
+        made = (wait_for_result(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
         runs = [self._client(each.model_id, base_model) for each in await asyncio.gather(*made)]
         trials = [Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)]
         return Sweep(self._connection, name, trials)
@@ -285,7 +285,7 @@ class ClientFactory:
 
     async def _made(self, endpoint: str, request: BaseModel) -> str:
         future = await self._transport.post(endpoint, request, reader(UntypedAPIFuture))
-        return (await wait_for_json(self._transport, future.request_id, NewRun)).model_id
+        return (await wait_for_result(self._transport, future.request_id, NewRun)).model_id
 
     def _client(self, model_id: str, base_model: str) -> TrainingClient:
         return TrainingClient(self._connection, self, model_id, base_model)

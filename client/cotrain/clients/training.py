@@ -15,7 +15,7 @@ from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
@@ -92,7 +92,7 @@ class TrainingClient(Ready, RunRecords):
 
     @property
     def requests(self) -> RunRequests:
-        """Requests of the run in order, for a sweep that sends some of them."""
+        """Sender of the run's requests, for a sweep that sends some of them."""
         return self._requests
 
     @override
@@ -282,7 +282,7 @@ class TrainingClient(Ready, RunRecords):
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
         future = await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
-        await wait_for_json(self._transport, future.request_id, UnloadModelResponse)
+        await wait_for_result(self._transport, future.request_id, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 

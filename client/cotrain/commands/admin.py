@@ -42,16 +42,13 @@ def list_tenants(
     params = {"search": search, "limit": limit, "offset": offset}
     page = TenantList.model_validate(ask_admin(context, "GET", "tenants", params=params))
     columns = (
-        *("tenant", "name", "weight", "runs", "waiting", "tokens", "samples"),
-        *("failed (15 min)", "refused (15 min)", ""),
-    )
+        "tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "failed (15 min)", "refused (15 min)", "",
+    )  # fmt: skip
     rows = (
-        (
-            *(each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens),
-            *(each.samples, each.failed, each.refused, "paused" if each.paused else None),
-        )
+        (each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens, each.samples, each.failed,
+         each.refused, "paused" if each.paused else None)
         for each in page.tenants
-    )
+    )  # fmt: skip
     print_result(page, table(columns, rows), as_json=as_json)
     left = page.total - offset - len(page.tenants)
     if left > 0 and not as_json:
@@ -160,7 +157,10 @@ def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False)
     found = TypeAdapter(list[KeyShown]).validate_python(ask_admin(context, "GET", "tenants", tenant, "keys"))
     rows = (
         (
-            *(key.id, f"{key.prefix}…", key.name, key.role),
+            key.id,
+            f"{key.prefix}…",
+            key.name,
+            key.role,
             *(at and minute(at) for at in (key.created_at, key.not_after, key.last_used_at)),
         )
         for key in found
@@ -283,7 +283,10 @@ def audit(
     page = AuditPage.model_validate(ask_admin(context, "GET", "audit", params=params))
     rows = (
         (
-            *(minute(event.at), event.key_name or event.key_id, event.event, event.tenant),
+            minute(event.at),
+            event.key_name or event.key_id,
+            event.event,
+            event.tenant,
             " ".join(f"{name}={value}" for name, value in event.details.items()),
         )
         for event in page.events

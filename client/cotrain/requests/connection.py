@@ -256,17 +256,14 @@ def shared_connection(settings: ClientSettings) -> Connection:
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, ForwardBackwardOutput, decode_pass_output)
+    return await wait_for_result(transport, request_id, ForwardBackwardOutput, decode_pass_output)
 
 
-async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
-    """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, result)
-
-
-async def _wait(
+async def wait_for_result(
     transport: Transport, request_id: str, result: type[Result], decode: Callable[[bytes], Result] | None = None
 ) -> Result:
+    """Wait for a result: JSON of this shape, or bytes for `decode`. Raises RequestFailed or APIError."""
+
     def parsed(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
         if decode and _is_binary(response):
@@ -298,9 +295,15 @@ def _is_binary(response: httpx.Response) -> bool:
 
 
 def _raise_failure(response: httpx.Response, request_id: str) -> None:
+    """Raise RequestFailed if a successful response reports the failure of the request."""
     if _is_binary(response) or not response.is_success:
         return
-    answer = _json_object(response)
+    try:
+        answer = json.loads(response.content)
+    except ValueError as error:
+        raise MalformedMessage("retrieve_future did not answer JSON") from error
+    if not isinstance(answer, dict):
+        raise MalformedMessage("retrieve_future did not answer a JSON object")
     if not {"error", "category"} <= answer.keys():
         return
     try:
@@ -310,16 +313,6 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
     if failure.error == NOT_FOUND:
         raise CheckpointNotFound(failure.error, request_id)
     raise RequestFailed(failure.error, request_id, failure.category)
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = json.loads(response.content)
-    except ValueError as error:
-        raise MalformedMessage("retrieve_future did not answer JSON") from error
-    if not isinstance(answer, dict):
-        raise MalformedMessage("retrieve_future did not answer a JSON object")
-    return answer
 
 
 class SampleRequests:
@@ -349,7 +342,7 @@ class SampleRequests:
     async def retrieve(self, request_id: str) -> SampleResponse:
         """Wait for the result of a sample request. Raises RequestFailed or APIError."""
         async with self._polls:
-            return await _wait(self._transport, request_id, SampleResponse, decode_sample_response)
+            return await wait_for_result(self._transport, request_id, SampleResponse, decode_sample_response)
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a sample. If the call does not reach the server, the sample still runs."""

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.connection import Connection, check_not_forked, wait_for_json, wait_for_pass
+from cotrain.requests.connection import Connection, check_not_forked, wait_for_pass, wait_for_result
 from cotrain.requests.flow_control import SendQueue, chunks_of, combine, cut
 from cotrain.requests.futures import Future
 from cotrain.transport.http import Transport
@@ -88,7 +88,7 @@ class RunRequests:
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
             async with self._polls:
-                return await wait_for_json(self._transport, request_id, answer)
+                return await wait_for_result(self._transport, request_id, answer)
 
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
         return self._send(path, [request(model_id=self.model_id, seq_id=1, **fields)], wait)
@@ -224,11 +224,15 @@ class RunRequests:
             accepted = self._loop.start(self._submit(path, numbered, size_bytes))
         return accepted, seq_ids
 
-    async def _submit(self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int) -> list[str]:
+    async def _submit(self, path: str, requests: Sequence[Any], size_bytes: int) -> list[str]:
         """POST every request (the server orders them); returns their request ids."""
         try:
             answers = await asyncio.gather(
-                *(self._submit_one(path, request) for request in requests), return_exceptions=True
+                *(
+                    self.queue.send(request.seq_id, _size(request), partial(self._post, path, request))
+                    for request in requests
+                ),
+                return_exceptions=True,
             )
         finally:
             self._in_flight.release(size_bytes, len(requests))
@@ -236,9 +240,6 @@ class RunRequests:
             if isinstance(answer, BaseException):
                 raise answer
         return [answer for answer in answers if isinstance(answer, str)]
-
-    async def _submit_one(self, path: str, request: Any) -> str:
-        return await self.queue.send(request.seq_id, _size(request), lambda: self._post(path, request))
 
     async def _post(self, path: str, request: Any) -> str:
         try:
@@ -311,10 +312,10 @@ class RunRequests:
             await asyncio.gather(*map(self._fill_gap, seq_ids))
             raise
         # Split like the forward, whatever the sizes are now, because that many `seq_id`s were taken.
-        ends = list(accumulate(chunk_lengths))
+        remaining = iter(datums)
         requests = [
-            self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
-            for seq_id, end, length in zip(seq_ids, ends, chunk_lengths, strict=True)
+            self._cross_entropy(seq_id, list(islice(remaining, length)), forward_only=False)
+            for seq_id, length in zip(seq_ids, chunk_lengths, strict=True)
         ]
         size_bytes = sum(map(_size, requests))
         self._in_flight.acquire(size_bytes, len(requests))

@@ -12,7 +12,7 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, wait_for_json, wait_for_pass
+from cotrain.requests.connection import Connection, wait_for_pass, wait_for_result
 from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
 from cotrain.requests.run_requests import RunRequests
@@ -158,7 +158,7 @@ class SweepRequests:
             return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
         async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-            return await wait_for_json(transport, request_id, OptimStepResponse)
+            return await wait_for_result(transport, request_id, OptimStepResponse)
 
         def accepted(which: int) -> concurrent.futures.Future[str]:
             return self._loop.start(_request_id(answer, number, which))

@@ -32,8 +32,8 @@ from cotrain.requests.connection import (
     SampleRequests,
     cancel_all_and_run,
     shared_connection,
-    wait_for_json,
     wait_for_pass,
+    wait_for_result,
 )
 from cotrain.settings import ClientSettings
 from cotrain.transport import responses as patience
@@ -252,7 +252,7 @@ def test_closing_cancels_no_task_before_its_start() -> None:
 
 
 async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-    return await wait_for_json(transport, request_id, OptimStepResponse)
+    return await wait_for_result(transport, request_id, OptimStepResponse)
 
 
 def poll(
