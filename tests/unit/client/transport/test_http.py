@@ -177,10 +177,10 @@ def test_a_redirect_is_an_error_with_the_new_address() -> None:
         parsed(moved, reader(GetServerCapabilitiesResponse))
 
 
-@pytest.mark.parametrize(("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")])
-def test_a_refusal_that_is_a_web_page_names_the_address_to_check(status: int, says: str) -> None:
+def test_a_refusal_that_is_a_web_page_names_the_address_to_check() -> None:
+    says = "404: Not Found; a web page came back, so http://server is no"
     with pytest.raises(APIStatusError, match=says) as caught:
-        post(api_answering(httpx.Response(status, html=PAGE)), Naps())
+        post(api_answering(httpx.Response(404, html=PAGE)), Naps())
     assert "nginx" not in str(caught.value)
 
 
@@ -392,19 +392,16 @@ async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(monkeypa
 
 
 async def test_a_broken_request_frees_its_connection() -> None:
-    def broken() -> httpx.AsyncClient:
-        def fail(request: httpx.Request) -> httpx.Response:
-            raise httpx.ConnectError("refused", request=request)
-
-        return httpx.AsyncClient(transport=httpx.MockTransport(fail), base_url="http://server")
-
     made = []
 
-    def counted() -> httpx.AsyncClient:
-        made.append(broken())
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    def make_pool() -> httpx.AsyncClient:
+        made.append(httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://server"))
         return made[-1]
 
-    pools = ConnectionPools(counted)
+    pools = ConnectionPools(make_pool)
     for _ in range(2 * AT_ONCE):
         with pytest.raises(httpx.ConnectError):
             await pools.send(pools.first.build_request("GET", "/"))
