@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from typing_extensions import override
 
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, hosted
+from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import GAP_S, Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
@@ -74,7 +74,7 @@ class SamplingClient(Ready):
         at = f"{self._base_model} at {self._connection!r}"
         return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
 
-    @hosted("prompt_alt_tokens_k")
+    @accepts_hosted("prompt_alt_tokens_k")
     def sample(
         self,
         prompt: ModelInput,

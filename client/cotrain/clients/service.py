@@ -20,7 +20,7 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.session import ClientFactory, Session
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
-from cotrain.clients.unsupported_arguments import ExplainsAbsent, hosted
+from cotrain.clients.unsupported_arguments import ExplainsAbsent, accepts_hosted
 from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
@@ -41,7 +41,7 @@ class ServiceClient(ExplainsAbsent):
     answer. `network` replaces the network, for tests.
     """
 
-    @hosted("default_headers_overrides")
+    @accepts_hosted("default_headers_overrides")
     def __init__(
         self,
         base_url: str | None = None,
@@ -61,7 +61,7 @@ class ServiceClient(ExplainsAbsent):
         self._factory = ClientFactory(self._connection, self._session)
         self._losses = 0
 
-    @hosted("lora_alpha", "lora_rank", "target_modules")
+    @accepts_hosted("lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
         self,
         base_model: str,
@@ -156,7 +156,7 @@ class ServiceClient(ExplainsAbsent):
         both_ways(_create_training_client_from_state_with_optimizer)
     )
 
-    @hosted("record_stability_info", "retry_config")
+    @accepts_hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:

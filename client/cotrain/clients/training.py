@@ -13,7 +13,7 @@ from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, hosted
+from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
@@ -121,7 +121,7 @@ class TrainingClient(Ready, RunRecords):
 
     forward_backward_async = submitted(forward_backward)
 
-    @hosted("learning_rate", "lr")
+    @accepts_hosted("learning_rate", "lr")
     def optim_step(
         self, adam_params: AdamParams | MuonParams | None = None, *, optim_params: AdamParams | MuonParams | None = None
     ) -> Future[OptimStepResponse]:
@@ -216,7 +216,7 @@ class TrainingClient(Ready, RunRecords):
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
-    @hosted("kind", "record_stability_info", "retry_config")
+    @accepts_hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Save the weights at this position in the run's order, and return a client that samples from them.
 
@@ -225,14 +225,14 @@ class TrainingClient(Ready, RunRecords):
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
-    @hosted("kind", "record_stability_info", "retry_config")
+    @accepts_hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client_async(
         self, name: str | None = None
     ) -> Coroutine[Any, Any, SamplingClient]:
         """Sample from the weights of this call; see `save_weights_and_get_sampling_client`."""
         return self._loop.run_async(self._sampler_of(self._save_for(name)))
 
-    @hosted("record_stability_info", "retry_config")
+    @accepts_hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Create a sampler of saved weights of any run."""
         return await self._factory.create_sampler(model_path=model_path)
@@ -288,7 +288,7 @@ class TrainingClient(Ready, RunRecords):
 
     # ---- custom losses, and a step in one call ----------------------------------------------------
 
-    @hosted("loss_type_input")
+    @accepts_hosted("loss_type_input")
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: LossFn | LossHandle
     ) -> Future[ForwardBackwardOutput]:

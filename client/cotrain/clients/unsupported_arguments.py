@@ -33,7 +33,7 @@ METHODS = {
     "get_telemetry": "this client collects no telemetry",
     "holder": "use service.create_sampling_client(…)",
 }
-
+"""Methods of the hosted SDK, with the reason why they are missing."""
 
 REMEDIES = {
     "generate": "create a sampler: run.save_weights_and_get_sampling_client().sample(…)",
@@ -45,10 +45,13 @@ REMEDIES = {
 """Names that programs for other libraries use, with the method to use here."""
 
 
-def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept these ARGUMENTS of a method, by keyword. Raises UnsupportedInput for an unsupported value."""
+def accepts_hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: the method accepts these ARGUMENTS by keyword, and ignores values without effect.
 
-    def of(method: Callable[P, T]) -> Callable[P, T]:
+    Another value raises UnsupportedInput.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
         method.__qualname__ = method.__qualname__.replace("._", ".", 1)  # for errors of arguments
 
         @wraps(method)
@@ -61,7 +64,7 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         checked.hosted_arguments = names  # type: ignore[attr-defined]  # for the test that compares
         return checked
 
-    return of
+    return decorate
 
 
 class ExplainsAbsent:

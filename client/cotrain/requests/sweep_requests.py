@@ -154,14 +154,16 @@ class SweepRequests:
         weight: float,
         has_step: bool,
     ) -> RunStep:
+        """Return the futures of the run at position `number`; `weight` is the sum of the weights of the batch."""
+
         async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
             return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
         async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
             return await wait_for_result(transport, request_id, OptimStepResponse)
 
-        def accepted(which: int) -> concurrent.futures.Future[str]:
-            return self._loop.start(_request_id(answer, number, which))
+        def accepted(position: int) -> concurrent.futures.Future[str]:
+            return self._loop.start(_request_id(answer, number, position))
 
         passed = run.result_of(accepted(0), wait, "a pass")
         stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
@@ -169,7 +171,7 @@ class SweepRequests:
 
 
 def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:
-    """Return the runs of a request, with every number that they have in common once."""
+    """Return the message of a request's runs, in short: the common prefix of the ids once, and equal values as one."""
     prefix = commonprefix(model_ids)  # noqa: RUF071  # of any characters; they are no paths
     adam = None
     if steps:
@@ -185,13 +187,14 @@ def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence
 
 
 def _column(values: Sequence[T]) -> list[T]:
+    """Return one value if all are equal, otherwise all of them."""
     return list(values[:1] if len(set(values)) == 1 else values)
 
 
-async def _request_id(answer: concurrent.futures.Future[list[SweepFuture]], number: int, which: int) -> str:
+async def _request_id(answer: concurrent.futures.Future[list[SweepFuture]], number: int, position: int) -> str:
     """Return a request id of one run. Raises APIStatusError if the run accepted nothing."""
     # Shielded, so that a caller that cancels one result leaves no gap in the order of the runs.
     entry = (await asyncio.shield(asyncio.wrap_future(answer)))[number]
     if entry.error is not None:
         raise status_error(entry.status_code, entry.error, None)
-    return entry.request_ids[which]
+    return entry.request_ids[position]
