@@ -132,7 +132,7 @@ def export(service: Service, wanted: Wanted, progress: ExportProgress) -> Export
 
     Raises ExportFailed, LibraryMissing, APIError or OSError.
     """
-    is_made = _check(wanted)
+    is_made = _is_made(wanted)
     rest = service.create_rest_client()
     base_model = rest.get_weights_info_by_tinker_path(wanted.path).result().base_model
     base = find_base(wanted.base or base_model)
@@ -205,37 +205,29 @@ class _Comparison:
         A model without the unembedding's LoRA is compared with PEFT, and the whole adapter with the server.
         """
         if plan.adapter is not adapter:
-            whole = self._compare(self._by_peft(downloaded))
-            scores.check_limit(whole, "the downloaded adapter")
+            self._compare(self._by_peft(downloaded), "the downloaded adapter")
             write_adapter(plan.adapter, downloaded)
             left = self._by_peft(downloaded)
             effect = max(scores.distances(left, self._expected))
             notes.append(f"Without it, log-probs differ from the server's by up to {effect:.2g} nats.")
             self._expected = left
         if plan.kind == "merged":
-            found = self._by_merged(made)
+            found = scores.score_merged(made, self._texts, self._report)
         else:
             found = self._by_peft(made if plan.kind == "adapter" else downloaded)
-        proof = self._compare(found)
-        scores.check_limit(proof, "the export")
-        return proof
+        return self._compare(found, "the export")
 
     def check(self, url: str, folder: Path) -> scores.Proof:
         """Compare the log-probs of a vLLM server. Raises ExportFailed above the limit; the folder stays."""
         limit = max(self._limit, scores.limit_of(self._base, "bfloat16"))
         found = scores.score_on_vllm(url, folder, self._texts)
-        proof = scores.compared(found, self._expected, self._unadapted, limit)
-        scores.check_limit(proof, f"the model at {url}")
-        return proof
+        return scores.compare(found, self._expected, self._unadapted, limit, f"the model at {url}")
 
-    def _compare(self, found: scores.Scores) -> scores.Proof:
-        return scores.compared(found, self._expected, self._unadapted, self._limit)
+    def _compare(self, found: scores.Scores, what: str) -> scores.Proof:
+        return scores.compare(found, self._expected, self._unadapted, self._limit, what)
 
     def _by_peft(self, folder: Path) -> scores.Scores:
         return scores.score_peft(self._base, folder, self._texts, self._report)
-
-    def _by_merged(self, folder: Path) -> scores.Scores:
-        return scores.score_merged(folder, self._texts, self._report)
 
     def _report(self, done: int, total: int) -> None:
         self._progress("compare", done, total)
@@ -246,7 +238,7 @@ def _logprobs_of(futures: Sequence[Future[list[float | None]]]) -> list[list[flo
     return [[each for each in future.result()[1:] if each is not None] for future in futures]
 
 
-def _check(wanted: Wanted) -> bool:
+def _is_made(wanted: Wanted) -> bool:
     """Return True if the export exists and is only checked.
 
     Raises ExportFailed or LibraryMissing before anything is transferred.

@@ -70,11 +70,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 #: Interval between requests for a timeline that the server is still drawing.
 TRACE_POLL_S = 5.0
+_EMPTY = WireModel()
+"""Empty request body."""
 AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-
-
-class _Nothing(WireModel):
-    """Empty request body."""
 
 
 class RestClient:
@@ -213,7 +211,7 @@ class RestClient:
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Publish a checkpoint: every tenant of the server may read it."""
-        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", _Nothing(), acknowledged))
+        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", _EMPTY, acknowledged))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
@@ -341,7 +339,7 @@ class RestClient:
 
     def test_webhook(self) -> Future[WebhookTest]:
         """Send an event of type `test`."""
-        return self._post("webhook/test", _Nothing(), WebhookTest)
+        return self._post("webhook/test", _EMPTY, WebhookTest)
 
     def remove_webhook(self) -> Future[None]:
         """Remove the webhook; no further events are sent."""
@@ -409,7 +407,7 @@ class RestClient:
 
     async def _whoami(self) -> WhoamiResponse:
         """Return the owner of the API key, from a token that the server issues for it."""
-        token = await self._transport.post("auth/token", _Nothing(), reader(AuthTokenResponse))
+        token = await self._transport.post("auth/token", _EMPTY, reader(AuthTokenResponse))
         claims = _claims(token.jwt)
         return WhoamiResponse(
             user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None

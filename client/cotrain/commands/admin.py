@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import TypeAdapter
 
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
@@ -154,7 +153,7 @@ keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_i
 @keys_app.command("list", epilog=examples("cotrain admin keys list t-3f9c2a71"))
 def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
     """List a tenant's keys, without their secrets."""
-    found = TypeAdapter(list[KeyShown]).validate_python(ask_admin(context, "GET", "tenants", tenant, "keys"))
+    found = [KeyShown.model_validate(key) for key in ask_admin(context, "GET", "tenants", tenant, "keys")]
     rows = (
         (
             key.id,
