@@ -80,7 +80,7 @@ async def download(transport: Transport, path: str, folder: Path, progress: Prog
             raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
     sizes = [await transport.size_of(urls[name]) for name in names] if progress else []
     for i, name in enumerate(names):
-        of_file = progress and _of_all(progress, sizes, i)
+        of_file = progress and _part_of_all(progress, sizes, i)
         await transport.fetch(urls[name], folder / name, of_file)
     return names
 
@@ -92,12 +92,12 @@ async def download_archive(transport: Transport, path: str, file: Path, progress
     await transport.fetch(link.url, file, progress)
 
 
-def interpolate(loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest) -> Future[InterpolateResponse]:
+def interpolate(loop: BackgroundLoop, transport: Transport, request: InterpolateRequest) -> Future[InterpolateResponse]:
     """Send an interpolation at once; the future is accepted when the server has queued it."""
 
     async def submit() -> str:
         path = "mint/checkpoints/interpolate"
-        return (await transport.post(path, wanted, reader(UntypedAPIFuture))).request_id
+        return (await transport.post(path, request, reader(UntypedAPIFuture))).request_id
 
     accepted = loop.start(submit())
 
@@ -119,7 +119,7 @@ async def archive_url(transport: Transport, checkpoint: str) -> CheckpointArchiv
     return await transport.get(f"{checkpoint}/archive", _archive_link)
 
 
-def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
+def _part_of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
     """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
     total = sum(sizes) if all(sizes) else 0
     return lambda done, _: progress(sum(sizes[:i]) + done, total)

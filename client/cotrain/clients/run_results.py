@@ -130,10 +130,10 @@ class RunRecords:
         if not data:
             raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
         metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
-        begun = self._log(evaluation=metric)
+        started = self._log(evaluation=metric)
         passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
         ended = self._log(evaluation=metric, passes=len(passes))
-        return _evaluated(self._loop, data, passes, (begun, ended))
+        return _evaluated(self._loop, data, passes, (started, ended))
 
     evaluate_async = submitted(evaluate)
 

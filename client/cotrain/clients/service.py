@@ -299,7 +299,7 @@ class ServiceClient(ExplainsAbsent):
 
         Raises LibraryMissing, ExportFailed, APIError or OSError.
         """
-        wanted = export.Wanted(
+        options = export.Options(
             path,
             Path(output),
             form,
@@ -310,7 +310,7 @@ class ServiceClient(ExplainsAbsent):
             prove=prove,
             check=check,
         )
-        return export.export(self, wanted, progress)
+        return export.export(self, options, progress)
 
     @wraps(export_checkpoint)
     async def export_checkpoint_async(self, *args: Any, **kwargs: Any) -> export.Exported:
@@ -339,10 +339,10 @@ class ServiceClient(ExplainsAbsent):
         `output_path` is the plain name of the new weights; the result contains their path. See
         docs/guide/reverse-kl.md.
         """
-        wanted = InterpolateRequest(
+        request = InterpolateRequest(
             source_paths=list(source_paths), coefficients=list(coefficients), output_path=output_path
         )
-        return checkpoints.interpolate(self._loop, self._transport, wanted)
+        return checkpoints.interpolate(self._loop, self._transport, request)
 
     interpolate_checkpoints_async = submitted(interpolate_checkpoints)
 

@@ -246,9 +246,9 @@ def ask_admin(
                 "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
             )
         where = "/".join(quote(part, safe="") for part in path)
-        asked = {name: value for name, value in (params or {}).items() if value is not None}
+        query = {name: value for name, value in (params or {}).items() if value is not None}
         with plain_http(ClientSettings(url, key)) as http:
-            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=asked)
+            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=query)
         try:
             checked(answer)
         except NotFoundError as error:
