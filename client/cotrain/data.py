@@ -289,9 +289,11 @@ def _weighted(
         )
     if not answers:
         raise UnsupportedInput(f"{conversation.source}: every answer has weight 0")
+    if train_on == "last_answer" and answers[-1] != len(messages) - 1:
+        raise UnsupportedInput(f"{conversation.source} ends with an answer of weight 0: last_answer trains no other")
     if train_on == "each_answer":
         return [_masked(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers]
-    chosen = answers if train_on == "all_answers" else [len(messages) - 1]
+    chosen = answers if train_on == "all_answers" else answers[-1:]
     return [_masked(template, conversation, len(messages), chosen, prompt_weight)]
 
 
