@@ -73,7 +73,7 @@ class Progress:
     @contextmanager
     def waiting(self, what: Callable[[], str]) -> Iterator[None]:
         """Count as waiting for `what()` until the block ends."""
-        if not _is_wanted():
+        if not _is_enabled():
             yield
             return
         me = object()
@@ -171,7 +171,7 @@ class CellOutput:
 PROGRESS = Progress()
 
 
-def _is_wanted() -> bool:
+def _is_enabled() -> bool:
     if os.environ.get("COTRAIN_PROGRESS", "").lower() in ("0", "off", "no", "false"):
         return False
     return _is_notebook() or bool(_columns()) or log.isEnabledFor(logging.INFO)
