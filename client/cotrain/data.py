@@ -289,15 +289,21 @@ def _weighted(
         )
     if not answers:
         raise UnsupportedInput(f"{conversation.source}: every answer has weight 0")
+    if train_on == "last_answer" and answers[-1] != len(messages) - 1:
+        raise UnsupportedInput(f"{conversation.source} ends with an answer of weight 0: last_answer trains no other")
     if train_on == "each_answer":
-        return [_one(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers]
-    chosen = answers if train_on == "all_answers" else [len(messages) - 1]
-    return [_one(template, conversation, len(messages), chosen, prompt_weight)]
+        return [_masked(template, conversation, answer + 1, [answer], prompt_weight) for answer in answers]
+    chosen = answers if train_on == "all_answers" else answers[-1:]
+    return [_masked(template, conversation, len(messages), chosen, prompt_weight)]
 
 
-def _one(
+def _masked(
     template: _Template, conversation: Conversation, count: int, answers: Sequence[int], prompt_weight: float
 ) -> tuple[list[int], list[float]]:
+    """Return the tokens of the first `count` messages, with weight 1 for the messages at `answers`.
+
+    Raises UnsupportedInput if an answer's tokens cannot be separated from the others.
+    """
     whole = template.tokens(conversation, count)
     weights = [float(prompt_weight)] * len(whole)
     for answer in answers:
@@ -309,13 +315,13 @@ def _one(
             if (at := _difference(after, whole)) is not None:
                 raise UnsupportedInput(
                     f"{where}: the template writes this message otherwise once others follow "
-                    f"({_around(template, after, whole, at)}). all_answers would train on texts that a sampler "
+                    f"({_shown_difference(template, after, whole, at)}). all_answers would train on texts that a sampler "
                     "never reads: use train_on='each_answer', or 'last_answer'"
                 )
         if (at := _difference(before, after)) is not None:
             raise UnsupportedInput(
                 f"{where}: the answer does not continue the prompt for generation "
-                f"({_around(template, before, after, at)}). Check template_options and the whitespace at the "
+                f"({_shown_difference(template, before, after, at)}). Check template_options and the whitespace at the "
                 "answer's beginning, or use a renderer of tinker_cookbook"
             )
         end = _end_of(template, after, len(before))
@@ -331,7 +337,8 @@ def _difference(beginning: Sequence[int], whole: Sequence[int]) -> int | None:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), len(whole))
 
 
-def _around(template: _Template, a: Sequence[int], b: Sequence[int], at: int) -> str:
+def _shown_difference(template: _Template, a: Sequence[int], b: Sequence[int], at: int) -> str:
+    """Return the texts of both from the position of a difference, for an error."""
     texts = (template.tokenizer.decode(list(each[at : at + 8])) for each in (a, b))
     return "{!r} in place of {!r}".format(*texts)
 

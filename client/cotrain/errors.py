@@ -47,7 +47,7 @@ class TorchMissing(CotrainError, ImportError):
 
 
 class LibraryMissing(CotrainError, ImportError):
-    """An export needs a library that is not installed here."""
+    """An export needs a library or a program that is not installed here."""
 
 
 class ExportFailed(CotrainError):

@@ -1,28 +1,24 @@
 """Checkpoints of an account: their URLs, transfers, and the rules that decide which ones a run keeps."""
 
 import asyncio
-import json
 import logging
 import re
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
-from cotrain.requests.connection import BackgroundLoop, wait_for_json
+from cotrain.requests.connection import BackgroundLoop, wait_for_result
 from cotrain.requests.futures import Future
-from cotrain.transport.download import archive_of
+from cotrain.transport.download import UploadArchive
 from cotrain.transport.http import Transport, url_of
 from cotrain.transport.responses import reader
 from cotrain.wire.checkpoints import (
     CheckpointArchiveUrlResponse,
-    CopyWeightsRequest,
-    CopyWeightsResponse,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
     SaveWeightsResponse,
@@ -34,8 +30,8 @@ from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, NewRun, U
 
 log = logging.getLogger("cotrain")
 
-# Arguments: bytes transferred and the total, 0 if unknown.
 Progress = Callable[[int, int], None]
+"""Receives the bytes transferred and the total, 0 if unknown."""
 
 PAGE = 100
 #: File names that a server may write: the folder may contain other files of the caller.
@@ -46,111 +42,68 @@ CLOCKS_DIFFER = timedelta(days=1)
 RULE = re.compile(r"last:(?P<last>\d+)|(?P<kind>best|highest):(?P<metric>[^:,]+):(?P<count>\d+)")
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """Adapter trained elsewhere, with the settings of its upload."""
+async def upload(transport: Transport, archive: UploadArchive, query: UploadQuery, progress: Progress | None) -> str:
+    """Upload an adapter; returns the checkpoint's path once it is stored.
 
-    source: Path
-    """A PEFT folder, or an archive of one."""
-    base_model: str
-    name: str
-    ttl_seconds: int | None
-    user_metadata: Mapping[str, str] | None
-
-
-class Checkpoints:
-    """Calls on whole checkpoints, outside the order of any run."""
-
-    def __init__(self, transport: Transport, reserve: Callable[[], Coroutine[Any, Any, tuple[str, int]]]) -> None:
-        self._transport = transport
-        self._reserve = reserve
-        """Returns the `session_id` and the next `model_seq_id`."""
-
-    async def upload(self, adapter: Adapter, progress: Progress | None = None) -> str:
-        """Upload an adapter; returns the checkpoint's path once it is stored.
-
-        Raises OSError, APIError, or RequestFailed if the adapter does not fit its base model.
-        """
-        archive = archive_of(adapter.source)
-        session_id, seq_id = await self._reserve()
-        metadata = adapter.user_metadata
-        query = UploadQuery(
-            base_model=adapter.base_model,
-            name=adapter.name,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=adapter.ttl_seconds,
-            user_metadata=json.dumps(dict(metadata)) if metadata else None,
-        )
-        answer = await self._transport.post_stream(
-            "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
-        )
-        await wait_for_json(self._transport, answer.import_request_id, NewRun)
-        await wait_for_json(self._transport, answer.request_id, SaveWeightsResponse)
-        return answer.path
-
-    async def list_all(self) -> list[Checkpoint]:
-        """Return every checkpoint of the account, newest first. Raises APIError."""
-        checkpoints: list[Checkpoint] = []
-        while True:
-            query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
-            page = await self._transport.get(query, reader(CheckpointsListResponse))
-            checkpoints += page.checkpoints
-            if not page.checkpoints or not page.cursor:
-                return checkpoints
-            if len(checkpoints) >= page.cursor.total_count:
-                return checkpoints
-
-    async def copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
-        """Copy a checkpoint to a new run of this session; returns the new path. Raises APIError."""
-        session_id, seq_id = await self._reserve()
-        wanted = CopyWeightsRequest(
-            source_path=path,
-            session_id=session_id,
-            model_seq_id=seq_id,
-            ttl_seconds=ttl_seconds,
-            weights_access_token=token,
-        )
-        copy = await self._transport.post("copy_weights", wanted, reader(CopyWeightsResponse))
-        return copy.tinker_path
-
-    async def download(self, path: str, folder: Path, progress: Progress | None = None) -> list[str]:
-        """Download a checkpoint's files to a folder, each one atomically; returns their names.
-
-        Raises OSError or APIError.
-        """
-        where = f"{checkpoint_url(path)}/external_weights_urls"
-        urls = (await self._transport.get(where, reader(ExternalWeightsUrlsResponse))).urls
-        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        names = sorted(urls)  # the small configuration first, because links expire soon
-        for name in names:
-            if not FILE.fullmatch(name):
-                raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
-        sizes = [await self._transport.size_of(urls[name]) for name in names] if progress else []
-        for i, name in enumerate(names):
-            of_file = progress and _of_all(progress, sizes, i)
-            await self._transport.fetch(urls[name], folder / name, of_file)
-        return names
-
-    async def download_archive(self, path: str, file: Path, progress: Progress | None = None) -> None:
-        """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
-        link = await archive_url(self._transport, checkpoint_url(path))
-        await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
-        await self._transport.fetch(link.url, file, progress)
+    Raises OSError, APIError, or RequestFailed if the adapter does not fit its base model.
+    """
+    answer = await transport.post_stream(
+        "training_runs/upload", query, archive.size, lambda: archive.chunks(progress), reader(UploadResponse)
+    )
+    await wait_for_result(transport, answer.import_request_id, NewRun)
+    await wait_for_result(transport, answer.request_id, SaveWeightsResponse)
+    return answer.path
 
 
-def interpolate(loop: BackgroundLoop, transport: Transport, wanted: InterpolateRequest) -> Future[InterpolateResponse]:
+async def list_all(transport: Transport) -> list[Checkpoint]:
+    """Return every checkpoint of the account, newest first. Raises APIError."""
+    checkpoints: list[Checkpoint] = []
+    while True:
+        query = f"checkpoints?limit={PAGE}&offset={len(checkpoints)}"
+        page = await transport.get(query, reader(CheckpointsListResponse))
+        checkpoints += page.checkpoints
+        if not page.checkpoints or not page.cursor or len(checkpoints) >= page.cursor.total_count:
+            return checkpoints
+
+
+async def download(transport: Transport, path: str, folder: Path, progress: Progress | None) -> list[str]:
+    """Download a checkpoint's files to a folder, each one atomically; returns their names.
+
+    Raises OSError or APIError.
+    """
+    where = f"{checkpoint_url(path)}/external_weights_urls"
+    urls = (await transport.get(where, reader(ExternalWeightsUrlsResponse))).urls
+    await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+    names = sorted(urls)  # the small configuration first, because links expire soon
+    for name in names:
+        if not FILE.fullmatch(name):
+            raise MalformedMessage(f"{name!r} is no name of a checkpoint's file")
+    sizes = [await transport.size_of(urls[name]) for name in names] if progress else []
+    for i, name in enumerate(names):
+        of_file = progress and _part_of_all(progress, sizes, i)
+        await transport.fetch(urls[name], folder / name, of_file)
+    return names
+
+
+async def download_archive(transport: Transport, path: str, file: Path, progress: Progress | None) -> None:
+    """Download all files of a checkpoint as one tar. Raises OSError or APIError."""
+    link = await archive_url(transport, checkpoint_url(path))
+    await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
+    await transport.fetch(link.url, file, progress)
+
+
+def interpolate(loop: BackgroundLoop, transport: Transport, request: InterpolateRequest) -> Future[InterpolateResponse]:
     """Send an interpolation at once; the future is accepted when the server has queued it."""
 
     async def submit() -> str:
         path = "mint/checkpoints/interpolate"
-        return (await transport.post(path, wanted, reader(UntypedAPIFuture))).request_id
+        return (await transport.post(path, request, reader(UntypedAPIFuture))).request_id
 
     accepted = loop.start(submit())
 
     async def finish() -> InterpolateResponse:
         request_id = await asyncio.shield(asyncio.wrap_future(accepted))
-        return await wait_for_json(transport, request_id, InterpolateResponse)
+        return await wait_for_result(transport, request_id, InterpolateResponse)
 
     return Future(accepted, loop.start(finish()), what="an interpolation of checkpoints")
 
@@ -166,7 +119,7 @@ async def archive_url(transport: Transport, checkpoint: str) -> CheckpointArchiv
     return await transport.get(f"{checkpoint}/archive", _archive_link)
 
 
-def _of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
+def _part_of_all(progress: Progress, sizes: Sequence[int], i: int) -> Progress:
     """Report the bytes of file `i` as a part of all files; the total is 0 if any size is unknown."""
     total = sum(sizes) if all(sizes) else 0
     return lambda done, _: progress(sum(sizes[:i]) + done, total)

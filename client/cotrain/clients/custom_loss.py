@@ -1,9 +1,12 @@
 """Custom losses, written in torch over the log-probs that the server computes.
 
-A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function runs here: the server
-runs a forward. This client computes the loss of its log-probs and differentiates it. The server then runs a backward of
-cross-entropy, `-sum(weight * logprob)`, with the negated derivative as weights. By the chain rule, its gradient is that
-of the custom loss. Only this module needs torch.
+A traced loss (`trace`) is sent as a graph and runs on the server, in one pass. Any other function (`CustomLoss`) runs
+in this client, in three steps:
+
+1. The server runs a forward and returns log-probs.
+2. This client computes the loss of the log-probs and differentiates it.
+3. The server runs a backward of cross-entropy, `-sum(weight * logprob)`, with the negated derivative as weights. By
+   the chain rule, its gradient is that of the custom loss.
 """
 
 import builtins
@@ -43,7 +46,7 @@ PerDatumLossFn = Callable[..., tuple[Any, Mapping[str, Any]]]
 TARGETS, WEIGHTS = "target_tokens", "weights"
 
 # Custom losses of all clients run one at a time, so that user code need not be thread-safe.
-_one_at_a_time = threading.Lock()
+_loss_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -141,14 +144,17 @@ class CustomLoss:
     def datums(self, forward: ForwardBackwardOutput) -> list[Datum]:
         """Compute the loss and return the backward's datums, with negated derivatives as weights."""
         rows = [output["logprobs"].to_torch().requires_grad_() for output in forward.loss_fn_outputs]
-        with _one_at_a_time:
-            loss, metrics = _both(self._loss_fn(self._data, rows))
+        with _loss_lock:
+            loss, metrics = _checked_result(self._loss_fn(self._data, rows))
             loss.sum().backward()
         self._metrics = {name: _number(value) for name, value in metrics.items()}
         self._metrics["loss:sum"] = _number(loss.sum())
         # The loss may not depend on every datum.
         slopes = [self._torch.zeros_like(r) if r.grad is None else r.grad for r in rows]
-        return [_linear_datum(*each) for each in zip(self._data, slopes, strict=True)]
+        return [
+            _with_inputs(datum, datum.loss_fn_inputs[TARGETS], TensorData.of(-slope))
+            for datum, slope in zip(self._data, slopes, strict=True)
+        ]
 
     def finish(self, backward: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """Merge the custom metrics into the backward's output, whose own loss becomes `surrogate_loss:sum`."""
@@ -157,7 +163,7 @@ class CustomLoss:
         return backward.model_copy(update={"metrics": metrics | self._metrics})
 
 
-def _both(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:
+def _checked_result(returned: Any) -> tuple[Any, Mapping[str, SupportsFloat]]:
     match returned:
         case (loss, metrics) if getattr(loss, "requires_grad", False):
             return loss, metrics
@@ -172,17 +178,12 @@ def _forward_datum(index: int, datum: Datum) -> Datum:
         raise UnsupportedInput(f"data[{index}].loss_fn_inputs.{TARGETS} is missing")
     weights = datum.loss_fn_inputs.get(WEIGHTS)
     if weights is None:
-        size = len(targets.data)
-        weights = TensorData(data=[0.0] * size, dtype="float32", shape=targets.shape)
-    return _with_inputs(datum, {TARGETS: targets, WEIGHTS: weights})
+        weights = TensorData(data=[0.0] * len(targets.data), dtype="float32", shape=targets.shape)
+    return _with_inputs(datum, targets, weights)
 
 
-def _linear_datum(datum: Datum, slope: Any) -> Datum:
-    return _with_inputs(datum, {TARGETS: datum.loss_fn_inputs[TARGETS], WEIGHTS: TensorData.of(-slope)})
-
-
-def _with_inputs(datum: Datum, inputs: dict[str, TensorData]) -> Datum:
-    return Datum(datum.model_input, inputs, routed_experts=datum.routed_experts)
+def _with_inputs(datum: Datum, targets: TensorData, weights: TensorData) -> Datum:
+    return Datum(datum.model_input, {TARGETS: targets, WEIGHTS: weights}, routed_experts=datum.routed_experts)
 
 
 def _number(value: Any) -> float:

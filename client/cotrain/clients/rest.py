@@ -70,11 +70,9 @@ Model = TypeVar("Model", bound=BaseModel)
 
 #: Interval between requests for a timeline that the server is still drawing.
 TRACE_POLL_S = 5.0
+_EMPTY = WireModel()
+"""Empty request body."""
 AuditedResource = Literal["all", "checkpoints", "projects", "teams", "organizations"]
-
-
-class _Nothing(WireModel):
-    """Empty request body."""
 
 
 class RestClient:
@@ -145,8 +143,7 @@ class RestClient:
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """Return one run; scope `accessible` includes other tenants' runs with a published checkpoint."""
-        path = url_of("training_runs", training_run_id)
-        return self._get(path, TrainingRun, access_scope=access_scope)
+        return self._get(url_of("training_runs", training_run_id), TrainingRun, access_scope=access_scope)
 
     def update_training_run(
         self, training_run_id: str, *, note: str | None = None, tags: Sequence[str] | None = None
@@ -158,7 +155,6 @@ class RestClient:
 
     def end_training_run(self, training_run_id: str) -> Future[None]:
         """End a run from any client. Waiting requests fail, and it cannot continue."""
-
         return self._start(self._end(training_run_id))
 
     def get_training_run_by_tinker_path(
@@ -181,8 +177,7 @@ class RestClient:
 
     def list_checkpoints(self, training_run_id: str) -> Future[CheckpointsListResponse]:
         """Return all checkpoints of one run."""
-        path = url_of("training_runs", training_run_id, "checkpoints")
-        return self._get(path, CheckpointsListResponse)
+        return self._get(url_of("training_runs", training_run_id, "checkpoints"), CheckpointsListResponse)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
         """Return one page of the checkpoints of all runs."""
@@ -190,20 +185,17 @@ class RestClient:
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
         """Return the base model and LoRA settings that a run needs to load a checkpoint."""
-        wanted = WeightsInfoRequest(tinker_path=tinker_path)
-        return self._post("weights_info", wanted, WeightsInfoResponse)
+        return self._post("weights_info", WeightsInfoRequest(tinker_path=tinker_path), WeightsInfoResponse)
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
         """Return a link to each file of a checkpoint; the links need no key and expire after minutes."""
-        path = f"{checkpoint_url(tinker_path)}/external_weights_urls"
-        return self._get(path, ExternalWeightsUrlsResponse)
+        return self._get(f"{checkpoint_url(tinker_path)}/external_weights_urls", ExternalWeightsUrlsResponse)
 
     def get_checkpoint_archive_url(
         self, training_run_id: str, checkpoint_id: str
     ) -> Future[CheckpointArchiveUrlResponse]:
         """Return a link to a tar of a checkpoint's files; `checkpoint_id` is `<kind>/<name>`."""
-        path = checkpoint_url(f"tinker://{training_run_id}/{checkpoint_id}")
-        return self._start(archive_url(self._transport, path))
+        return self.get_checkpoint_archive_url_from_tinker_path(f"tinker://{training_run_id}/{checkpoint_id}")
 
     def get_checkpoint_archive_url_from_tinker_path(self, tinker_path: str) -> Future[CheckpointArchiveUrlResponse]:
         """Return a link to a tar of a checkpoint's files."""
@@ -211,8 +203,7 @@ class RestClient:
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Future[None]:
         """Delete a checkpoint; runs loaded from it keep their weights. `checkpoint_id` is `<kind>/<name>`."""
-        path = f"tinker://{training_run_id}/{checkpoint_id}"
-        return self.delete_checkpoint_from_tinker_path(path)
+        return self.delete_checkpoint_from_tinker_path(f"tinker://{training_run_id}/{checkpoint_id}")
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Delete a checkpoint; runs loaded from it keep their weights."""
@@ -220,7 +211,7 @@ class RestClient:
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Publish a checkpoint: every tenant of the server may read it."""
-        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", _Nothing(), acknowledged))
+        return self._start(self._transport.post(f"{checkpoint_url(tinker_path)}/publish", _EMPTY, acknowledged))
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
         """Make a published checkpoint private again."""
@@ -244,13 +235,13 @@ class RestClient:
         Both copies share the stored bytes. `weights_access_token` is an API key of the tenant that owns
         the checkpoint, if that is another tenant.
         """
-        wanted = CopyWeightsRequest(
+        request = CopyWeightsRequest(
             source_path=path,
             destination_project_id=destination_project_id,
             ttl_seconds=ttl_seconds,
             weights_access_token=weights_access_token,
         )
-        return self._start(self._copy(wanted))
+        return self._start(self._copy(request))
 
     def external_weights_upload_start(
         self, base_model: str, lora_config: LoraConfig, destination_project_id: str | None = None
@@ -260,20 +251,18 @@ class RestClient:
         PUT each file to its URL, then call `external_weights_upload_finish`. `lora_config` must have
         the rank and the modules of the files; their alpha is that of adapter_config.json.
         """
-        wanted = ExternalWeightsUploadStartRequest(
+        request = ExternalWeightsUploadStartRequest(
             base_model=base_model, lora_config=lora_config, destination_project_id=destination_project_id
         )
-        path = "external_weights_upload_start"
-        return self._post(path, wanted, ExternalWeightsUploadStartResponse)
+        return self._post("external_weights_upload_start", request, ExternalWeightsUploadStartResponse)
 
     def external_weights_upload_finish(self, upload_id: str) -> Future[ExternalWeightsUploadFinishResponse]:
         """Return the path of the uploaded checkpoint once it is stored. A repeat returns the same path.
 
         The future raises BadRequestError if a file is missing, malformed or does not fit.
         """
-        wanted = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
-        path = "external_weights_upload_finish"
-        return self._post(path, wanted, ExternalWeightsUploadFinishResponse)
+        request = ExternalWeightsUploadFinishRequest(upload_id=upload_id)
+        return self._post("external_weights_upload_finish", request, ExternalWeightsUploadFinishResponse)
 
     # ---- Sessions and samplers -------------------------------------------------------------------
 
@@ -285,8 +274,7 @@ class RestClient:
 
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> Future[GetSessionResponse]:
         """Return the runs and samplers of a session."""
-        path = url_of("sessions", session_id)
-        return self._get(path, GetSessionResponse, access_scope=access_scope)
+        return self._get(url_of("sessions", session_id), GetSessionResponse, access_scope=access_scope)
 
     def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
         """Search sessions; pass `next_cursor` of a result as `cursor` to get its next page."""
@@ -329,8 +317,7 @@ class RestClient:
 
     def get_current_checkpoint_storage_usage(self, project_id: str | None = None) -> Future[StorageResponse]:
         """Return the current checkpoint bytes of each project."""
-        path = "billing/usage/checkpoints/current"
-        return self._get(path, StorageResponse, project_id=project_id)
+        return self._get("billing/usage/checkpoints/current", StorageResponse, project_id=project_id)
 
     def get_audit_log(self, event_type: AuditedResource = "all", day: date | None = None) -> Future[AuditLogResponse]:
         """Return the audit log of one day (UTC; None means today), oldest first."""
@@ -352,7 +339,7 @@ class RestClient:
 
     def test_webhook(self) -> Future[WebhookTest]:
         """Send an event of type `test`."""
-        return self._post("webhook/test", _Nothing(), WebhookTest)
+        return self._post("webhook/test", _EMPTY, WebhookTest)
 
     def remove_webhook(self) -> Future[None]:
         """Remove the webhook; no further events are sent."""
@@ -405,18 +392,22 @@ class RestClient:
     def _post(self, path: str, message: BaseModel, model: type[Model]) -> Future[Model]:
         return self._start(self._transport.post(path, message, reader(model)))
 
-    def _start(self, asked: Coroutine[Any, Any, T]) -> Future[T]:
-        answer = self._loop.start(asked)
+    def _start(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+        answer = self._loop.start(call)
         return Future(answer, answer, what=f"a call of {self!r}")
 
     async def _fetch(self, path: str, model: type[Model], **query: str | int | date | list[str] | None) -> Model:
         """GET a resource. Query parameters that are None are left out. Raises APIError."""
-        asked = {name: _text(value) for name, value in query.items() if value is not None}
-        return await self._transport.get(f"{path}?{urlencode(asked, doseq=True)}", reader(model))
+        sent = {
+            name: value.isoformat() if isinstance(value, date) else value
+            for name, value in query.items()
+            if value is not None
+        }
+        return await self._transport.get(f"{path}?{urlencode(sent, doseq=True)}", reader(model))
 
     async def _whoami(self) -> WhoamiResponse:
         """Return the owner of the API key, from a token that the server issues for it."""
-        token = await self._transport.post("auth/token", _Nothing(), reader(AuthTokenResponse))
+        token = await self._transport.post("auth/token", _EMPTY, reader(AuthTokenResponse))
         claims = _claims(token.jwt)
         return WhoamiResponse(
             user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
@@ -429,11 +420,10 @@ class RestClient:
     async def _end(self, run: str) -> None:
         await self._transport.post("unload_model", UnloadModelRequest(model_id=run), reader(UntypedAPIFuture))
 
-    async def _copy(self, wanted: CopyWeightsRequest) -> str:
+    async def _copy(self, request: CopyWeightsRequest) -> str:
         """Copy a checkpoint. All attempts send the same idempotency key, so a retry makes no second copy."""
-        once = {"X-Idempotency-Key": str(uuid.uuid4())}
-        made = await self._transport.post("copy_weights", wanted, reader(CopyWeightsResponse), once)
-        return made.tinker_path
+        headers = {"X-Idempotency-Key": str(uuid.uuid4())}
+        return (await self._transport.post("copy_weights", request, reader(CopyWeightsResponse), headers)).tinker_path
 
     async def _trace_url(self, session_id: str) -> str:
         """Poll until a session's timeline is drawn, and return its URL.
@@ -446,12 +436,6 @@ class RestClient:
         if answer.url is None:
             raise RequestFailed(answer.error or "there is no timeline", session_id, "unknown")
         return answer.url
-
-
-def _text(value: str | int | date | list[str]) -> str | list[str]:
-    if isinstance(value, list):
-        return value
-    return str(value) if isinstance(value, str | int) else value.isoformat()
 
 
 def _claims(jwt: str) -> dict[str, Any]:

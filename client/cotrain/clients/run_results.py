@@ -97,7 +97,7 @@ class RunRecords:
         ended at `step`. A pending gradient and the history after it are dropped, checkpoints stay. The
         future raises RequestFailed, with the steps within reach, for a step that the log does not hold.
         """
-        return self._requests.ask("rewind", RewindRequest, RewindResponse, step=step)
+        return self._requests.post("rewind", RewindRequest, RewindResponse, step=step)
 
     rewind_async = submitted(rewind)
 
@@ -130,15 +130,15 @@ class RunRecords:
         if not data:
             raise UnsupportedInput("data is empty: an evaluation needs at least one Datum")
         metric = f"{name}/{'nll' if loss_fn == 'cross_entropy' else 'loss'}"
-        begun = self._log(evaluation=metric)
+        started = self._log(evaluation=metric)
         passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
         ended = self._log(evaluation=metric, passes=len(passes))
-        return _evaluated(self._loop, data, passes, (begun, ended))
+        return _evaluated(self._loop, data, passes, (started, ended))
 
     evaluate_async = submitted(evaluate)
 
     def _log(self, **what: Any) -> Future[LogMetricsResponse]:
-        return self._requests.ask("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
+        return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
 
 
 def _evaluated(

@@ -9,13 +9,13 @@ import logging
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, absent, hosted
-from cotrain.errors import APIError, APIStatusError, CotrainError, MalformedMessage, UnsupportedInput
+from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
+from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput
 from cotrain.requests.connection import GAP_S, Connection, shared_connection
 from cotrain.requests.futures import Future, submitted
 from cotrain.settings import ClientSettings, client_settings
@@ -74,7 +74,7 @@ class SamplingClient(Ready):
         at = f"{self._base_model} at {self._connection!r}"
         return f"<SamplingClient of sampler {self._sampler_id}, {at}>"
 
-    @hosted("prompt_alt_tokens_k")
+    @accepts_hosted("prompt_alt_tokens_k")
     def sample(
         self,
         prompt: ModelInput,
@@ -204,19 +204,14 @@ class SamplingClient(Ready):
     async def _retrieve(self, future: UntypedAPIFuture) -> SampleResponse:
         try:
             if self._polls_in_batches:
-                await self._completions.ended(future.request_id)
+                await self._completions.wait_until_ended(future.request_id)
             response = await self._requests.retrieve(future.request_id)
         except asyncio.CancelledError:
             await self._requests.cancel(future.request_id)
             raise
         if self._polls_in_batches:
-            self._completions.retrieved(future.request_id)
+            self._completions.acknowledge(future.request_id)
         return _with_sequence_ids(response, future.sample_sequence_ids)
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)
 
 
 def _clone(settings: ClientSettings, sampler_id: str, base_model: str, polls_in_batches: bool) -> SamplingClient:
@@ -299,25 +294,25 @@ class Completions:
         self.task: asyncio.Task[None] | None = None
         """Polls while a result is awaited, or has arrived and is not acknowledged."""
 
-    async def ended(self, request_id: str) -> None:
+    async def wait_until_ended(self, request_id: str) -> None:
         """Wait until a request has ended, or has to be polled separately."""
         if self._failed or request_id in self._ended:
             self._ended.discard(request_id)
             return
         ended = self._waiting[request_id] = asyncio.Event()
-        self._go_on()
+        self._start_polling()
         try:
             await ended.wait()
         finally:
             self._waiting.pop(request_id, None)
 
-    def retrieved(self, request_id: str) -> None:
-        """Record that a result has arrived; the next poll acknowledges it, so that the server can drop it."""
+    def acknowledge(self, request_id: str) -> None:
+        """Acknowledge a result with the next poll, so that the server can drop it."""
         if not self._failed:
             self._retrieved.add(request_id)
-            self._go_on()
+            self._start_polling()
 
-    def _go_on(self) -> None:
+    def _start_polling(self) -> None:
         if self.task is None:
             self.task = asyncio.create_task(self._poll())
 
@@ -331,7 +326,10 @@ class Completions:
                 except APIError as error:
                     await patience.wait_out(error)
         except APIError as error:
-            self._fail(error)
+            log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
+            self._failed = True
+            for waiting in self._waiting.values():
+                waiting.set()
         finally:
             self.task = None
 
@@ -347,19 +345,9 @@ class Completions:
         self._retrieved.difference_update(retrieved)
         self._cursor = answer.cursor
         for completion in answer.completions:
-            self._note(completion.request_id)
+            if (waiting := self._waiting.pop(completion.request_id, None)) is not None:
+                waiting.set()
+            else:
+                self._ended.add(completion.request_id)
         if self._waiting and not answer.completions:
             await self._transport.sleep(GAP_S)
-
-    def _note(self, request_id: str) -> None:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting is None:
-            self._ended.add(request_id)
-        else:
-            waiting.set()
-
-    def _fail(self, error: CotrainError) -> None:
-        log.warning("batch polling failed; polling each sample on its own from now on: %s", error)
-        self._failed = True
-        for waiting in self._waiting.values():
-            waiting.set()

@@ -4,34 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import json
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, Self
 
 import httpx
 from typing_extensions import override
 
-from cotrain.clients import export
-from cotrain.clients.checkpoints import Adapter, Checkpoints, Progress, checkpoint_url, delete_all, interpolate
+from cotrain.clients import checkpoints, export
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
-from cotrain.clients.session import ClientFactory, Labels, Outcome, Session, Start
+from cotrain.clients.session import ClientFactory, Session
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.training import TrainingClient
-from cotrain.clients.unsupported_arguments import absent, hosted
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.clients.unsupported_arguments import ExplainsAbsent, accepts_hosted
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
+from cotrain.transport.download import archive_of
 from cotrain.transport.responses import RetryPolicy, reader
+from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse, OptimizerChoice, UploadQuery
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
-from cotrain.wire.rest import Checkpoint
+from cotrain.wire.rest import Checkpoint, FinishReasonType
 from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, OptimizerConfig, UntypedAPIFuture
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
-class ServiceClient:
+class ServiceClient(ExplainsAbsent):
     """Factory of training and sampling clients. Use it from any thread or event loop, and close it when done.
 
     `base_url` and `api_key` default to `COTRAIN_BASE_URL` and `COTRAIN_API_KEY`. Sessions can be searched by
@@ -39,7 +41,7 @@ class ServiceClient:
     answer. `network` replaces the network, for tests.
     """
 
-    @hosted("default_headers_overrides")
+    @accepts_hosted("default_headers_overrides")
     def __init__(
         self,
         base_url: str | None = None,
@@ -57,10 +59,9 @@ class ServiceClient:
         self._loop = self._connection.loop
         self._session = Session(self._transport, user_metadata, project_id=project_id, display_name=display_name)
         self._factory = ClientFactory(self._connection, self._session)
-        self._checkpoints = Checkpoints(self._transport, self._factory.reserve_run)
         self._losses = 0
 
-    @hosted("lora_alpha", "lora_rank", "target_modules")
+    @accepts_hosted("lora_alpha", "lora_rank", "target_modules")
     async def _create_lora_training_client(
         self,
         base_model: str,
@@ -93,8 +94,7 @@ class ServiceClient:
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        labels = Labels(note, list(tags) or None)
-        return await self._factory.create_run(base_model, lora, user_metadata, labels, optimizer)
+        return await self._factory.create_run(base_model, lora, user_metadata, note, list(tags) or None, optimizer)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(_create_lora_training_client)
 
@@ -114,8 +114,7 @@ class ServiceClient:
         They have the tag `sweep:NAME`. Raises UnsupportedInput for an unknown setting, and the errors of
         `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
         """
-        labels = Labels(note, list(tags))
-        return await self._factory.create_sweep(base_model, settings, name, labels)
+        return await self._factory.create_sweep(base_model, settings, name, note, tags)
 
     create_sweep, create_sweep_async = both_ways(_create_sweep)
 
@@ -134,8 +133,10 @@ class ServiceClient:
         that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
-        start = Start(path, base_model, user_metadata, weights_access_token, optimizer)
-        return await self._factory.load_run(start, optimizer=False)
+        choice = OptimizerChoice(type=optimizer.type) if optimizer else None
+        return await self._factory.load_run(
+            path, base_model, user_metadata, weights_access_token, optimizer=False, optimizer_config=choice
+        )
 
     create_training_client_from_state, create_training_client_from_state_async = both_ways(
         _create_training_client_from_state
@@ -149,14 +150,13 @@ class ServiceClient:
         weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Create a run that continues where a checkpoint was saved, including the optimizer state."""
-        start = Start(path, base_model, user_metadata, weights_access_token)
-        return await self._factory.load_run(start, optimizer=True)
+        return await self._factory.load_run(path, base_model, user_metadata, weights_access_token, optimizer=True)
 
     (create_training_client_from_state_with_optimizer, create_training_client_from_state_with_optimizer_async) = (
         both_ways(_create_training_client_from_state_with_optimizer)
     )
 
-    @hosted("record_stability_info", "retry_config")
+    @accepts_hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(
         self, model_path: str | None = None, base_model: str | None = None
     ) -> SamplingClient:
@@ -184,7 +184,7 @@ class ServiceClient:
             session_id=await self._session.id(), custom_loss_seq_id=self._losses, name=name, **dict(loss)
         )
         future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
-        made = await wait_for_json(self._transport, future.request_id, CreateCustomLossResponse)
+        made = await wait_for_result(self._transport, future.request_id, CreateCustomLossResponse)
         return LossHandle(name, tuple(loss.inputs), made.loss_id)
 
     create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)
@@ -207,7 +207,7 @@ class ServiceClient:
         *,
         ttl_seconds: int | None = None,
         user_metadata: Mapping[str, str] | None = None,
-        progress: Progress | None = None,
+        progress: checkpoints.Progress | None = None,
     ) -> str:
         """Upload a LoRA adapter trained elsewhere; returns the path of the new checkpoint.
 
@@ -216,42 +216,55 @@ class ServiceClient:
         if they do not fit the base model; both messages name the remedy. The client's thread calls `progress` with the
         bytes sent and the total.
         """
-        adapter = Adapter(Path(source), base_model, name, ttl_seconds, user_metadata)
-        return await self._checkpoints.upload(adapter, progress)
+        archive = archive_of(Path(source))
+        session_id, seq_id = await self._factory.reserve_run()
+        query = UploadQuery(
+            base_model=base_model,
+            name=name,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            user_metadata=json.dumps(dict(user_metadata)) if user_metadata else None,
+        )
+        return await checkpoints.upload(self._transport, archive, query, progress)
 
     upload_checkpoint, upload_checkpoint_async = both_ways(_upload_checkpoint)
 
     async def _list_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of the account, newest first."""
-        return await self._checkpoints.list_all()
+        return await checkpoints.list_all(self._transport)
 
     list_checkpoints, list_checkpoints_async = both_ways(_list_checkpoints)
 
     async def _delete_checkpoint(self, path: str) -> None:
         """Delete a checkpoint; runs loaded from it keep their weights."""
-        await self._transport.delete(checkpoint_url(path))
+        await self._transport.delete(checkpoints.checkpoint_url(path))
 
     delete_checkpoint, delete_checkpoint_async = both_ways(_delete_checkpoint)
 
     async def _delete_checkpoints(self, paths: Sequence[str]) -> list[str]:
         """Delete checkpoints; return the paths of those that existed. Raises ValueError for a malformed one."""
-        return await delete_all(self._transport, paths)
+        return await checkpoints.delete_all(self._transport, paths)
 
     delete_checkpoints, delete_checkpoints_async = both_ways(_delete_checkpoints)
 
-    async def _download_checkpoint(self, path: str, folder: str | Path, progress: Progress | None = None) -> list[str]:
+    async def _download_checkpoint(
+        self, path: str, folder: str | Path, progress: checkpoints.Progress | None = None
+    ) -> list[str]:
         """Download a checkpoint's adapter to a folder that plain PEFT, vLLM and merge tools read.
 
         Returns the file names. The next call resumes an interrupted download. The client's thread calls `progress` with
         the bytes downloaded and the total of all files, or 0 if the server does not send a size.
         """
-        return await self._checkpoints.download(path, Path(folder), progress)
+        return await checkpoints.download(self._transport, path, Path(folder), progress)
 
     download_checkpoint, download_checkpoint_async = both_ways(_download_checkpoint)
 
-    async def _download_checkpoint_archive(self, path: str, file: str | Path, progress: Progress | None = None) -> None:
+    async def _download_checkpoint_archive(
+        self, path: str, file: str | Path, progress: checkpoints.Progress | None = None
+    ) -> None:
         """Download all files of a checkpoint as one tar. `progress` is as for `download_checkpoint`."""
-        await self._checkpoints.download_archive(path, Path(file), progress)
+        await checkpoints.download_archive(self._transport, path, Path(file), progress)
 
     download_checkpoint_archive, download_checkpoint_archive_async = both_ways(_download_checkpoint_archive)
 
@@ -286,7 +299,7 @@ class ServiceClient:
 
         Raises LibraryMissing, ExportFailed, APIError or OSError.
         """
-        wanted = export.Wanted(
+        options = export.Options(
             path,
             Path(output),
             form,
@@ -297,7 +310,7 @@ class ServiceClient:
             prove=prove,
             check=check,
         )
-        return export.export(self, wanted, progress)
+        return export.export(self, options, progress)
 
     @wraps(export_checkpoint)
     async def export_checkpoint_async(self, *args: Any, **kwargs: Any) -> export.Exported:
@@ -313,7 +326,7 @@ class ServiceClient:
 
         Both copies share the stored bytes. `weights_access_token` is as for `create_training_client_from_state`.
         """
-        copied = self._loop.start(self._checkpoints.copy(path, ttl_seconds, weights_access_token))
+        copied = self._loop.start(self._copy(path, ttl_seconds, weights_access_token))
         return Future(copied, copied, what=f"a copy of {path}")
 
     copy_weights_async = submitted(copy_weights)
@@ -326,14 +339,14 @@ class ServiceClient:
         `output_path` is the plain name of the new weights; the result contains their path. See
         docs/guide/reverse-kl.md.
         """
-        wanted = InterpolateRequest(
+        request = InterpolateRequest(
             source_paths=list(source_paths), coefficients=list(coefficients), output_path=output_path
         )
-        return interpolate(self._loop, self._transport, wanted)
+        return checkpoints.interpolate(self._loop, self._transport, request)
 
     interpolate_checkpoints_async = submitted(interpolate_checkpoints)
 
-    def close(self, status: Outcome = "success", detail: str | None = None) -> Future[None]:
+    def close(self, status: FinishReasonType = "success", detail: str | None = None) -> Future[None]:
         """Finish the session and end the client's thread. Results not fetched yet are lost.
 
         Blocks until closed, so the returned future is already done. `detail` is shown to the operator with the session.
@@ -359,11 +372,17 @@ class ServiceClient:
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
 
-    async def _farewell(self, outcome: Outcome, detail: str | None) -> None:
+    async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
+        session_id, seq_id = await self._factory.reserve_run()
+        request = CopyWeightsRequest(
+            source_path=path,
+            session_id=session_id,
+            model_seq_id=seq_id,
+            ttl_seconds=ttl_seconds,
+            weights_access_token=token,
+        )
+        return (await self._transport.post("copy_weights", request, reader(CopyWeightsResponse))).tinker_path
+
+    async def _farewell(self, outcome: FinishReasonType, detail: str | None) -> None:
         await self._session.finish(outcome, detail)
         await self._transport.close()
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)

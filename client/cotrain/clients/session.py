@@ -6,8 +6,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from pydantic import BaseModel
@@ -17,11 +16,12 @@ from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.errors import APIError, APIStatusError, MalformedMessage, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import acknowledged, reader
 from cotrain.version import __version__
 from cotrain.wire.checkpoints import CreateFromWeightsRequest, OptimizerChoice
+from cotrain.wire.rest import FinishReason, FinishReasonType
 from cotrain.wire.runs import (
     AdamParams,
     CreateModelRequest,
@@ -38,7 +38,6 @@ from cotrain.wire.sampling import CreateSamplingSessionRequest, CreateSamplingSe
 from cotrain.wire.sessions import (
     CreateSessionRequest,
     CreateSessionResponse,
-    FinishReason,
     FinishSessionRequest,
     SessionHeartbeatRequest,
     SessionHeartbeatResponse,
@@ -52,8 +51,6 @@ WARN_AFTER_MISSED = 12
 
 # Maximum time to report the end of the session, so that closing a client does not hang with the server.
 FAREWELL_S = 5.0
-
-Outcome = Literal["success", "errored", "interrupted"]
 
 
 class Session:
@@ -71,7 +68,7 @@ class Session:
         display_name: str | None = None,
     ) -> None:
         self._transport = transport
-        self._described = CreateSessionRequest(
+        self._create_request = CreateSessionRequest(
             sdk_version=f"cotrain-{__version__}",
             user_metadata=user_metadata or {},
             project_id=project_id,
@@ -90,11 +87,14 @@ class Session:
         """Return the session's id; the first call opens the session."""
         async with self._opening:
             if self._id is None:
-                self._id = await self._open()
+                opened = await self._transport.post(
+                    "create_session", self._create_request, reader(CreateSessionResponse)
+                )
+                self._id = opened.session_id
                 self.heartbeat = asyncio.create_task(self._send_heartbeats(self._id))
         return self._id
 
-    async def finish(self, outcome: Outcome, detail: str | None = None) -> None:
+    async def finish(self, outcome: FinishReasonType, detail: str | None = None) -> None:
         """Report the end of the session. If the report is lost, the server ends it when heartbeats stop."""
         if self.heartbeat is not None:
             self.heartbeat.cancel()
@@ -104,10 +104,6 @@ class Session:
         with suppress(APIError, TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await self._transport.post_once(f"sessions/{self._id}/finish", farewell, acknowledged)
-
-    async def _open(self) -> str:
-        opened = await self._transport.post("create_session", self._described, reader(CreateSessionResponse))
-        return opened.session_id
 
     async def _send_heartbeats(self, session_id: str) -> None:
         missed = 0
@@ -136,29 +132,6 @@ def _is_final(error: APIError) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Start:
-    """Checkpoint that a run starts from."""
-
-    path: str
-    base_model: str | None
-    """Base model of the checkpoint, or None."""
-    user_metadata: dict[str, Any] | None
-    """Metadata of the new run."""
-    weights_access_token: str | None = field(repr=False)
-    """API key of the tenant that owns the checkpoint, if that is another tenant."""
-    optimizer: OptimizerConfig | None = None
-    """Optimizer of the new run."""
-
-
-@dataclass(frozen=True)
-class Labels:
-    """Note and tags of a run, used by lists and searches."""
-
-    note: str | None = None
-    tags: list[str] | None = None
-
-
 class ClientFactory:
     """Factory of the runs and samplers of a session; numbers each kind in the order of the calls."""
 
@@ -179,7 +152,8 @@ class ClientFactory:
         base_model: str,
         lora: LoraConfig,
         user_metadata: dict[str, Any] | None,
-        labels: Labels,
+        note: str | None,
+        tags: list[str] | None,
         optimizer: OptimizerConfig | None = None,
     ) -> TrainingClient:
         """Create a run with a new adapter. Raises RequestFailed, APIError, or UnsupportedInput."""
@@ -195,41 +169,55 @@ class ClientFactory:
             lora_config=lora,
             user_metadata=user_metadata,
             optimizer_config=optimizer or OptimizerConfig(),
-            note=labels.note,
-            tags=labels.tags,
+            note=note,
+            tags=tags,
         )
         return self._client(await self._made("create_model", request), base_model)
 
-    async def load_run(self, start: Start, *, optimizer: bool) -> TrainingClient:
+    async def load_run(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: dict[str, Any] | None,
+        weights_access_token: str | None,
+        *,
+        optimizer: bool,
+        optimizer_config: OptimizerChoice | None = None,
+    ) -> TrainingClient:
         """Create a run with the state of a checkpoint. Raises RequestFailed or APIError."""
         session_id, seq_id = await self.reserve_run()
         request = CreateFromWeightsRequest(
             session_id=session_id,
             model_seq_id=seq_id,
-            path=start.path,
+            path=path,
             optimizer=optimizer,
-            base_model=start.base_model,
-            user_metadata=start.user_metadata,
-            weights_access_token=start.weights_access_token,
-            optimizer_config=start.optimizer and OptimizerChoice(type=start.optimizer.type),
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer_config=optimizer_config,
         )
         model_id = await self._made("load_weights", request)
         found = await self._transport.post("get_info", GetInfoRequest(model_id=model_id), reader(GetInfoResponse))
-        base_model = found.model_data.model_name
-        if base_model is None:
+        if found.model_data.model_name is None:
             raise MalformedMessage("get_info did not name a base model")
-        return self._client(model_id, base_model)
+        return self._client(model_id, found.model_data.model_name)
 
     async def create_sweep(
-        self, base_model: str, settings: Sequence[Mapping[str, Any]], name: str | None, labels: Labels
+        self,
+        base_model: str,
+        settings: Sequence[Mapping[str, Any]],
+        name: str | None,
+        note: str | None,
+        tags: Sequence[str],
     ) -> Sweep[TrainingClient]:
         """Create the runs of a sweep together. If one cannot be created, end the others and raise its error."""
         read, name = read_settings(settings), name or secrets.token_hex(4)
         shown = [shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)]
-        tagged = Labels(labels.note, [f"sweep:{name}", *(labels.tags or ())])
         made = await asyncio.gather(
             *(
-                self.create_run(base_model, lora, {"sweep": name, "trial": number, **given}, tagged)
+                self.create_run(
+                    base_model, lora, {"sweep": name, "trial": number, **given}, note, [f"sweep:{name}", *tags]
+                )
                 for number, (given, (lora, _)) in enumerate(zip(shown, read, strict=True))
             ),
             return_exceptions=True,
@@ -264,7 +252,7 @@ class ClientFactory:
         for refused in answer.runs:
             if refused.error is not None:
                 raise status_error(refused.status_code, refused.error, None)
-        made = (wait_for_json(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
+        made = (wait_for_result(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
         runs = [self._client(each.model_id, base_model) for each in await asyncio.gather(*made)]
         trials = [Trial(number, settings[number], run, adams[number]) for number, run in enumerate(runs)]
         return Sweep(self._connection, name, trials)
@@ -284,7 +272,8 @@ class ClientFactory:
         made = await self._transport.post("create_sampling_session", request, reader(CreateSamplingSessionResponse))
         sampler_id = made.sampling_session_id
         if model_path is not None or base_model is None:
-            base_model = await self._base_model_of(sampler_id)
+            found = await self._transport.get(f"samplers/{quote(sampler_id)}", reader(GetSamplerResponse))
+            base_model = found.base_model
         return await self.sampler(sampler_id, base_model)
 
     async def sampler(self, sampler_id: str, base_model: str) -> SamplingClient:
@@ -296,12 +285,7 @@ class ClientFactory:
 
     async def _made(self, endpoint: str, request: BaseModel) -> str:
         future = await self._transport.post(endpoint, request, reader(UntypedAPIFuture))
-        return (await wait_for_json(self._transport, future.request_id, NewRun)).model_id
+        return (await wait_for_result(self._transport, future.request_id, NewRun)).model_id
 
     def _client(self, model_id: str, base_model: str) -> TrainingClient:
         return TrainingClient(self._connection, self, model_id, base_model)
-
-    async def _base_model_of(self, sampler_id: str) -> str:
-        path = f"samplers/{quote(sampler_id)}"
-        found = await self._transport.get(path, reader(GetSamplerResponse))
-        return found.base_model

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import override
 
@@ -23,7 +23,7 @@ from cotrain.requests.run_requests import RunRequests
 from cotrain.requests.sweep_requests import RunStep, SweepRequests
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.datums import Datum, ForwardBackwardOutput
-from cotrain.wire.runs import AdamParams, LoraConfig, OptimStepResponse
+from cotrain.wire.runs import AdamParams, LoraConfig
 
 ALIASES = {"lr": "learning_rate"}
 
@@ -39,12 +39,12 @@ class HasLoss(Protocol):
         """The loss of the batch."""
 
 
-class InOrder(Protocol):
-    """Client of one run of a sweep."""
+class RunClient(Protocol):
+    """Client of one run of a sweep, as TrainingClient."""
 
     @property
     def requests(self) -> RunRequests:
-        """Requests of the run in order."""
+        """Sender of the run's requests."""
 
     @property
     def unload_async(self) -> Callable[[], Coroutine[Any, Any, None]]:
@@ -52,7 +52,7 @@ class InOrder(Protocol):
 
 
 Result = TypeVar("Result", bound=HasLoss)
-RunT = TypeVar("RunT", bound=InOrder)
+RunT = TypeVar("RunT", bound=RunClient)
 
 
 @dataclass
@@ -142,9 +142,7 @@ class Sweep(Generic[RunT]):
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[SweepOutput[ForwardBackwardOutput]]:
         """Add the gradient of a batch to that of each live run; see `TrainingClient.forward_backward`."""
-        trials = self.live
-        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=False)
-        return self._joined(trials, steps, [step.passed.result_async() for step in steps])
+        return self._send(data, loss_fn, loss_fn_config, _passed)
 
     forward_backward_async = submitted(forward_backward)
 
@@ -161,11 +159,9 @@ class Sweep(Generic[RunT]):
         `lr_factor` multiplies the learning rate of each trial: pass a schedule of `cotrain.learning_rates`.
         A trial that fails has its error in the result. If all fail, the future raises the first error.
         """
-        trials = self.live
-        adams = [_scaled(trial.adam, lr_factor) for trial in trials]
-        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=False, adams=adams)
-        notes = [_next_loss(trial.losses) for trial in trials]
-        return self._joined(trials, steps, [_trained(step) for step in steps], notes)
+        return self._send(
+            data, loss_fn, loss_fn_config, _trained, lr_factor=lr_factor, losses_of=lambda trial: trial.losses
+        )
 
     train_async = submitted(train)
 
@@ -176,17 +172,15 @@ class Sweep(Generic[RunT]):
         loss_fn_config: Mapping[str, float | str] | None = None,
     ) -> Future[SweepOutput[ForwardBackwardOutput]]:
         """Compute the loss of each live run without a gradient. It becomes the score of the trial."""
-        trials = self.live
-        steps = self._pass(trials, data, loss_fn, loss_fn_config, forward_only=True)
-        notes = [_next_loss(trial.evaluations) for trial in trials]
-        works = [step.passed.result_async() for step in steps]
-        return self._joined(trials, steps, works, notes)
+        return self._send(
+            data, loss_fn, loss_fn_config, _passed, forward_only=True, losses_of=lambda trial: trial.evaluations
+        )
 
     evaluate_async = submitted(evaluate)
 
     async def _best(self) -> Trial[RunT]:
         """Return the live trial with the lowest score, once all results have arrived."""
-        await self._arrived()
+        await self._wait_for_results()
         return min(self.live, key=lambda trial: (trial.score, trial.number))
 
     best, best_async = both_ways(_best)
@@ -199,7 +193,7 @@ class Sweep(Generic[RunT]):
         """
         if keep <= 0:
             raise UnsupportedInput(f"keep must be a number of trials, or a share above 0 and below 1, not {keep:g}")
-        await self._arrived()
+        await self._wait_for_results()
         ranked = sorted(self.live, key=lambda trial: (trial.score, trial.number))
         most = math.ceil(len(ranked) * keep) if keep < 1 else int(keep)
         return await self._end(ranked[max(1, most) :])
@@ -208,7 +202,7 @@ class Sweep(Generic[RunT]):
 
     async def _close(self) -> None:
         """End all runs of the sweep."""
-        await self._arrived()
+        await self._wait_for_results()
         await self._end(self.live)
 
     close, close_async = both_ways(_close)
@@ -255,35 +249,36 @@ class Sweep(Generic[RunT]):
         progress(self)
         return self.best()
 
-    def _pass(
+    def _send(
         self,
-        trials: Sequence[Trial[RunT]],
         data: Sequence[Datum],
         loss_fn: str,
         loss_fn_config: Mapping[str, float | str] | None,
+        result_of: Callable[[RunStep], Coroutine[Any, Any, Result]],
         *,
-        forward_only: bool,
-        adams: Sequence[AdamParams] | None = None,
-    ) -> list[RunStep]:
+        forward_only: bool = False,
+        lr_factor: float | None = None,
+        losses_of: Callable[[Trial[RunT]], list[float]] | None = None,
+    ) -> Future[SweepOutput[Result]]:
+        """Send a pass of all live runs and, with `lr_factor`, their optimizer steps.
+
+        Losses are added to the lists of `losses_of` when they arrive.
+        """
+        trials = self.live
         if not trials:
             raise UnsupportedInput("all trials of this sweep are ended: create another sweep")
         runs = [trial.run.requests for trial in trials]
-        return self._requests.pass_over(runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams)
+        adams = None if lr_factor is None else [_scaled(trial.adam, lr_factor) for trial in trials]
+        steps = self._requests.pass_over(runs, data, loss_fn, loss_fn_config, forward_only=forward_only, steps=adams)
+        recorders = [_next_loss(losses_of(trial)) for trial in trials] if losses_of else []
 
-    def _joined(
-        self,
-        trials: Sequence[Trial[RunT]],
-        steps: Sequence[RunStep],
-        works: Sequence[Coroutine[Any, Any, Result]],
-        notes: Sequence[Callable[[float], None]] = (),
-    ) -> Future[SweepOutput[Result]]:
         async def accept() -> None:
             accepting = (step.passed.accepted_async() for step in steps)
             results = await asyncio.gather(*accepting, return_exceptions=True)
             _raise_if_all(results)
 
         async def finish() -> SweepOutput[Result]:
-            results = await asyncio.gather(*works, return_exceptions=True)
+            results = await asyncio.gather(*map(result_of, steps), return_exceptions=True)
             _raise_if_all(results)
             output = SweepOutput[Result]({}, {})
             for number, (trial, result) in enumerate(zip(trials, results, strict=True)):
@@ -293,15 +288,15 @@ class Sweep(Generic[RunT]):
                     raise result
                 else:
                     output.outputs[trial.number] = result
-                    if notes:
-                        notes[number](result.loss)
+                    if recorders:
+                        recorders[number](result.loss)
             return output
 
         made = Future(self._loop.start(accept()), self._loop.start(finish()), what=f"a batch of {self.name}")
         self._pending = {each for each in self._pending if not each.done()} | {made}
         return made
 
-    async def _arrived(self) -> None:
+    async def _wait_for_results(self) -> None:
         """Wait for all results; each failure is in its trial."""
         waiting = (each.result_async() for each in self._pending)
         await asyncio.gather(*waiting, return_exceptions=True)
@@ -340,15 +335,15 @@ def _read(number: int, given: Mapping[str, Any]) -> tuple[LoraConfig, AdamParams
     return LoraConfig(**{"seed": 0, **adapter}), AdamParams(**optimizer)
 
 
+async def _passed(step: RunStep) -> ForwardBackwardOutput:
+    return await step.passed
+
+
 async def _trained(step: RunStep) -> TrainOutput:
     """Return both results, or raise the first failure once both have arrived."""
     assert step.stepped is not None
-    both = (step.passed.result_async(), step.stepped.result_async())
-    passed, stepped = await asyncio.gather(*both, return_exceptions=True)
-    for each in (passed, stepped):
-        if isinstance(each, BaseException):
-            raise each
-    return TrainOutput(cast(ForwardBackwardOutput, passed), cast(OptimStepResponse, stepped))
+    await asyncio.gather(step.passed.result_async(), step.stepped.result_async(), return_exceptions=True)
+    return TrainOutput(await step.passed, await step.stepped)
 
 
 def _scaled(adam: AdamParams, factor: float) -> AdamParams:

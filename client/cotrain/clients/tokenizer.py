@@ -31,11 +31,11 @@ def load_tokenizer(connection: Connection, base_model: str) -> Any:
         auto_tokenizer = import_module("transformers").AutoTokenizer
     except ModuleNotFoundError as error:
         raise TokenizerMissing("get_tokenizer needs: pip install transformers") from error
-    files = connection.loop.run(_served(connection, base_model))
+    files = connection.loop.run(_server_files(connection, base_model))
     if files:
-        return _of_files(auto_tokenizer, files)
+        return _from_files(auto_tokenizer, files)
     name = tokenizer_name(base_model)
-    unreachable = None if Path(name).is_dir() else _why_unreachable()
+    unreachable = None if Path(name).is_dir() else _hub_error()
     try:
         # The server chose this name, so code in that repository must neither run nor prompt the user.
         return auto_tokenizer.from_pretrained(name, local_files_only=unreachable is not None, trust_remote_code=False)
@@ -62,8 +62,8 @@ def tokenizer_name(base_model: str) -> str:
     return name
 
 
-def _why_unreachable() -> str | None:
-    """Return the reason if the hub is unreachable, because transformers would retry for a minute."""
+def _hub_error() -> str | None:
+    """Return the error if the hub is unreachable, or None. transformers would retry for a minute."""
     try:
         httpx.head(import_module("huggingface_hub.constants").ENDPOINT, timeout=HUB_PATIENCE_S)
     except httpx.TransportError as error:
@@ -71,7 +71,7 @@ def _why_unreachable() -> str | None:
     return None
 
 
-async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
+async def _server_files(connection: Connection, base_model: str) -> Mapping[str, str]:
     """Fetch the server's files; {} if it has none, or not this base model, or not this endpoint."""
     try:
         path = f"tokenizers?base_model={quote(base_model, safe='')}"
@@ -80,7 +80,7 @@ async def _served(connection: Connection, base_model: str) -> Mapping[str, str]:
         return {}
 
 
-def _of_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
+def _from_files(auto_tokenizer: Any, files: Mapping[str, str]) -> Any:
     with TemporaryDirectory(prefix="cotrain-tokenizer-") as folder:
         for name in TOKENIZER_FILES:
             if name in files:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from typing_extensions import override
 
@@ -13,9 +13,9 @@ from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.sweep import Sweep
 from cotrain.clients.tokenizer import load_tokenizer
-from cotrain.clients.unsupported_arguments import Ready, absent, hosted
+from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
 from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, wait_for_json
+from cotrain.requests.connection import Connection, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
@@ -92,7 +92,7 @@ class TrainingClient(Ready, RunRecords):
 
     @property
     def requests(self) -> RunRequests:
-        """Requests of the run in order, for a sweep that sends some of them."""
+        """Sender of the run's requests, for a sweep that sends some of them."""
         return self._requests
 
     @override
@@ -121,7 +121,7 @@ class TrainingClient(Ready, RunRecords):
 
     forward_backward_async = submitted(forward_backward)
 
-    @hosted("learning_rate", "lr")
+    @accepts_hosted("learning_rate", "lr")
     def optim_step(
         self, adam_params: AdamParams | MuonParams | None = None, *, optim_params: AdamParams | MuonParams | None = None
     ) -> Future[OptimStepResponse]:
@@ -136,7 +136,7 @@ class TrainingClient(Ready, RunRecords):
         if not isinstance(params, AdamParams | MuonParams):
             raise UnsupportedInput(f"adam_params must be AdamParams(learning_rate=…), not {params!r:.80}")
         named = "adam_params" if isinstance(params, AdamParams) else "optimizer_params"
-        return self._requests.ask("optim_step", OptimStepRequest, OptimStepResponse, **{named: params})
+        return self._requests.post("optim_step", OptimStepRequest, OptimStepResponse, **{named: params})
 
     optim_step_async = submitted(optim_step)
 
@@ -158,7 +158,7 @@ class TrainingClient(Ready, RunRecords):
         two with the lowest `eval/nll`; see docs/guide/checkpoints.md. Raises UnsupportedInput for an invalid rule.
         """
         rules = None if keep is None else rules_of(keep)
-        saved = self._requests.ask(
+        saved = self._requests.post(
             "save_weights",
             SaveWeightsRequest,
             SaveWeightsResponse,
@@ -194,7 +194,7 @@ class TrainingClient(Ready, RunRecords):
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: list[str] | None = None
     ) -> Future[SaveWeightsExternalResponse]:
         """Save the adapter as files to download, encrypted for `age1…` recipients if any are passed."""
-        return self._requests.ask(
+        return self._requests.post(
             "save_weights_external",
             SaveWeightsExternalRequest,
             SaveWeightsExternalResponse,
@@ -216,7 +216,7 @@ class TrainingClient(Ready, RunRecords):
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
 
-    @hosted("kind", "record_stability_info", "retry_config")
+    @accepts_hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client(self, name: str | None = None) -> SamplingClient:
         """Save the weights at this position in the run's order, and return a client that samples from them.
 
@@ -225,14 +225,14 @@ class TrainingClient(Ready, RunRecords):
         """
         return self._loop.run(self._sampler_of(self._save_for(name)))
 
-    @hosted("kind", "record_stability_info", "retry_config")
+    @accepts_hosted("kind", "record_stability_info", "retry_config")
     def save_weights_and_get_sampling_client_async(
         self, name: str | None = None
     ) -> Coroutine[Any, Any, SamplingClient]:
         """Sample from the weights of this call; see `save_weights_and_get_sampling_client`."""
         return self._loop.run_async(self._sampler_of(self._save_for(name)))
 
-    @hosted("record_stability_info", "retry_config")
+    @accepts_hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Create a sampler of saved weights of any run."""
         return await self._factory.create_sampler(model_path=model_path)
@@ -282,13 +282,13 @@ class TrainingClient(Ready, RunRecords):
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
         future = await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
-        await wait_for_json(self._transport, future.request_id, UnloadModelResponse)
+        await wait_for_result(self._transport, future.request_id, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 
     # ---- custom losses, and a step in one call ----------------------------------------------------
 
-    @hosted("loss_type_input")
+    @accepts_hosted("loss_type_input")
     def forward_backward_custom(
         self, data: Sequence[Datum], loss_fn: LossFn | LossHandle
     ) -> Future[ForwardBackwardOutput]:
@@ -337,7 +337,7 @@ class TrainingClient(Ready, RunRecords):
 
         The reference is a checkpoint or the base model; it is not changed. See docs/guide/reverse-kl.md.
         """
-        return self._requests.ask(
+        return self._requests.post(
             "mint/forward_backward_reverse_kl",
             PlacedReverseKlRequest,
             ReverseKlResponse,
@@ -369,12 +369,12 @@ class TrainingClient(Ready, RunRecords):
         return self._save_for_sampler(sampling_session_seq_id=self._factory.reserve_sampler())
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
-        return self._requests.ask(
+        return self._requests.post(
             "save_weights_for_sampler", SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse, **what
         )
 
     def _load(self, path: str, token: str | None, *, optimizer: bool) -> Future[LoadWeightsResponse]:
-        return self._requests.ask(
+        return self._requests.post(
             "load_weights",
             LoadWeightsRequest,
             LoadWeightsResponse,
@@ -388,11 +388,6 @@ class TrainingClient(Ready, RunRecords):
         if answer.sampling_session_id is not None:
             return await self._factory.sampler(answer.sampling_session_id, self._base_model)
         return await self._factory.create_sampler(model_path=answer.path)
-
-    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)
 
 
 def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:

@@ -6,7 +6,7 @@ accepted if its value has no effect. Type checkers and `help()` do not show thes
 
 from collections.abc import Callable, Generator
 from functools import wraps
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 from cotrain.errors import UnsupportedInput
 
@@ -33,7 +33,7 @@ METHODS = {
     "get_telemetry": "this client collects no telemetry",
     "holder": "use service.create_sampling_client(…)",
 }
-
+"""Methods of the hosted SDK, with the reason why they are missing."""
 
 REMEDIES = {
     "generate": "create a sampler: run.save_weights_and_get_sampling_client().sample(…)",
@@ -45,10 +45,13 @@ REMEDIES = {
 """Names that programs for other libraries use, with the method to use here."""
 
 
-def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept these ARGUMENTS of a method, by keyword. Raises UnsupportedInput for an unsupported value."""
+def accepts_hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator: the method accepts these ARGUMENTS by keyword, and ignores values without effect.
 
-    def of(method: Callable[P, T]) -> Callable[P, T]:
+    Another value raises UnsupportedInput.
+    """
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
         method.__qualname__ = method.__qualname__.replace("._", ".", 1)  # for errors of arguments
 
         @wraps(method)
@@ -61,10 +64,21 @@ def hosted(*names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         checked.hosted_arguments = names  # type: ignore[attr-defined]  # for the test that compares
         return checked
 
-    return of
+    return decorate
 
 
-class Ready:
+class ExplainsAbsent:
+    """Base of objects that report a missing attribute with the reason, or with the method to use."""
+
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report unknown attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            reason = METHODS.get(name) or REMEDIES.get(name)
+            raise AttributeError(f"{message}: {reason}" if reason else message, name=name, obj=self)
+
+
+class Ready(ExplainsAbsent):
     """Base of objects that programs for the hosted SDK treat as futures: a call of `result` or an await returns it."""
 
     def result(self, timeout: float | None = None) -> Self:
@@ -74,13 +88,6 @@ class Ready:
     def __await__(self) -> Generator[None, None, Self]:
         yield from ()
         return self
-
-
-def absent(owner: object, name: str) -> AttributeError:
-    """Return the error for a missing attribute of `owner`."""
-    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    reason = METHODS.get(name) or REMEDIES.get(name)
-    return AttributeError(f"{message}: {reason}" if reason else message, name=name, obj=owner)
 
 
 def _check(name: str, value: Any) -> None:

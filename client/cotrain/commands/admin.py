@@ -3,7 +3,6 @@
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import TypeAdapter
 
 from cotrain.commands.terminal import (
     DEFAULT_DATA_DIR,
@@ -42,16 +41,13 @@ def list_tenants(
     params = {"search": search, "limit": limit, "offset": offset}
     page = TenantList.model_validate(ask_admin(context, "GET", "tenants", params=params))
     columns = (
-        *("tenant", "name", "weight", "runs", "waiting", "tokens", "samples"),
-        *("failed (15 min)", "refused (15 min)", ""),
-    )
+        "tenant", "name", "weight", "runs", "waiting", "tokens", "samples", "failed (15 min)", "refused (15 min)", "",
+    )  # fmt: skip
     rows = (
-        (
-            *(each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens),
-            *(each.samples, each.failed, each.refused, "paused" if each.paused else None),
-        )
+        (each.id, each.name, f"{each.weight:g}", each.runs, each.ops, each.tokens, each.samples, each.failed,
+         each.refused, "paused" if each.paused else None)
         for each in page.tenants
-    )
+    )  # fmt: skip
     print_result(page, table(columns, rows), as_json=as_json)
     left = page.total - offset - len(page.tenants)
     if left > 0 and not as_json:
@@ -157,10 +153,13 @@ keys_app = typer.Typer(help="Make, list and revoke keys of a tenant.", no_args_i
 @keys_app.command("list", epilog=examples("cotrain admin keys list t-3f9c2a71"))
 def list_keys(context: typer.Context, tenant: TenantId, as_json: AsJson = False) -> None:
     """List a tenant's keys, without their secrets."""
-    found = TypeAdapter(list[KeyShown]).validate_python(ask_admin(context, "GET", "tenants", tenant, "keys"))
+    found = [KeyShown.model_validate(key) for key in ask_admin(context, "GET", "tenants", tenant, "keys")]
     rows = (
         (
-            *(key.id, f"{key.prefix}…", key.name, key.role),
+            key.id,
+            f"{key.prefix}…",
+            key.name,
+            key.role,
             *(at and minute(at) for at in (key.created_at, key.not_after, key.last_used_at)),
         )
         for key in found
@@ -283,7 +282,10 @@ def audit(
     page = AuditPage.model_validate(ask_admin(context, "GET", "audit", params=params))
     rows = (
         (
-            *(minute(event.at), event.key_name or event.key_id, event.event, event.tenant),
+            minute(event.at),
+            event.key_name or event.key_id,
+            event.event,
+            event.tenant,
             " ".join(f"{name}={value}" for name, value in event.details.items()),
         )
         for event in page.events

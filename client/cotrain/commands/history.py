@@ -7,10 +7,9 @@ each is imported on use.
 import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from importlib import import_module
 from pathlib import Path  # typer reads the annotation at run time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,23 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from cotrain.commands.terminal import AsJson, opened, print_result, table
-from cotrain.errors import CotrainError
+from cotrain.errors import LibraryMissing
 from cotrain.wire.rest import HistoryPoint, MetricPoint, TrainingRunHistory
 
 Export = Callable[[str, TrainingRunHistory, Path, str], str]
 
 
-class Target(StrEnum):
-    """Program that draws curves."""
-
-    TENSORBOARD = "tensorboard"
-    WANDB = "wandb"
-    TRACKIO = "trackio"
-
-
-class NotInstalled(CotrainError):
-    """The program for the export is not installed here."""
-
+Target = Literal["tensorboard", "wandb", "trackio"]
+"""Program that draws curves."""
 
 _TRAIN = (
     "loss", "loss_sum", "grad_norm", "learning_rate", "run_tokens", "rollout_gap", "rollout_gap_max",
@@ -105,16 +95,16 @@ def to_trackio(name: str, history: TrainingRunHistory, output: Path, project: st
     return f"trackio project {project}"
 
 
-EXPORTS: dict[Target, Export] = {Target.TENSORBOARD: to_tensorboard, Target.WANDB: to_wandb, Target.TRACKIO: to_trackio}
+EXPORTS: dict[Target, Export] = {"tensorboard": to_tensorboard, "wandb": to_wandb, "trackio": to_trackio}
 
 
 def imported(module: str) -> Any:
-    """Import a module of an export program. Raises NotInstalled, which names the package to install."""
+    """Import a module of an export program. Raises LibraryMissing, which names the package to install."""
     try:
         return import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise NotInstalled(f"{error.name or package} is not installed here: pip install {package}") from error
+        raise LibraryMissing(f"{error.name or package} is not installed here: pip install {package}") from error
 
 
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]

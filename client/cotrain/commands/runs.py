@@ -84,9 +84,9 @@ def tag(
         rest = service.create_rest_client()
         found = rest.get_training_run(run).result()
         both = list(dict.fromkeys([*found.tags, *(tags or [])]))
-        wanted = [each for each in both if each not in (remove or [])]
-        if wanted != found.tags:
-            found = rest.update_training_run(run, tags=wanted).result()
+        new_tags = [each for each in both if each not in (remove or [])]
+        if new_tags != found.tags:
+            found = rest.update_training_run(run, tags=new_tags).result()
     _print_labels(found, as_json)
 
 

@@ -65,15 +65,15 @@ def sample_text(
     if prompt == "-":
         prompt = typer.get_text_stream("stdin").read()
     model = model_path or base_model or _only_model()
-    asked = TextRequest(model, num_samples, max_tokens, temperature, top_p, seed, stop or None)
+    request = TextRequest(model, num_samples, max_tokens, temperature, top_p, seed, stop or None)
     before = [{"role": "system", "content": system}] if system else []
     with failing_in_a_sentence(), plain_http(client_settings()) as http:
         if prompt is None:
-            _chat(http, before, asked)
+            _chat(http, before, request)
         elif chat or before:
-            _sample(http, [*before, _user(prompt)], asked, as_json)
+            _sample(http, [*before, _user(prompt)], request, as_json)
         else:
-            _sample(http, prompt, asked, as_json)
+            _sample(http, prompt, request, as_json)
 
 
 def _only_model() -> str:
@@ -85,15 +85,15 @@ def _only_model() -> str:
     return names[0]
 
 
-def _sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest, as_json: bool) -> None:
+def _sample(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest, as_json: bool) -> None:
     if as_json:
-        print_json(_as_json(sample(http, about, asked)))
-    elif asked.n == 1:
-        for text in stream(http, about, asked):
+        print_json(_as_json(sample(http, prompt, request)))
+    elif request.n == 1:
+        for text in stream(http, prompt, request):
             _show(text)
         typer.echo()
     else:
-        for number, choice in enumerate(sample(http, about, asked)["choices"], 1):
+        for number, choice in enumerate(sample(http, prompt, request)["choices"], 1):
             typer.echo(f"--- {number}")
             _show(text_of(choice) + "\n")
 
@@ -107,12 +107,12 @@ def _as_json(answer: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _chat(http: httpx.Client, before: list[Message], asked: TextRequest) -> None:
+def _chat(http: httpx.Client, before: list[Message], request: TextRequest) -> None:
     messages = list(before)
     while (line := _next_line()) is not None:
         if line.strip():
             messages.append(_user(line))
-            messages.append({"role": "assistant", "content": _answer(http, messages, asked)})
+            messages.append({"role": "assistant", "content": _answer(http, messages, request)})
 
 
 def _next_line() -> str | None:
@@ -124,10 +124,10 @@ def _next_line() -> str | None:
         return None
 
 
-def _answer(http: httpx.Client, messages: Sequence[Message], asked: TextRequest) -> str:
+def _answer(http: httpx.Client, messages: Sequence[Message], request: TextRequest) -> str:
     """Print an answer while it arrives, and return it. Ctrl-C ends it and keeps the text so far."""
     shown: list[str] = []
-    with suppress(KeyboardInterrupt), closing(stream(http, messages, asked)) as texts:
+    with suppress(KeyboardInterrupt), closing(stream(http, messages, request)) as texts:
         for text in texts:
             shown.append(text)
             _show(text)
@@ -146,19 +146,19 @@ def _user(content: str) -> Message:
     return {"role": "user", "content": content}
 
 
-def sample(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> dict[str, Any]:
+def sample(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest) -> dict[str, Any]:
     """Continue a text, or answer a chat; returns the server's response. Raises APIStatusError."""
-    path, body = _question(about, asked)
+    path, body = _path_and_body(prompt, request)
     answer: dict[str, Any] = checked(http.post(path, json=body)).json()
     return answer
 
 
-def stream(http: httpx.Client, about: str | Sequence[Message], asked: TextRequest) -> Generator[str]:
+def stream(http: httpx.Client, prompt: str | Sequence[Message], request: TextRequest) -> Generator[str]:
     """Yield the text in parts as they become final. Closing the generator early cancels the sample.
 
     Raises APIStatusError, also after the first part.
     """
-    path, body = _question(about, asked)
+    path, body = _path_and_body(prompt, request)
     with http.stream("POST", path, json={**body, "stream": True}) as response:
         for line in checked(response).iter_lines():
             kind, _, content = line.partition(":")
@@ -172,11 +172,11 @@ def text_of(choice: dict[str, Any]) -> str:
     return (holder["content"] if holder and "content" in holder else choice.get("text")) or ""
 
 
-def _question(about: str | Sequence[Message], asked: TextRequest) -> tuple[str, dict[str, Any]]:
-    how = {name: value for name, value in asdict(asked).items() if value is not None}
-    if isinstance(about, str):
-        return COMPLETIONS, {**how, "prompt": about}
-    return CHATS, {**how, "messages": list(about)}
+def _path_and_body(prompt: str | Sequence[Message], request: TextRequest) -> tuple[str, dict[str, Any]]:
+    parameters = {name: value for name, value in asdict(request).items() if value is not None}
+    if isinstance(prompt, str):
+        return COMPLETIONS, {**parameters, "prompt": prompt}
+    return CHATS, {**parameters, "messages": list(prompt)}
 
 
 def _text_in(content: str) -> str:

@@ -18,7 +18,7 @@ import httpx
 import typer
 from pydantic_core import to_jsonable_python
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -27,7 +27,7 @@ from cotrain.clients.service import ServiceClient
 from cotrain.errors import APIConnectionError, CotrainError, MalformedMessage, NotFoundError
 from cotrain.settings import ClientSettings, checked_url, proxy_of, through_proxy, trusted
 from cotrain.transport.progress import PROGRESS
-from cotrain.transport.responses import RetryPolicy, is_page, refusal, understood, unreached
+from cotrain.transport.responses import RetryPolicy, connection_error, is_page, parsed, refusal
 
 AdminKey = Annotated[str, typer.Option(envvar="COTRAIN_ADMIN_KEY", help="The operator's key.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: docs/reference/cli.md names its fields.")]
@@ -138,10 +138,8 @@ def _cell(value: object) -> Text | str:
 @contextmanager
 def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a transfer on stderr, if that is a terminal."""
-    console = Console(stderr=True, markup=False, emoji=False)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn())
-    disable = not (shown and console.is_terminal)
-    with PROGRESS.hidden(), Progress(*columns, TransferSpeedColumn(), console=console, disable=disable) as progress:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with PROGRESS.hidden(), _bars(*columns, shown=shown) as progress:
         task = progress.add_task(name, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total or None)
 
@@ -149,10 +147,8 @@ def bar(name: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]
 @contextmanager
 def stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
     """Show the progress of the stages of an export on stderr, one bar each, if that is a terminal."""
-    console = Console(stderr=True, markup=False, emoji=False)
-    disable = not (shown and console.is_terminal)
     tasks: dict[str, TaskID] = {}
-    with PROGRESS.hidden(), Progress(console=console, disable=disable) as progress:
+    with PROGRESS.hidden(), _bars(shown=shown) as progress:
 
         def report(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
@@ -160,6 +156,11 @@ def stages(*, shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[stage], completed=done, total=total or None)
 
         yield report
+
+
+def _bars(*columns: ProgressColumn, shown: bool) -> Progress:
+    console = Console(stderr=True, markup=False, emoji=False)
+    return Progress(*columns, console=console, disable=not (shown and console.is_terminal))
 
 
 def minute(time: datetime | float) -> str:
@@ -193,7 +194,7 @@ def plain_http(settings: ClientSettings) -> Iterator[httpx.Client]:
             yield client
     except httpx.TransportError as error:
         through = through_proxy(settings.base_url)
-        raise unreached(error, httpx.URL(settings.base_url), through) from error
+        raise connection_error(error, httpx.URL(settings.base_url), through) from error
     except httpx.InvalidURL as error:
         raise APIConnectionError(f"cannot reach {settings.base_url}: {error}") from error
 
@@ -208,7 +209,7 @@ def checked(response: httpx.Response) -> httpx.Response:
     response.read()
     if response.is_error:
         raise refusal(response)
-    return understood(response, _foreign)
+    return parsed(response, _foreign)
 
 
 def _foreign(response: httpx.Response) -> httpx.Response:
@@ -239,15 +240,15 @@ def ask_admin(
     server: AdminOptions = context.obj
     with failing_in_a_sentence():
         url = checked_url(server.base_url)
-        key = server.admin_key or kept_admin_key(url, server.data_dir)
+        key = server.admin_key or stored_admin_key(url, server.data_dir)
         if not key:
             raise ValueError(
                 "The admin key is needed: COTRAIN_ADMIN_KEY, or on the server's host its data folder (--data-dir)."
             )
         where = "/".join(quote(part, safe="") for part in path)
-        asked = {name: value for name, value in (params or {}).items() if value is not None}
+        query = {name: value for name, value in (params or {}).items() if value is not None}
         with plain_http(ClientSettings(url, key)) as http:
-            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=asked)
+            answer = http.request(method, f"/api/v1/{below}{where}", json=json, params=query)
         try:
             checked(answer)
         except NotFoundError as error:
@@ -257,7 +258,7 @@ def ask_admin(
         return answer.json() if answer.content else None
 
 
-def kept_admin_key(url: str, data_dir: Path) -> str:
+def stored_admin_key(url: str, data_dir: Path) -> str:
     """Return the operator's key of a server on this host; "" if it is unreadable or the server is remote."""
     if urlsplit(url).hostname not in _LOOPBACK:
         return ""

@@ -26,15 +26,15 @@ from cotrain.commands.terminal import (
     examples,
     failing_in_a_sentence,
     harmless,
-    kept_admin_key,
     plain_http,
     print_json,
     print_rich,
+    stored_admin_key,
     table,
 )
 from cotrain.errors import InternalServerError
 from cotrain.settings import DEFAULT_BASE_URL, ClientSettings, checked_url
-from cotrain.transport.responses import reader, understood
+from cotrain.transport.responses import parsed, reader
 from cotrain.wire.admin import CycleRecord, PoolStatus, ServerStatus, TenantStatus
 
 EXAMPLES = examples("cotrain top", "COTRAIN_ADMIN_KEY=… cotrain top", "cotrain top --once --json | jq .pools")
@@ -57,38 +57,34 @@ def top(
     """Watch pools, cycles, queues and tenants; Ctrl-C ends it. With --json: print one snapshot."""
     with failing_in_a_sentence():
         url = checked_url(base_url)
-        key = admin_key or ("" if all_tenants else api_key) or kept_admin_key(url, data_dir)
-        _show(ClientSettings(url, key), every, as_json=as_json, once=once)
-
-
-def _show(settings: ClientSettings, every: float, *, as_json: bool, once: bool) -> None:
-    with plain_http(settings) as http:
-        if as_json:
-            print_json(_ask(http))
-        elif once or not sys.stdout.isatty():
-            print_rich(view(_ask(http)))
-        else:
-            _watch(http, every)
+        key = admin_key or ("" if all_tenants else api_key) or stored_admin_key(url, data_dir)
+        with plain_http(ClientSettings(url, key)) as http:
+            if as_json:
+                print_json(_fetch_status(http))
+            elif once or not sys.stdout.isatty():
+                print_rich(view(_fetch_status(http)))
+            else:
+                _watch(http, every)
 
 
 def _watch(http: httpx.Client, every_s: float) -> None:
     console = Console(markup=False, emoji=False, highlight=False)
-    first = Harmless(view(_ask(http)))
+    first = Harmless(view(_fetch_status(http)))
     with suppress(KeyboardInterrupt), Live(first, console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.refresh()
             time.sleep(every_s)
             try:
-                live.update(Harmless(view(_ask(http))))
+                live.update(Harmless(view(_fetch_status(http))))
             except (httpx.TransportError, InternalServerError) as error:
                 # It may be restarting.
                 live.update(harmless(f"{http.base_url} does not answer: {error}"))
 
 
-def _ask(http: httpx.Client) -> ServerStatus:
+def _fetch_status(http: httpx.Client) -> ServerStatus:
     """Fetch the status. Raises APIError, or MalformedMessage if the response is none."""
     answer = checked(http.get("/status", timeout=TIMEOUT_S))
-    return understood(answer, reader(ServerStatus))
+    return parsed(answer, reader(ServerStatus))
 
 
 def view(status: ServerStatus) -> RenderableType:

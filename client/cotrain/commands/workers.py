@@ -88,13 +88,13 @@ def selfcheck(
     """
     context.obj = AdminOptions(base_url, admin_key, data_dir)
     chosen = [each for each in _workers(context) if each.heartbeat and (not worker or each.id in worker)]
-    asked = {(each.pool, each.id): _started(context, each) for each in chosen}
+    checks = {(each.pool, each.id): _started(context, each) for each in chosen}
     until = time.monotonic() + timeout_s
-    found = _results(context, asked)
-    while len(found) < len(asked) and time.monotonic() < until:
+    found = _results(context, checks)
+    while len(found) < len(checks) and time.monotonic() < until:
         time.sleep(POLL_S)
-        found = _results(context, asked)
-    rows = [{"pool": pool, "worker": name, **(found.get((pool, name)) or {"ok": None})} for pool, name in asked]
+        found = _results(context, checks)
+    rows = [{"pool": pool, "worker": name, **(found.get((pool, name)) or {"ok": None})} for pool, name in checks]
     columns = ("pool", "worker", "result", *CHECKS, "limit", "took")
     problems = [f"{row['worker']}: {row['problem']}" for row in rows if row.get("problem")]
     print_result(rows, table(columns, map(_result_row, rows)), *problems, as_json=as_json)
@@ -125,12 +125,12 @@ def _started(context: typer.Context, worker: WorkerShown) -> float:
     return SelfCheckAsked.model_validate(answer).asked_at
 
 
-def _results(context: typer.Context, asked: dict[tuple[str, str], float]) -> dict[tuple[str, str], dict[str, Any]]:
+def _results(context: typer.Context, checks: dict[tuple[str, str], float]) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the results of the requested checks so far."""
     found = {}
     for each in _workers(context):
         result = (each.heartbeat or {}).get("self_check")
-        at = asked.get((each.pool, each.id))
+        at = checks.get((each.pool, each.id))
         if at is not None and result and result["asked_at"] >= at:
             found[each.pool, each.id] = result
     return found

@@ -20,9 +20,10 @@ from cotrain.export.base import library
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 UNEMBED = "lm_head"
 _PREFIX = "base_model.model."
+#: Ending of the parameter of gate and up, which that of down wraps.
 _INNER = ".base_layer"
 _EXPERTS = re.compile(r"(?P<module>.+\.experts(\.base_layer)?)")
-_ENDS = (".lora_A.weight", ".lora_B.weight")
+_MATRIX_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 #: Names of the products of an expert at Tinker.
 _GATE, _UP, _DOWN = "w1", "w3", "w2"
 
@@ -92,33 +93,36 @@ def read_adapter(folder: Path) -> Adapter:
             for name, tensor in tensors.items()
             if name.endswith(end)
         }
-        for end in _ENDS
+        for end in _MATRIX_SUFFIXES
     ]
     if halves[0].keys() != halves[1].keys() or len(tensors) != 2 * len(halves[0]):
         raise ExportFailed(f"{TENSORS} holds more than pairs of LoRA matrices")
     matrices: dict[str, tuple[Any, Any]] = {}
     for name, a in halves[0].items():
         b, stack = halves[1][name], _EXPERTS.fullmatch(name)
-        matrices |= _of_experts(stack["module"], a, b, int(config["r"])) if stack else {name: (a, b)}
+        matrices |= _split_experts(stack["module"], a, b, int(config["r"])) if stack else {name: (a, b)}
     return Adapter(config, tensors, matrices)
 
 
-def _of_experts(module: str, a: Any, b: Any, rank: int) -> dict[str, tuple[Any, Any]]:
+def _split_experts(module: str, a: Any, b: Any, rank: int) -> dict[str, tuple[Any, Any]]:
     """Return the matrices of each expert, from PEFT's form of a parameter of all experts."""
     is_gate_up = module.endswith(_INNER)
-    module, width = module.removesuffix(_INNER), rank * (2 if is_gate_up else 1)
-    experts = len(a) // width
-    a = a.reshape(experts, width, -1)
-    b = b.reshape(len(b), width, experts).permute(2, 0, 1)
+    module = module.removesuffix(_INNER)
+    a, b = _by_expert(a, b, 2 * rank if is_gate_up else rank)
     half = b.shape[1] // 2
     found = {}
-    for number in range(experts):
+    for number, (own_a, own_b) in enumerate(zip(a, b, strict=True)):
         if is_gate_up:
-            found[f"{module}.{number}.gate_proj"] = a[number], b[number, :half]
-            found[f"{module}.{number}.up_proj"] = a[number], b[number, half:]
+            found[f"{module}.{number}.gate_proj"] = own_a, own_b[:half]
+            found[f"{module}.{number}.up_proj"] = own_a, own_b[half:]
         else:
-            found[f"{module}.{number}.down_proj"] = a[number], b[number]
+            found[f"{module}.{number}.down_proj"] = own_a, own_b
     return found
+
+
+def _by_expert(a: Any, b: Any, width: int) -> tuple[Any, Any]:
+    """Return A `[experts, width, inputs]` and B `[experts, outputs, width]` of PEFT's stacked matrices."""
+    return a.reshape(-1, width, a.shape[1]), b.reshape(len(b), width, -1).permute(2, 0, 1)
 
 
 def at_tinker(adapter: Adapter, *, interleaved: bool) -> Adapter:
@@ -145,13 +149,13 @@ def _tinker_tensors(tensors: Mapping[str, Any], rank: int, *, interleaved: bool)
     `interleaved`: the rows of gate and up alternate in the model's weight.
     """
     found = {name: each for name, each in tensors.items() if not _is_of_experts(name)}
-    for module in {name.removesuffix(_ENDS[0]) for name in tensors if _is_of_experts(name)}:
-        if module.endswith(_ENDS[1]):
+    for module in {name.removesuffix(_MATRIX_SUFFIXES[0]) for name in tensors if _is_of_experts(name)}:
+        if module.endswith(_MATRIX_SUFFIXES[1]):
             continue
-        a, b = (tensors[f"{module}{end}"] for end in _ENDS)
+        a, b = (tensors[f"{module}{end}"] for end in _MATRIX_SUFFIXES)
         for product, pair in _products(module, a, b, rank, interleaved=interleaved):
-            name = f"{module.removesuffix('.base_layer')}.{product}"
-            for end, matrices in zip(_ENDS, pair, strict=True):
+            name = f"{module.removesuffix(_INNER)}.{product}"
+            for end, matrices in zip(_MATRIX_SUFFIXES, pair, strict=True):
                 is_shared = bool((matrices == matrices[:1]).all())
                 found[f"{name}{end}"] = matrices[:1] if is_shared else matrices
     return found
@@ -160,9 +164,7 @@ def _tinker_tensors(tensors: Mapping[str, Any], rank: int, *, interleaved: bool)
 def _products(module: str, a: Any, b: Any, rank: int, *, interleaved: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
     """Yield each product with A `[experts, rank, inputs]` and B `[experts, outputs, rank]`."""
     is_down = not module.endswith(_INNER)
-    width = rank if is_down else 2 * rank
-    a = a.reshape(-1, width, a.shape[1])
-    b = b.reshape(len(b), width, -1).permute(2, 0, 1)
+    a, b = _by_expert(a, b, rank if is_down else 2 * rank)
     if is_down:
         yield _DOWN, (a, b)
         return

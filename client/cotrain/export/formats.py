@@ -42,14 +42,13 @@ def write_merged(
     """
     safetensors = library("safetensors")
     save = library("safetensors.torch").save_file
-    to = getattr(library("torch"), dtype) if dtype else None
-    modules_of: dict[str, list[str]] = {}  # by weight
+    torch_dtype = getattr(library("torch"), dtype) if dtype else None
+    modules_by_weight: dict[str, list[str]] = {}
     for module in adapter.matrices:
         for name in base.names_on_disk(module):
-            modules_of.setdefault(name, []).append(module)
-    left, done, total = set(adapter.matrices), 0, base.size
-    at: dict[str, str] = {}  # file by weight
-    untie = unties(base, adapter)
+            modules_by_weight.setdefault(name, []).append(module)
+    unmerged, done, total = set(adapter.matrices), 0, base.size
+    file_by_weight: dict[str, str] = {}
     for file, names in base.files.items():
         tensors: dict[str, Any] = {}
         with safetensors.safe_open(base.path / file, "pt") as opened:
@@ -57,38 +56,45 @@ def write_merged(
                 if name == base.head and base.is_tied:
                     continue  # a copy of the embedding, which transformers ignores
                 weight = opened.get_tensor(name)
-                if name == base.embedding and untie:
-                    tensors[base.head] = _plus(base, adapter, [UNEMBED], weight, to)
-                    left.discard(UNEMBED)
-                modules = modules_of.get(name, [])
-                if modules and left.issuperset(modules):
-                    weight = _plus(base, adapter, modules, weight, to)
-                    left.difference_update(modules)
-                tensors[name] = weight.to(to) if to else weight
+                if name == base.embedding and unties(base, adapter):
+                    tensors[base.head] = _plus(base, adapter, [UNEMBED], weight, torch_dtype)
+                    unmerged.discard(UNEMBED)
+                modules = modules_by_weight.get(name, [])
+                if modules and unmerged.issuperset(modules):
+                    weight = _plus(base, adapter, modules, weight, torch_dtype)
+                    unmerged.difference_update(modules)
+                tensors[name] = weight.to(torch_dtype) if torch_dtype else weight
         save(tensors, folder / file, {"format": "pt"})
-        at |= dict.fromkeys(tensors, file)
+        file_by_weight |= dict.fromkeys(tensors, file)
         done += (base.path / file).stat().st_size
         progress(done, total)
-    if left:
+    if unmerged:
         raise ExportFailed(
-            f"base: {base.path} has no weight of {min(left)}, which the adapter changes: it is another "
+            f"base: {base.path} has no weight of {min(unmerged)}, which the adapter changes: it is another "
             "model than the run's"
         )
-    if len(base.files) > 1 or _INDEX in {file.name for file in base.path.iterdir()}:
+    if len(base.files) > 1 or (base.path / _INDEX).exists():
         size = sum((folder / file).stat().st_size for file in base.files)
-        index = {"metadata": {"total_size": size}, "weight_map": at}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+        _write_json(folder / _INDEX, {"metadata": {"total_size": size}, "weight_map": file_by_weight})
+    _write_json(folder / CONFIG, _merged_config(base, adapter, dtype))
+    for other in base.other_files():
+        shutil.copyfile(other, folder / other.name)
+
+
+def _merged_config(base: BaseFolder, adapter: Adapter, dtype: str | None) -> dict[str, Any]:
     config = dict(base.config)
-    if untie:
+    if unties(base, adapter):
         config["tie_word_embeddings"] = False
         if "text_config" in config:
             config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
     if dtype:
         config.pop("torch_dtype", None)
         config["dtype"] = dtype
-    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    for other in base.other_files():
-        shutil.copyfile(other, folder / other.name)
+    return config
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def _plus(base: BaseFolder, adapter: Adapter, modules: Sequence[str], weight: Any, to: Any) -> Any:

@@ -55,26 +55,23 @@ def prompts(vocab_size: int) -> list[list[int]]:
     return [[draw.randrange(vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(TEXTS)]
 
 
-def compared(found: Scores, expected: Scores, unadapted: Scores, limit: float) -> Proof:
-    """Compare log-probs. A difference that is not finite counts as infinite."""
+def compare(found: Scores, expected: Scores, unadapted: Scores, limit: float, what: str) -> Proof:
+    """Compare log-probs. Raises ExportFailed, which names `what`, if a difference is above the limit."""
     far = distances(found, expected)
     moved = max(distances(unadapted, expected))
-    return Proof(max(far), sum(far) / len(far), limit, len(far), moved)
+    proof = Proof(max(far), sum(far) / len(far), limit, len(far), moved)
+    if not proof.largest <= limit:  # also where the limit is not a number
+        raise ExportFailed(
+            f"{what} is not the server's model: {proof.sentence()}. Usual causes: the base folder is another "
+            "model or revision, or the server computes in 16 bits (then pass a larger --limit)"
+        )
+    return proof
 
 
 def distances(found: Scores, expected: Scores) -> list[float]:
     """Return the absolute difference of every log-prob; infinite for one that is not a number."""
     pairs = [(a, b) for ours, theirs in zip(found, expected, strict=True) for a, b in zip(ours, theirs, strict=True)]
     return [abs(a - b) if abs(a - b) >= 0 else float("inf") for a, b in pairs]
-
-
-def check_limit(proof: Proof, what: str) -> None:
-    """Raise ExportFailed if a difference is above the limit."""
-    if not proof.largest <= proof.limit:
-        raise ExportFailed(
-            f"{what} is not the server's model: {proof.sentence()}. Usual causes: the base folder is another "
-            "model or revision, or the server computes in 16 bits (then pass a larger --limit)"
-        )
 
 
 def score_merged(folder: Path, texts: Sequence[Sequence[int]], progress: Callable[[int, int], None]) -> Scores:

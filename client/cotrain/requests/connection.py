@@ -1,4 +1,7 @@
-"""Connection of one client to one server: its thread, its HTTP calls, and its polls for results."""
+"""Connection of one client to one server: its background thread, its transport, and the polls for results.
+
+All clients of one `ServiceClient` share a `Connection`. Other clients share one for each pair of address and key.
+"""
 
 import asyncio
 import atexit
@@ -42,7 +45,7 @@ T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
 
 POSTS_AT_ONCE = 32
-"""Maximum number of rejected samples that retry at once; all others wait."""
+"""Maximum number of samples that are sent at once, including retries while the server is busy."""
 _POLLS_AT_ONCE = 500
 """Concurrent polls. Each holds a connection; the other half is for training and heartbeats."""
 _CANCEL_WITHIN_S = 5.0
@@ -71,10 +74,9 @@ def check_not_forked(pid: int) -> None:
 
 
 class BackgroundLoop:
-    """A daemon thread that runs an event loop until `close`.
+    """Daemon thread with the event loop that runs all network traffic of a client, until `close`.
 
-    It runs all network traffic of a client. So callers may be plain threads or any event loops,
-    and a slow training loop delays no heartbeat.
+    So callers may be plain threads or any event loops, and a slow training loop delays no heartbeat.
     """
 
     def __init__(self, name: str) -> None:
@@ -90,7 +92,7 @@ class BackgroundLoop:
         """True after `close` was called."""
         return self._is_closed
 
-    def is_here(self) -> bool:
+    def is_this_thread(self) -> bool:
         """Return True on the loop's own thread, which must not wait for work that runs on it."""
         return threading.current_thread() is self._thread
 
@@ -109,7 +111,7 @@ class BackgroundLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work on the loop and block this thread for its result. Raises ClientClosed."""
-        if self.is_here():
+        if self.is_this_thread():
             work.close()
             raise RuntimeError("this call, from the client's own thread, would wait for itself")
         started = self.start(work)
@@ -136,14 +138,14 @@ class BackgroundLoop:
 
     def close(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Cancel all work, run `farewell`, and end the thread. A second call does nothing."""
-        if self._pid != os.getpid():  # only the parent process has the thread
+        if self._pid != os.getpid():  # a forked process inherits this object, but not the thread
             return
         with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
         try:
-            asyncio.run_coroutine_threadsafe(cancel_the_rest_and(farewell), self._loop).result()
+            asyncio.run_coroutine_threadsafe(cancel_all_and_run(farewell), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -160,7 +162,7 @@ def _name_of(work: Coroutine[Any, Any, Any]) -> str:
     return getattr(work, "__name__", "the server").lstrip("_")
 
 
-async def cancel_the_rest_and(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+async def cancel_all_and_run(farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Cancel all other tasks of this loop, wait until they have ended, and run `farewell`."""
     while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
         # Let new tasks start first. A task cancelled before it starts never awaits its coroutine, and Python
@@ -185,10 +187,10 @@ class Connection:
         self.settings = settings
         self.transport = Transport(settings.base_url, settings.api_key, network=network, policy=policy)
         self.loop = BackgroundLoop("cotrain-client")
-        self.in_flight = InFlightLimit(self.loop.is_here)
+        self.in_flight = InFlightLimit(self.loop.is_this_thread)
         self.samples = SampleRequests(self.transport)
         self.dispatch = Dispatch()
-        self._asking = asyncio.Lock()
+        self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
 
     @override
@@ -205,19 +207,19 @@ class Connection:
 
         Raises APIError, or VersionMismatch if the server uses another protocol version than this client.
         """
-        async with self._asking:
+        async with self._config_lock:
             if self._config is None:
-                self._config = config = await self._ask()
+                self._config = config = await self._fetch_config()
                 self.transport.compresses = config.proto_compress_fwdbwd
                 self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
 
-    async def _ask(self) -> ClientConfigResponse:
+    async def _fetch_config(self) -> ClientConfigResponse:
         was_known = self.transport.is_known
-        asked = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
+        request = ClientConfigRequest(sdk_version=f"cotrain-{__version__}")
         try:
-            config = await self.transport.post("client/config", asked, reader(ClientConfigResponse))
+            config = await self.transport.post("client/config", request, reader(ClientConfigResponse))
         except NotFoundError as error:  # every server of the protocol has this endpoint
             if was_known:
                 raise
@@ -245,13 +247,8 @@ def shared_connection(settings: ClientSettings) -> Connection:
     with _sharing:
         if here not in _shared:
             _shared[here] = Connection(settings)
-            atexit.register(_close, os.getpid(), _shared[here])
+            atexit.register(_shared[here].loop.close, _shared[here].transport.close)
         return _shared[here]
-
-
-def _close(pid: int, connection: Connection) -> None:
-    if pid == os.getpid():  # a forked process inherits this handler, but not the thread
-        connection.loop.close(connection.transport.close)
 
 
 # ---- Results ---------------------------------------------------------------------------------------------
@@ -259,18 +256,15 @@ def _close(pid: int, connection: Connection) -> None:
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, ForwardBackwardOutput, decode_pass_output)
+    return await wait_for_result(transport, request_id, ForwardBackwardOutput, decode_pass_output)
 
 
-async def wait_for_json(transport: Transport, request_id: str, result: type[Result]) -> Result:
-    """Wait for a result that is JSON of this shape. Raises RequestFailed or APIError."""
-    return await _wait(transport, request_id, result)
-
-
-async def _wait(
+async def wait_for_result(
     transport: Transport, request_id: str, result: type[Result], decode: Callable[[bytes], Result] | None = None
 ) -> Result:
-    def checked(response: httpx.Response) -> Result:
+    """Wait for a result: JSON of this shape, or bytes for `decode`. Raises RequestFailed or APIError."""
+
+    def parsed(response: httpx.Response) -> Result:
         _raise_failure(response, request_id)
         if decode and _is_binary(response):
             return decode(response.content)
@@ -280,9 +274,8 @@ async def _wait(
     patience = transport.patience()
     while True:
         try:
-            return await transport.post_once("retrieve_future", request, checked, accept=f"{PROTOBUF}, {JSON}")
-        # The result itself; CheckpointNotFound is an APIStatusError as well.
-        except RequestFailed:
+            return await transport.post_once("retrieve_future", request, parsed, accept=f"{PROTOBUF}, {JSON}")
+        except RequestFailed:  # first, because CheckpointNotFound is an APIStatusError as well
             raise
         except APIStatusError as error:
             if not isinstance(error.body, dict) and transport.is_known:
@@ -302,9 +295,15 @@ def _is_binary(response: httpx.Response) -> bool:
 
 
 def _raise_failure(response: httpx.Response, request_id: str) -> None:
+    """Raise RequestFailed if a successful response reports the failure of the request."""
     if _is_binary(response) or not response.is_success:
         return
-    answer = _json_object(response)
+    try:
+        answer = json.loads(response.content)
+    except ValueError as error:
+        raise MalformedMessage("retrieve_future did not answer JSON") from error
+    if not isinstance(answer, dict):
+        raise MalformedMessage("retrieve_future did not answer a JSON object")
     if not {"error", "category"} <= answer.keys():
         return
     try:
@@ -314,16 +313,6 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
     if failure.error == NOT_FOUND:
         raise CheckpointNotFound(failure.error, request_id)
     raise RequestFailed(failure.error, request_id, failure.category)
-
-
-def _json_object(response: httpx.Response) -> dict[str, Any]:
-    try:
-        answer = json.loads(response.content)
-    except ValueError as error:
-        raise MalformedMessage("retrieve_future did not answer JSON") from error
-    if not isinstance(answer, dict):
-        raise MalformedMessage("retrieve_future did not answer a JSON object")
-    return answer
 
 
 class SampleRequests:
@@ -353,7 +342,7 @@ class SampleRequests:
     async def retrieve(self, request_id: str) -> SampleResponse:
         """Wait for the result of a sample request. Raises RequestFailed or APIError."""
         async with self._polls:
-            return await _wait(self._transport, request_id, SampleResponse, decode_sample_response)
+            return await wait_for_result(self._transport, request_id, SampleResponse, decode_sample_response)
 
     async def cancel(self, request_id: str) -> None:
         """Cancel a sample. If the call does not reach the server, the sample still runs."""

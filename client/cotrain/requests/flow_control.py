@@ -21,7 +21,7 @@ import asyncio
 import heapq
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from cotrain.errors import RateLimitError, UnsupportedInput
@@ -121,18 +121,10 @@ def _combine_metric(name: str, outputs: Sequence[ForwardBackwardOutput]) -> dict
     weights = [len(output.loss_fn_outputs) for output in outputs]
     kind = name.rpartition(":")[2]
     if kind == "unique":
-        return dict(zip(_numbered(name), values, strict=False))
+        return {f"{name}_{number}" if number else name: value for number, value in enumerate(values)}
     if kind not in _REDUCERS:
         return {}
     return {name: _REDUCERS[kind](values, weights)}
-
-
-def _numbered(name: str) -> Iterator[str]:
-    yield name
-    index = 1
-    while True:
-        yield f"{name}_{index}"
-        index += 1
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:

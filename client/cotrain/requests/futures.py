@@ -244,8 +244,6 @@ async def _settled(
     timeout: float | None,  # noqa: ASYNC109 - passed on
 ) -> None:
     """Wait on the caller's loop until `future` is done, whatever its outcome. Raises TimeoutError."""
-    if future.done():
-        return
     # Not asyncio.wrap_future: it would cancel the request when one of its waiters is cancelled.
     loop = asyncio.get_running_loop()
     is_settled = asyncio.Event()

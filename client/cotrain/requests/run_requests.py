@@ -1,14 +1,18 @@
-"""Ordered requests of one run. Each request gets its `seq_id` when it is created, also if it later fails."""
+"""Ordered requests of one run.
+
+Each request takes its `seq_id`, its position in the run's order, when it is created. The server waits for every
+`seq_id`, so an empty forward is sent in place of a request that fails before it is accepted.
+"""
 
 import asyncio
 import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -16,7 +20,7 @@ from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import APIError, RateLimitError
-from cotrain.requests.connection import Connection, check_not_forked, wait_for_json, wait_for_pass
+from cotrain.requests.connection import Connection, check_not_forked, wait_for_pass, wait_for_result
 from cotrain.requests.flow_control import SendQueue, chunks_of, combine, cut
 from cotrain.requests.futures import Future
 from cotrain.transport.http import Transport
@@ -29,8 +33,8 @@ from cotrain.wire.runs import UntypedAPIFuture
 
 POLLS_AT_ONCE = 16
 """Maximum number of a run's futures that are polled at once; each poll holds a connection."""
-
 SMALL_BYTES = 1_000
+"""Size that the limits count for a JSON request."""
 
 log = logging.getLogger("cotrain")
 
@@ -57,13 +61,14 @@ class RunRequests:
         self._loop = connection.loop
         self._transport = connection.transport
         self._in_flight = connection.in_flight
-        self._queue = SendQueue(connection.dispatch, connection.transport.pause)
+        self.queue = SendQueue(connection.dispatch, connection.transport.pause)
         self.model_id = model_id
         self._ordering = threading.Lock()
         self._pid = os.getpid()
         self._next_seq_id = 1
         self._has_warned = False
         self._lost = set[int]()
+        """Positions of abandoned requests that the server may not have received."""
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
         self._undone = set[object]()
         """Outcomes that are still pending."""
@@ -72,7 +77,9 @@ class RunRequests:
     def __repr__(self) -> str:
         return f"run {self.model_id}, {self._next_seq_id - 1} sent, {len(self._undone)} not done"
 
-    def ask(self, path: str, request: type[SequencedRequest], answer: type[Result], /, **what: Any) -> Future[Result]:
+    def post(
+        self, path: str, request: type[SequencedRequest], answer: type[Result], /, **fields: Any
+    ) -> Future[Result]:
         """POST the run's next request with these fields; its result is JSON.
 
         Raises ValidationError for invalid fields.
@@ -81,10 +88,10 @@ class RunRequests:
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
             async with self._polls:
-                return await wait_for_json(self._transport, request_id, answer)
+                return await wait_for_result(self._transport, request_id, answer)
 
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
-        return self._send(path, [request(model_id=self.model_id, seq_id=1, **what)], wait)
+        return self._send(path, [request(model_id=self.model_id, seq_id=1, **fields)], wait)
 
     def pass_over(
         self,
@@ -141,10 +148,8 @@ class RunRequests:
             "forward_backward", [self._cross_entropy(1, c, forward_only=True) for c in chunks], 2
         )
         work = self._loop.start(self._second_pass(accepted, custom, seq_ids[len(chunks) :], [len(c) for c in chunks]))
-        # Shielded: cancelling the result must leave no gap at the backward's `seq_id`.
-        outcome = self._loop.start(_shielded(work))
         what = f"custom pass {seq_ids.start} of run {self.model_id}"
-        return Future(accepted, outcome, what=what)
+        return Future(accepted, self._loop.start(_shielded(work)), what=what)
 
     # ---- For requests of several runs, which `sweep_requests.py` sends ---------------------------------
 
@@ -161,10 +166,6 @@ class RunRequests:
         self._next_seq_id += count
         return range(first, self._next_seq_id)
 
-    async def in_order(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
-        """Send in the order of the run, and retry while the server is full; see `SendQueue.send`."""
-        return await self._queue.send(seq_id, size_bytes, post)
-
     def result_of(
         self,
         accepted: concurrent.futures.Future[str],
@@ -172,7 +173,7 @@ class RunRequests:
         what: str,
     ) -> Future[T]:
         """Return the future of a request that is sent elsewhere, by the future of its request id."""
-        outcome = self._pending(self._outcome(accepted, partial(self._polled, wait)))
+        outcome = self._outcome(accepted, partial(self._polled, wait))
         return Future(accepted, outcome, what=f"{what} of run {self.model_id}")
 
     async def fill(self, seq_id: int, error: APIError) -> None:
@@ -204,7 +205,7 @@ class RunRequests:
     ) -> Future[T]:
         accepted, seq_ids = self._start(path, requests)
         what = f"{method or path} {seq_ids.start} of run {self.model_id}"
-        return Future(accepted, self._pending(self._outcome(accepted, wait)), what=what)
+        return Future(accepted, self._outcome(accepted, wait), what=what)
 
     def _start(
         self, path: str, requests: Sequence[SequencedRequest | Message], seq_ids_each: int = 1
@@ -223,11 +224,15 @@ class RunRequests:
             accepted = self._loop.start(self._submit(path, numbered, size_bytes))
         return accepted, seq_ids
 
-    async def _submit(self, path: str, requests: Sequence[BaseModel | Message], size_bytes: int) -> list[str]:
+    async def _submit(self, path: str, requests: Sequence[Any], size_bytes: int) -> list[str]:
         """POST every request (the server orders them); returns their request ids."""
         try:
             answers = await asyncio.gather(
-                *(self._submit_one(path, request) for request in requests), return_exceptions=True
+                *(
+                    self.queue.send(request.seq_id, _size(request), partial(self._post, path, request))
+                    for request in requests
+                ),
+                return_exceptions=True,
             )
         finally:
             self._in_flight.release(size_bytes, len(requests))
@@ -235,9 +240,6 @@ class RunRequests:
             if isinstance(answer, BaseException):
                 raise answer
         return [answer for answer in answers if isinstance(answer, str)]
-
-    async def _submit_one(self, path: str, request: Any) -> str:
-        return await self._queue.send(request.seq_id, _size(request), lambda: self._post(path, request))
 
     async def _post(self, path: str, request: Any) -> str:
         try:
@@ -280,15 +282,15 @@ class RunRequests:
     def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
         return self._cross_entropy(seq_id, [], forward_only=True)
 
-    async def _outcome(
+    def _outcome(
         self, accepted: concurrent.futures.Future[Accepted], wait: Callable[[Accepted], Coroutine[Any, Any, T]]
-    ) -> T:
-        # Acceptance is shielded, so that a caller that cancels the result leaves no gap in the order.
-        return await wait(await asyncio.shield(asyncio.wrap_future(accepted)))
+    ) -> concurrent.futures.Future[T]:
+        """Start to wait for acceptance and then for the result, which counts as not done until then."""
 
-    def _pending(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start work, and count it as not done until it ends."""
-        outcome = self._loop.start(work)
+        async def finish() -> T:
+            return await wait(await _shielded(accepted))
+
+        outcome = self._loop.start(finish())
         self._undone.add(outcome)
         outcome.add_done_callback(self._undone.discard)
         return outcome
@@ -310,10 +312,10 @@ class RunRequests:
             await asyncio.gather(*map(self._fill_gap, seq_ids))
             raise
         # Split like the forward, whatever the sizes are now, because that many `seq_id`s were taken.
-        ends = list(accumulate(chunk_lengths))
+        remaining = iter(datums)
         requests = [
-            self._cross_entropy(seq_id, datums[end - length : end], forward_only=False)
-            for seq_id, end, length in zip(seq_ids, ends, chunk_lengths, strict=True)
+            self._cross_entropy(seq_id, list(islice(remaining, length)), forward_only=False)
+            for seq_id, length in zip(seq_ids, chunk_lengths, strict=True)
         ]
         size_bytes = sum(map(_size, requests))
         self._in_flight.acquire(size_bytes, len(requests))
@@ -339,11 +341,12 @@ class RunRequests:
 
 
 async def _shielded(work: concurrent.futures.Future[T]) -> T:
+    """Wait for work that continues if its waiter is cancelled, because it leaves no gap in the order of the run."""
     return await asyncio.shield(asyncio.wrap_future(work))
 
 
 def _size(request: BaseModel | Message) -> int:
-    """Return the bytes of a request before compression; a constant for JSON requests, which are small."""
+    """Return the bytes of a request before compression; SMALL_BYTES for a JSON request."""
     return SMALL_BYTES if isinstance(request, BaseModel) else request.ByteSize()
 
 

@@ -1,6 +1,6 @@
 """Requests for several runs at once: one batch is encoded and sent once for all of them.
 
-Each run reserves its own positions, so its order, its back-pressure and its results are those of requests of its own.
+Each run reserves a `seq_id` of its own. So its order, back-pressure and results are those of a separate request.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
 from cotrain.errors import APIError, MalformedMessage, RateLimitError, UnsupportedInput, status_error
-from cotrain.requests.connection import Connection, wait_for_json, wait_for_pass
+from cotrain.requests.connection import Connection, wait_for_pass, wait_for_result
 from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
 from cotrain.requests.run_requests import RunRequests
@@ -37,9 +37,9 @@ class RunStep(NamedTuple):
 
 
 class _Joint(Generic[Answer]):
-    """One POST that several runs send together, when it is the turn of each of them.
+    """One POST that several runs send together, once the queue of each of them has reached it.
 
-    All of them get its answer or its error. After a refusal by a full server they meet again.
+    All of them get its answer or its error. After a rejection by a full server each of them sends again, together.
     """
 
     def __init__(self, runs: int, post: Callable[[], Awaitable[Answer]]) -> None:
@@ -49,21 +49,21 @@ class _Joint(Generic[Answer]):
 
     def _begin(self) -> None:
         self._arrived = 0
-        self._are_there = asyncio.Event()
-        self._attempt = asyncio.create_task(self._once(self._are_there))
+        self._all_arrived = asyncio.Event()
+        self._attempt = asyncio.create_task(self._once(self._all_arrived))
 
-    async def _once(self, are_there: asyncio.Event) -> Answer:
-        await are_there.wait()
+    async def _once(self, all_arrived: asyncio.Event) -> Answer:
+        await all_arrived.wait()
         return await self._post()
 
     async def send(self) -> Answer:
-        """Wait for the turn of the other runs, and return the answer."""
-        if self._are_there.is_set():
+        """Wait until all runs have called this, and return the answer to the one POST."""
+        if self._all_arrived.is_set():
             self._begin()
         attempt = self._attempt
         self._arrived += 1
         if self._arrived == self._runs:
-            self._are_there.set()
+            self._all_arrived.set()
         return await asyncio.shield(attempt)
 
 
@@ -102,7 +102,7 @@ class SweepRequests:
         size_bytes = request.ByteSize()
         self._connection.in_flight.acquire(size_bytes)
         with ExitStack() as ordered:
-            for run in sorted(runs, key=lambda run: run.model_id):  # as every other sweep does
+            for run in sorted(runs, key=lambda run: run.model_id):  # one order for all sweeps, so none deadlock
                 ordered.enter_context(run.ordered())
             seq_ids = [run.reserve(2 if steps else 1)[0] for run in runs]
             request.runs.CopyFrom(_positions([run.model_id for run in runs], seq_ids, steps or ()))
@@ -116,7 +116,7 @@ class SweepRequests:
         try:
             answers = await asyncio.gather(
                 *(
-                    run.in_order(seq_id, size_bytes // len(runs), joint.send)
+                    run.queue.send(seq_id, size_bytes // len(runs), joint.send)
                     for run, seq_id in zip(runs, seq_ids, strict=True)
                 ),
                 return_exceptions=True,
@@ -154,14 +154,16 @@ class SweepRequests:
         weight: float,
         has_step: bool,
     ) -> RunStep:
+        """Return the futures of the run at position `number`; `weight` is the sum of the weights of the batch."""
+
         async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
             return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
         async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-            return await wait_for_json(transport, request_id, OptimStepResponse)
+            return await wait_for_result(transport, request_id, OptimStepResponse)
 
-        def accepted(which: int) -> concurrent.futures.Future[str]:
-            return self._loop.start(_request_id(answer, number, which))
+        def accepted(position: int) -> concurrent.futures.Future[str]:
+            return self._loop.start(_request_id(answer, number, position))
 
         passed = run.result_of(accepted(0), wait, "a pass")
         stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
@@ -169,7 +171,7 @@ class SweepRequests:
 
 
 def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:
-    """Return the runs of a request, with every number that they have in common once."""
+    """Return the message of a request's runs, in short: the common prefix of the ids once, and equal values as one."""
     prefix = commonprefix(model_ids)  # noqa: RUF071  # of any characters; they are no paths
     adam = None
     if steps:
@@ -185,13 +187,14 @@ def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence
 
 
 def _column(values: Sequence[T]) -> list[T]:
+    """Return one value if all are equal, otherwise all of them."""
     return list(values[:1] if len(set(values)) == 1 else values)
 
 
-async def _request_id(answer: concurrent.futures.Future[list[SweepFuture]], number: int, which: int) -> str:
+async def _request_id(answer: concurrent.futures.Future[list[SweepFuture]], number: int, position: int) -> str:
     """Return a request id of one run. Raises APIStatusError if the run accepted nothing."""
     # Shielded, so that a caller that cancels one result leaves no gap in the order of the runs.
     entry = (await asyncio.shield(asyncio.wrap_future(answer)))[number]
     if entry.error is not None:
         raise status_error(entry.status_code, entry.error, None)
-    return entry.request_ids[which]
+    return entry.request_ids[position]

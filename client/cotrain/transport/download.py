@@ -50,7 +50,7 @@ class Download:
         self._arrived = 0
         self._arrived_before = 0
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Download the remaining bytes. Raises OSError, or APIError, which may be transient."""
         part = await asyncio.to_thread(self._find_part)
         try:

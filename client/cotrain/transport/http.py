@@ -14,7 +14,6 @@ import asyncio
 import random
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,10 +32,10 @@ from cotrain.transport.responses import (
     Patience,
     RetryPolicy,
     acknowledged,
+    connection_error,
     is_page,
+    parsed,
     refusal,
-    understood,
-    unreached,
 )
 from cotrain.version import __version__
 from cotrain.wire.codec import PROTOBUF
@@ -44,7 +43,7 @@ from cotrain.wire.codec import PROTOBUF
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Requests in flight, and so connections, of one pool before the next pool is used."""
+"""Maximum number of requests in flight in one pool, and so of its connections, before the next pool is used."""
 POOLS = 250
 """Maximum number of pools. More than AT_ONCE times this many requests share the pools evenly."""
 JSON = "application/json"
@@ -58,7 +57,7 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keep
 ZSTD = "zstd"
 COMPRESSED_BYTES = 1_000
 """Smaller messages are not compressed: they fit into one packet in any case."""
-ENCODE_ELSEWHERE_BYTES = 256_000
+ENCODE_IN_THREAD_BYTES = 256_000
 """Larger messages are encoded in a thread: that takes milliseconds, which would delay other responses."""
 
 
@@ -113,33 +112,31 @@ class Transport:
         Raises APIError if the server rejects the request or the retries end. With `raises_busy`,
         RateLimitError is raised at once, for callers that schedule their own retries.
         """
-        body, described = await self._encoded(message)
-        return await self._until_answered(
-            lambda: self._post(path, body, reads, {**(headers or {}), **described, "Accept": JSON}),
-            raises_busy=raises_busy,
-        )
+        body, content_headers = await self._encoded(message)
+        all_headers = {**(headers or {}), **content_headers, "Accept": JSON}
+        return await self._until_answered(lambda: self._post(path, body, reads, all_headers), raises_busy=raises_busy)
 
     async def put(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PUT until there is a response. A field that is None is sent as null, which clears it.
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        return await self._ask("PUT", path, reads, message.model_dump_json())
+        return await self._request("PUT", path, reads, message.model_dump_json())
 
     async def patch(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PATCH until there is a response. A field that is None is not sent and stays unchanged.
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        return await self._ask("PATCH", path, reads, message.model_dump_json(exclude_none=True))
+        return await self._request("PATCH", path, reads, message.model_dump_json(exclude_none=True))
 
     async def get(self, path: str, reads: Callable[[httpx.Response], T]) -> T:
         """GET until there is a response. Raises APIError if it is a rejection or the retries end."""
-        return await self._ask("GET", path, reads)
+        return await self._request("GET", path, reads)
 
     async def delete(self, path: str) -> None:
         """DELETE until there is a response. Raises APIError if it is a rejection or the retries end."""
-        await self._ask("DELETE", path, acknowledged)
+        await self._request("DELETE", path, acknowledged)
 
     async def post_stream(
         self,
@@ -177,7 +174,7 @@ class Transport:
         patience = self.patience()
         while True:
             try:
-                await download.go_on()
+                await download.resume()
             except APIError as error:
                 if download.has_advanced():
                     patience.renew()
@@ -187,16 +184,17 @@ class Transport:
 
     async def size_of(self, url: str) -> int:
         """Return the bytes behind a link; 0 if the server sends no size, or does not respond."""
-        with suppress(httpx.TransportError):  # the download itself reports it better
+        try:
             return await size_of(self._http, url)
-        return 0
+        except httpx.TransportError:  # the download itself reports it better
+            return 0
 
     async def post_once(
         self, path: str, message: BaseModel | Message, reads: Callable[[httpx.Response], T], *, accept: str = JSON
     ) -> T:
         """POST a single time. Raises APIError for any response that `reads` cannot parse."""
-        body, described = await self._encoded(message)
-        return await self._post(path, body, reads, {**described, "Accept": accept})
+        body, content_headers = await self._encoded(message)
+        return await self._post(path, body, reads, {**content_headers, "Accept": accept})
 
     def patience(self) -> Patience:
         """Return the retry state of one call."""
@@ -211,7 +209,9 @@ class Transport:
         """Close every connection."""
         await self._pools.close()
 
-    async def _ask(self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None) -> T:
+    async def _request(
+        self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None
+    ) -> T:
         headers = {} if body is None else {"Content-Type": JSON}
         build = partial(self._http.build_request, method, path, content=body, headers=headers)
         return await self._until_answered(lambda: self._send(build(), reads))
@@ -227,15 +227,15 @@ class Transport:
                 await patience.wait_out(error)
 
     async def _encoded(self, message: BaseModel | Message) -> tuple[bytes, dict[str, str]]:
-        """Encode a message; returns it with the headers that describe it."""
+        """Encode a message; returns its bytes, and the headers for their type and compression."""
         if isinstance(message, BaseModel):
             return message.model_dump_json(exclude_none=True).encode(), {"Content-Type": JSON}
         size = message.ByteSize()
-        zips = self.compresses and size >= COMPRESSED_BYTES
-        headers = {"Content-Type": PROTOBUF, **({"Content-Encoding": ZSTD} if zips else {})}
-        if size < ENCODE_ELSEWHERE_BYTES:
-            return _written(message, zips=zips), headers
-        return await asyncio.to_thread(_written, message, zips=zips), headers
+        compress = self.compresses and size >= COMPRESSED_BYTES
+        headers = {"Content-Type": PROTOBUF, **({"Content-Encoding": ZSTD} if compress else {})}
+        if size < ENCODE_IN_THREAD_BYTES:
+            return _serialized(message, compress=compress), headers
+        return await asyncio.to_thread(_serialized, message, compress=compress), headers
 
     async def _post(
         self, path: str, body: bytes, reads: Callable[[httpx.Response], T], headers: Mapping[str, str]
@@ -243,20 +243,20 @@ class Transport:
         return await self._send(self._http.build_request("POST", path, content=body, headers=headers), reads)
 
     async def _send(self, request: httpx.Request, reads: Callable[[httpx.Response], T]) -> T:
-        request.headers.update(traceparent())
+        request.headers.update(trace_headers())
         try:
             response = await self._pools.send(request)
         except httpx.TransportError as error:
             through = through_proxy(str(request.url))
-            raise unreached(error, request.url, through, is_known=self.is_known) from error
+            raise connection_error(error, request.url, through, is_known=self.is_known) from error
         except httpx.DecodingError as error:
             raise ForeignAnswer(f"{request.url} sent what cannot be unpacked: {error}") from error
         if response.is_error:
-            refused = refusal(response, is_known=self.is_known)
+            rejection = refusal(response, is_known=self.is_known)
             if not is_page(response):
                 self._contact.answered()
-            raise refused
-        answer = understood(response, reads, is_known=self.is_known)
+            raise rejection
+        answer = parsed(response, reads, is_known=self.is_known)
         self._contact.answered()
         return answer
 
@@ -311,8 +311,8 @@ def url_of(*parts: str) -> str:
     return "/".join(quote(part, safe="") for part in parts)
 
 
-def traceparent() -> dict[str, str]:
-    """Return the header with the caller's span, or {} without one."""
+def trace_headers() -> dict[str, str]:
+    """Return the header `traceparent` of the caller's span, or {} without one."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return {}
@@ -323,16 +323,15 @@ def traceparent() -> dict[str, str]:
     return {"traceparent": f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"}
 
 
-def _written(message: Message, *, zips: bool) -> bytes:
-    body = message.SerializeToString(deterministic=True)
-    return _compressed(body) if zips else body
+def _serialized(message: Message, *, compress: bool) -> bytes:
+    """Return the bytes of a message, or one zstd frame of them.
 
-
-def _compressed(body: bytes) -> bytes:
-    """Compress to one zstd frame. A pass shrinks to about a sixth: ids are small, and most weights are one.
-
-    A prompt that several datums repeat takes its bytes once, with its targets and weights.
+    A pass shrinks to about a sixth: ids are small, and most weights are one. A prompt that several datums repeat
+    takes its bytes once, with its targets and weights.
     """
+    body = message.SerializeToString(deterministic=True)
+    if not compress:
+        return body
     import zstandard  # slow to import
 
     return zstandard.ZstdCompressor().compress(body)

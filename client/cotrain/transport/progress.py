@@ -39,7 +39,7 @@ class ServerMessage(NamedTuple):
     until: float
 
 
-def line(waits: list[Wait], word: ServerMessage | None, now: float) -> str | None:
+def line(waits: list[Wait], message: ServerMessage | None, now: float) -> str | None:
     """Return the text of the line, with the longest wait; None while no wait is long."""
     late = [wait for wait in waits if now - wait.since >= SHOWN_AFTER_S]
     if not late:
@@ -47,8 +47,8 @@ def line(waits: list[Wait], word: ServerMessage | None, now: float) -> str | Non
     text = f"waiting {_duration(now - late[0].since)} for {late[0].what()}"
     if len(waits) > 1:
         text += f" and {len(waits) - 1} more"
-    if word is not None and now < word.until:
-        text += f" · {word.text}"
+    if message is not None and now < message.until:
+        text += f" · {message.text}"
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -56,13 +56,13 @@ class Progress:
     """Progress line of this process. Used from any thread."""
 
     def __init__(self) -> None:
-        self._begin_anew()
+        self._reset()
         if hasattr(os, "register_at_fork"):  # a forked process has neither the waits nor the thread
-            os.register_at_fork(after_in_child=self._begin_anew)
+            os.register_at_fork(after_in_child=self._reset)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._waits: dict[object, Wait] = {}
-        self._word: ServerMessage | None = None
+        self._message: ServerMessage | None = None
         self._starting, self._drawing = threading.Lock(), threading.Lock()
         self._drawn = ""
         self._output = CellOutput()
@@ -73,12 +73,12 @@ class Progress:
     @contextmanager
     def waiting(self, what: Callable[[], str]) -> Iterator[None]:
         """Count as waiting for `what()` until the block ends."""
-        if not _is_wanted():
+        if not _is_enabled():
             yield
             return
         me = object()
         self._waits[me] = Wait(time.monotonic(), what)
-        self._begin()
+        self._start_drawing()
         try:
             yield
         finally:
@@ -97,14 +97,14 @@ class Progress:
 
     def show_message(self, text: str, for_s: float) -> None:
         """Show a message of the server for `for_s` seconds."""
-        self._word = ServerMessage(text, time.monotonic() + for_s)
+        self._message = ServerMessage(text, time.monotonic() + for_s)
 
     def clear(self) -> None:
         """Clear the progress line before other output."""
         with self._drawing:
             self._draw("")
 
-    def _begin(self) -> None:
+    def _start_drawing(self) -> None:
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cotrain-progress", daemon=True)
@@ -125,7 +125,7 @@ class Progress:
         """Draw the current line, or log it."""
         with self._drawing:
             now = time.monotonic()
-            text = line(list(self._waits.values()), self._word, now)
+            text = line(list(self._waits.values()), self._message, now)
             if (_is_notebook() or _columns()) and not self._hidden:
                 self._draw(f"cotrain: {text}" if text else "")
             elif text and now - self._logged_at >= LOGGED_EVERY_S:
@@ -171,7 +171,7 @@ class CellOutput:
 PROGRESS = Progress()
 
 
-def _is_wanted() -> bool:
+def _is_enabled() -> bool:
     if os.environ.get("COTRAIN_PROGRESS", "").lower() in ("0", "off", "no", "false"):
         return False
     return _is_notebook() or bool(_columns()) or log.isEnabledFor(logging.INFO)

@@ -1,4 +1,4 @@
-"""Responses of a server: its messages, its rejections, pages of intermediaries, and the retries after a failure.
+"""Responses of a server, parsed or turned into errors, and the retries after a failure.
 
 Calls are retried after a lost response, and while the server is busy (429), restarting (5xx) or slow (408). Every
 other rejection is raised to the caller. A response from an intermediary counts as a lost response, but only if the
@@ -35,18 +35,19 @@ T = TypeVar("T")
 
 log = logging.getLogger("cotrain")
 
+# Maximum characters of a server's texts in an error.
 _LONGEST_DETAIL = 1_000
 _LONGEST_EXCERPT = 80
 _LONGEST_ID = 64
 _NO_CONTENT, _BAD_REQUEST, _UNAUTHORIZED, _TOO_LARGE = 204, 400, 401, 413
-_UNBELIEVED = "CERTIFICATE_VERIFY_FAILED"
+_UNTRUSTED_CERTIFICATE = "CERTIFICATE_VERIFY_FAILED"
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 """OpenSSL errors, of older and newer versions, for a response in plain text."""
 
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 600.0
 """Minimum interval between two log lines with the same reason."""
-WORD_LASTS_S = 60.0
+MESSAGE_SHOWN_S = 60.0
 """Display time of a server message: the longest time until a poll brings the next one."""
 
 
@@ -82,7 +83,7 @@ def acknowledged(response: httpx.Response) -> None:
         raise MalformedMessage(f"{response.url} did not answer that it is done")
 
 
-def understood(response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False) -> T:
+def parsed(response: httpx.Response, reads: Callable[[httpx.Response], T], *, is_known: bool = False) -> T:
     """Parse a response; `is_known` if this server has responded before.
 
     If `reads` raises MalformedMessage, raises ForeignAnswer with a hint at the cause.
@@ -116,7 +117,7 @@ def refusal(response: httpx.Response, *, is_known: bool = False) -> APIStatusErr
     )
 
 
-def unreached(
+def connection_error(
     error: httpx.TransportError, url: httpx.URL, through: str = "", *, is_known: bool = False
 ) -> CotrainError:
     """Return the error for a missing response, `through` a proxy; `is_known` if this server has responded before.
@@ -125,7 +126,7 @@ def unreached(
     Waiting does not help then, so the error is SettingsMissing.
     """
     message = f"cannot reach {url}{through}: {error}"
-    if _UNBELIEVED in str(error):
+    if _UNTRUSTED_CERTIFICATE in str(error):
         message += (
             ". Where a certificate authority of your own signs it, SSL_CERT_FILE names the file of its certificate"
         )
@@ -147,7 +148,7 @@ def is_page(response: httpx.Response) -> bool:
 
 
 def _hint(response: httpx.Response, *, is_known: bool) -> str:
-    """Return a hint at the cause: the key, a proxy, or the address if no such server has responded yet."""
+    """Return a hint at the cause: the key, a proxy, or the address if no server has responded there; "" without one."""
     if target := response.headers.get("Location"):
         if is_known:
             return f"; something before the server redirects to {target}: a login?"
@@ -238,7 +239,7 @@ class Contact:
     def lost(self, error: APIConnectionError, patience_s: float) -> None:
         """Record a missing response; warn once each time the server stops responding."""
         self._silent_since = self._silent_since or time.monotonic()
-        PROGRESS.show_message(str(error), WORD_LASTS_S)
+        PROGRESS.show_message(str(error), MESSAGE_SHOWN_S)
         if not self._has_warned and time.monotonic() - self._silent_since >= WARN_AFTER_S:
             self._has_warned = True
             PROGRESS.clear()
@@ -247,7 +248,7 @@ class Contact:
     def busy(self, error: APIStatusError, waited_s: float) -> None:
         """Record why the server delays a call; warn once if the wait is long."""
         why = queue_state_reason(error)
-        PROGRESS.show_message(why or str(error), WORD_LASTS_S)
+        PROGRESS.show_message(why or str(error), MESSAGE_SHOWN_S)
         # The message contains numbers that change: a position, seconds.
         about = re.sub(r"\d+", "", why) if why else error.status_code
         now = time.monotonic()
@@ -281,7 +282,7 @@ class Patience:
         self.renew()
         reason = queue_state_reason(error)
         if reason and _is_moving(error):
-            PROGRESS.show_message(reason, WORD_LASTS_S)
+            PROGRESS.show_message(reason, MESSAGE_SHOWN_S)
         elif reason:
             self.contact.busy(error, time.monotonic() - self._began)
 
@@ -294,7 +295,7 @@ class Patience:
         if not is_transient(error) or (isinstance(error, ForeignAnswer) and not self.contact.is_known):
             raise error
         if tried_s > self._limit_s(error):
-            raise self._enough(error, tried_s)
+            raise self._final(error, tried_s)
         if isinstance(error, APIStatusError):
             self.contact.busy(error, tried_s)
         await self.sleep(self.policy.delay_s(self._failures, error, random.random()))  # noqa: S311  # no secret
@@ -304,7 +305,8 @@ class Patience:
             return min(self.policy.give_up_after_s, self.policy.give_up_unanswered_after_s)
         return self.policy.give_up_after_s
 
-    def _enough(self, error: APIError, tried_s: float) -> APIError:
+    def _final(self, error: APIError, tried_s: float) -> APIError:
+        """Return the error to raise after the last attempt; for a missing response, with the number of attempts."""
         if not isinstance(error, APIConnectionError):
             return error
         times = "once" if self._failures == 1 else f"{self._failures} times in {tried_s:.0f} s"

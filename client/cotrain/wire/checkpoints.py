@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from cotrain.wire.model import Listed, ModelSeqId, Name, SequencedRequest, WireModel
+from cotrain.wire.model import Listed, ModelSeqId, Name, Path, Seconds, SequencedRequest, WireModel
+from cotrain.wire.rest import CheckpointType
 from cotrain.wire.runs import LoraConfig, UntypedAPIFuture
 
 __all__ = [
@@ -20,14 +21,11 @@ __all__ = [
     "WhoamiResponse",
 ]  # fmt: skip
 
-#: `tinker://<run>/<kind>/<name>`.
-Path = Annotated[str, Field(min_length=1, max_length=1024)]
-Seconds = Annotated[int, Field(ge=1, lt=2**40)]
 Credential = Annotated[str, Field(min_length=1, max_length=4096)]
 UserMetadata = dict[str, str]
 
 SCHEME = "tinker://"
-TYPE_BY_KIND: dict[str, Literal["training", "sampler", "external"]] = {
+TYPE_BY_KIND: dict[str, CheckpointType] = {
     "weights": "training",
     "sampler_weights": "sampler",
     "external_weights": "external",
@@ -42,7 +40,7 @@ class ParsedCheckpointTinkerPath(WireModel):
 
     tinker_path: str
     training_run_id: str
-    checkpoint_type: Literal["training", "sampler", "external"]
+    checkpoint_type: CheckpointType
     checkpoint_id: str
     """`<kind>/<name>`."""
 

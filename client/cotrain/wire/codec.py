@@ -4,12 +4,12 @@ It encodes arrays as bytes, but does not check the inputs of a loss or the token
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isnan, prod
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from pydantic import ValidationError
 
 from cotrain.errors import MalformedMessage, UnsupportedInput
@@ -26,6 +26,8 @@ from cotrain.wire.datums import (
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.sampling import PolicySpan, SampledSequence, SampleResponse, TopK
 from cotrain.wire.tensors import DType, RoutedExperts, TensorData, from_bytes, to_bytes
+
+T = TypeVar("T")
 
 PROTOBUF = "application/x-protobuf"
 """Media type of all these messages."""
@@ -197,21 +199,11 @@ def decode_sample_response(payload: bytes) -> SampleResponse:
         raise MalformedMessage("this is not a SampleResponse") from error
     return SampleResponse(
         sequences=[_sequence(sequence) for sequence in message.sequences],
-        prompt_logprobs=(
-            [None if isnan(value) else value for value in from_bytes("f", message.prompt_logprobs)]
-            if message.HasField("prompt_logprobs")
-            else None
-        ),
-        topk_prompt_logprobs=(
-            _topk(message.topk_prompt_logprobs) if message.HasField("topk_prompt_logprobs") else None
-        ),
-        target_prompt_logprobs=(
-            _tensor(message.target_prompt_logprobs) if message.HasField("target_prompt_logprobs") else None
-        ),
+        prompt_logprobs=_optional(message, "prompt_logprobs", _prompt_logprobs),
+        topk_prompt_logprobs=_optional(message, "topk_prompt_logprobs", _topk),
+        target_prompt_logprobs=_optional(message, "target_prompt_logprobs", _tensor),
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
-        prompt_routed_experts=(
-            _experts(message.prompt_routed_experts) if message.HasField("prompt_routed_experts") else None
-        ),
+        prompt_routed_experts=_optional(message, "prompt_routed_experts", _experts),
     )
 
 
@@ -226,19 +218,28 @@ def _sequence(message: wire.SampledSequence) -> SampledSequence:
     return SampledSequence(
         stop_reason=_STOP_REASON[message.stop_reason],
         tokens=from_bytes("i", message.tokens).tolist(),
-        logprobs=(from_bytes("f", message.logprobs).tolist() if message.HasField("logprobs") else None),
-        topk_logprobs=(_topk(message.topk_sampled_logprobs) if message.HasField("topk_sampled_logprobs") else None),
-        routed_experts=(_experts(message.routed_experts) if message.HasField("routed_experts") else None),
+        logprobs=_optional(message, "logprobs", lambda values: from_bytes("f", values).tolist()),
+        topk_logprobs=_optional(message, "topk_sampled_logprobs", _topk),
+        routed_experts=_optional(message, "routed_experts", _experts),
         policy_spans=[_span(span) for span in message.policy_spans] or None,
     )
+
+
+def _optional(message: Message, field: str, read: Callable[[Any], T]) -> T | None:
+    """Read a field of a message; None if the message has none."""
+    return read(getattr(message, field)) if message.HasField(field) else None
+
+
+def _prompt_logprobs(values: bytes) -> list[float | None]:
+    return [None if isnan(value) else value for value in from_bytes("f", values)]
 
 
 def _span(message: wire.PolicySpan) -> PolicySpan:
     return PolicySpan(
         start=message.start,
         end=message.end,
-        training_run_id=message.training_run_id if message.HasField("training_run_id") else None,
-        step=message.step if message.HasField("step") else None,
+        training_run_id=_optional(message, "training_run_id", str),
+        step=_optional(message, "step", int),
     )
 
 

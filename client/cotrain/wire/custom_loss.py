@@ -33,7 +33,7 @@ MAX_ID = 16_384
 _MAX_JSON = 1 << 18
 _MAX_DEPTH = 6
 
-_BOTH = "relu softmax log_softmax"
+# Names that several of the namespaces below have.
 _BINARY = "add sub mul pow lt le gt ge eq ne"
 _VALUES = """abs neg sign exp expm1 log log1p log2 sqrt rsqrt square sigmoid tanh relu erf floor ceil round clamp clip
  maximum minimum where logical_and logical_or logical_not isfinite isnan nan_to_num masked_fill sum mean prod std var
@@ -47,7 +47,7 @@ FUNCTIONS = frozenset((
       f"""{_BINARY} div {_VALUES} logaddexp lerp outer cat stack zeros ones full zeros_like ones_like full_like
       arange""".split()),
     *(f"torch.nn.functional.{name}" for name in
-      f"{_BOTH} silu elu leaky_relu mse_loss l1_loss smooth_l1_loss huber_loss softsign".split()),
+      ["relu", "softmax", "log_softmax", "silu", "elu", "leaky_relu", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "softsign"]),
     "torch._C._nn.log_sigmoid", "torch._C._nn.softplus", "torch._C._nn.gelu", "torch._C._special.special_expit",
 ))  # fmt: skip
 """Allowed functions, by the qualified names that `torch.fx` gives them."""

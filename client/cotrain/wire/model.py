@@ -13,6 +13,10 @@ from cotrain.errors import UnsupportedInput
 __all__ = ["SeqId", "SequencedRequest"]
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+Path = Annotated[str, Field(min_length=1, max_length=1024)]
+"""A `tinker://` path, or the name of a base model where that is allowed."""
+Seconds = Annotated[int, Field(ge=1, lt=2**40)]
+"""Time until a checkpoint expires."""
 SeqId = Annotated[int, Field(strict=True, ge=1, lt=2**31)]
 """Position of a request in its run's order; 32 bits on the wire."""
 ModelSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
@@ -28,6 +32,8 @@ MAX_SHOWN = 8
 
 
 class _Elements(int):
+    """Number of elements, shown in place of a long list or mapping."""
+
     @override
     def __repr__(self) -> str:
         return f"<{self:d} elements>"

@@ -378,7 +378,7 @@ class SessionActive(WireModel):
 
 
 class FinishReason(WireModel):
-    """Reason that a client reported when it finished its session."""
+    """Reason that a client reports when it finishes its session."""
 
     type: FinishReasonType
 

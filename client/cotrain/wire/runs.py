@@ -8,20 +8,14 @@ from collections.abc import Iterator
 from math import inf
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import override
 
 from cotrain.errors import Category
 from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.custom_loss import MAX_ID
 from cotrain.wire.datums import Datum, ModelInput, as_tensor
-from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, SeqId, SequencedRequest, WireModel
+from cotrain.wire.model import Argument, Listed, ModelSeqId, Name, Path, SeqId, SequencedRequest, WireModel
 from cotrain.wire.rest import Note, Tags
 from cotrain.wire.tensors import RoutedExperts, TensorData
 
@@ -309,9 +303,6 @@ class RequestFailedResponse(WireModel):
     error: str
     category: Category
 
-
-Path = Annotated[str, Field(min_length=1, max_length=1_024)]
-"""A `tinker://` path, or the name of a base model where that is allowed."""
 
 Coefficient = Annotated[float, Field(ge=-1e6, le=1e6)]
 """Coefficient of one checkpoint; a larger product could overflow float32."""

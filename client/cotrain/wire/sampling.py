@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from cotrain.wire.constants import NO_POLICY_STEP
 from cotrain.wire.datums import ModelInput, Token
-from cotrain.wire.model import Argument, Listed, Name, SequencedRequest, WireModel
+from cotrain.wire.model import Argument, Listed, Name, Path, Seconds, SequencedRequest, WireModel
 from cotrain.wire.tensors import RoutedExperts, TensorData, read_numbers
 
 __all__ = [
@@ -32,7 +32,6 @@ SamplingSessionSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 SampleSeqId = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 """Id of a sample request within its sampler; implies no order."""
 Count = Annotated[int, Field(ge=0, lt=2**31)]
-Seconds = Annotated[int, Field(ge=1, lt=2**40)]
 LogProb = Annotated[float, Field(allow_inf_nan=True)]
 TopK = list[tuple[int, LogProb]]
 """Most likely tokens of one position with their log-probs, most likely first."""
@@ -48,7 +47,7 @@ class CreateSamplingSessionRequest(WireModel):
     sampling_session_seq_id: SamplingSessionSeqId
     """Counter of the session, shared with `SaveWeightsForSamplerRequest`."""
     base_model: Name | None = None
-    model_path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    model_path: Path | None = None
     """`tinker://<run>/sampler_weights/<name>`; takes precedence over `base_model`."""
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
@@ -137,7 +136,7 @@ class SampleRequest(WireModel):
     sampling_session_id: Name | None = None
     seq_id: SampleSeqId | None = None
     base_model: Name | None = None
-    model_path: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    model_path: Path | None = None
     num_samples: Annotated[int, Field(ge=1, lt=2**31)] = 1
     prompt: ModelInput
     sampling_params: SamplingParams

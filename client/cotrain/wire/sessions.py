@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cotrain.wire.model import Name, WireModel
+from cotrain.wire.rest import FinishReason
 
 __all__ = [
     "AuthTokenResponse", "ClientConfigRequest", "ClientConfigResponse", "ClientDynamicConfigResponse",
@@ -92,12 +93,6 @@ class SessionHeartbeatResponse(WireModel):
     """Response to a heartbeat: the session is still active."""
 
     type: Literal["session_heartbeat"] = "session_heartbeat"
-
-
-class FinishReason(WireModel):
-    """Reason why a session ended."""
-
-    type: Literal["success", "errored", "interrupted"]
 
 
 class FinishSessionRequest(WireModel):

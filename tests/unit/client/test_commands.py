@@ -162,15 +162,10 @@ def test_an_unreachable_server_is_named(command: list[str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_the_help_has_examples_and_the_variable_of_the_server() -> None:
-    assert "COTRAIN_BASE_URL" in run("--help").stdout
-    assert "PEFT folder, or a tar" in run("upload", "--help").stdout
-    for command in (["checkpoints", "ttl"], ["runs", "list"], ["sample"], ["top"], ["download"]):
-        assert f"cotrain {' '.join(command)}" in run(*command, "--help").stdout
-
-
-def test_a_shell_is_offered_completion() -> None:
-    assert "--install-completion" in run("--help").stdout
+def test_the_help_names_the_variable_of_the_server_and_offers_completion() -> None:
+    shown = run("--help").stdout
+    assert "COTRAIN_BASE_URL" in shown
+    assert "--install-completion" in shown
 
 
 PASSED = {

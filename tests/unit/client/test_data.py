@@ -76,6 +76,13 @@ def test_the_parts_to_train_on_are_chosen(tokenizer: Any) -> None:
     ]
 
 
+def test_a_last_answer_of_weight_0_is_not_trained_on(tokenizer: Any) -> None:
+    unwanted = {"messages": [*MESSAGES[:4], {**MESSAGES[4], "weight": 0}]}
+    with pytest.raises(UnsupportedInput, match="ends with an answer of weight 0"):
+        one(tokenizer, unwanted)
+    assert one(tokenizer, unwanted, train_on="all_answers").count("⟦") == 1
+
+
 def test_a_template_that_rewrites_earlier_answers_is_refused_for_all_answers(rewriting: Any) -> None:
     with pytest.raises(UnsupportedInput, match=r"messages\[2\]: .*use train_on='each_answer'"):
         one(rewriting, train_on="all_answers")

@@ -111,7 +111,20 @@ def test_an_answer_that_is_not_a_status_is_reported() -> None:
         httpx.Client(transport=httpx.MockTransport(answer), base_url="http://server") as http,
         pytest.raises(MalformedMessage, match="did not answer a ServerStatus"),
     ):
-        top._ask(http)
+        top._fetch_status(http)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ClientSettings]:
+    """Return the settings of the requests, none of which reaches a server."""
+    asked: list[ClientSettings] = []
+
+    def record(settings: ClientSettings) -> None:
+        asked.append(settings)
+        raise APIConnectionError("no server is there")
+
+    monkeypatch.setattr(top, "plain_http", record)
+    return asked
 
 
 @pytest.mark.parametrize(
@@ -123,14 +136,7 @@ def test_an_answer_that_is_not_a_status_is_reported() -> None:
         (["--all", "--admin-key", "operator"], "operator"),
     ],
 )
-def test_the_operator_uses_its_own_key_or_none(monkeypatch: pytest.MonkeyPatch, arguments: list[str], key: str) -> None:
-    asked: list[ClientSettings] = []
-
-    def record(settings: ClientSettings) -> None:
-        asked.append(settings)
-        raise APIConnectionError("no server is there")
-
-    monkeypatch.setattr(top, "plain_http", record)
+def test_the_operator_uses_its_own_key_or_none(asked: list[ClientSettings], arguments: list[str], key: str) -> None:
     environment = {"COTRAIN_API_KEY": "tml-tenant", "COTRAIN_BASE_URL": "http://server/"}
     done = CliRunner().invoke(command_line([]), ["top", *arguments], env=environment)
     assert (done.exit_code, done.stderr) == (1, "no server is there\n")
@@ -147,16 +153,9 @@ def test_the_operator_uses_its_own_key_or_none(monkeypatch: pytest.MonkeyPatch, 
     ],
 )
 def test_the_operator_key_is_read_from_the_data_folder_on_the_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, arguments: list[str], key: str
+    asked: list[ClientSettings], tmp_path: Path, url: str, arguments: list[str], key: str
 ) -> None:
     (tmp_path / "admin-key").write_text("kept\n")
-    asked: list[ClientSettings] = []
-
-    def record(settings: ClientSettings) -> None:
-        asked.append(settings)
-        raise APIConnectionError("no server is there")
-
-    monkeypatch.setattr(top, "plain_http", record)
     environment = {"COTRAIN_API_KEY": "", "COTRAIN_DATA_DIR": str(tmp_path)}
     CliRunner().invoke(command_line([]), ["top", "--base-url", url, *arguments], env=environment)
     assert asked == [ClientSettings(url, key)]

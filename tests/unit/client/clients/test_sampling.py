@@ -253,7 +253,7 @@ def poll(
 
 def test_one_poll_serves_every_waiting_caller() -> None:
     async def wait_for_three(completions: Completions) -> None:
-        await asyncio.gather(*(completions.ended(each) for each in "abc"))
+        await asyncio.gather(*(completions.wait_until_ended(each) for each in "abc"))
 
     asked = poll(wait_for_three, ended(2, "b", "a"), ended(3, "c"))
     assert [body["prev_cursor"] for body in asked] == [0, 2]
@@ -263,16 +263,16 @@ def test_one_poll_serves_every_waiting_caller() -> None:
 
 def test_a_result_that_arrives_before_its_caller_is_kept() -> None:
     async def wait_late(completions: Completions) -> None:
-        await completions.ended("late")
-        await completions.ended("early")
+        await completions.wait_until_ended("late")
+        await completions.wait_until_ended("early")
 
     assert len(poll(wait_late, ended(2, "early", "late"))) == 1
 
 
 def test_a_received_result_is_acknowledged_until_the_server_answers() -> None:
     async def wait_and_acknowledge(completions: Completions) -> None:
-        await completions.ended("a")
-        completions.retrieved("a")
+        await completions.wait_until_ended("a")
+        completions.acknowledge("a")
 
     asked = poll(wait_and_acknowledge, ended(1, "a"), refusal(503), ended(1))
     assert [body["retrieved_request_ids"] for body in asked] == [[], ["a"], ["a"]]
@@ -294,9 +294,9 @@ def test_a_result_that_arrives_during_a_poll_is_acknowledged_in_the_next() -> No
 
         transport = Transport("http://server", "k", network=httpx.MockTransport(answer))
         completions = Completions(transport, TARGET)
-        completions.retrieved("a")
+        completions.acknowledge("a")
         await is_asked.wait()
-        completions.retrieved("b")
+        completions.acknowledge("b")
         may_answer.set()
         assert completions.task is not None
         await completions.task
@@ -308,16 +308,16 @@ def test_a_result_that_arrives_during_a_poll_is_acknowledged_in_the_next() -> No
 
 def test_no_poll_is_sent_without_waiters_and_acknowledgements() -> None:
     async def one_after_another(completions: Completions) -> None:
-        await completions.ended("a")
+        await completions.wait_until_ended("a")
         assert completions.task is None
-        await completions.ended("b")
+        await completions.wait_until_ended("b")
 
     assert len(poll(one_after_another, ended(1, "a"), ended(2, "b"))) == 2
 
 
 @pytest.mark.parametrize("answer", [refusal(429), refusal(500), httpx.ReadError("cut")])
 def test_a_transient_error_is_retried(answer: Answer) -> None:
-    asked = poll(lambda completions: completions.ended("a"), answer, ended(1, "a"))
+    asked = poll(lambda completions: completions.wait_until_ended("a"), answer, ended(1, "a"))
     assert len(asked) == 2
 
 
@@ -331,8 +331,8 @@ def test_a_transient_error_is_retried(answer: Answer) -> None:
 )
 def test_without_batch_polling_each_future_is_polled_alone(answer: Answer, policy: RetryPolicy | None) -> None:
     async def wait_twice(completions: Completions) -> None:
-        await asyncio.gather(completions.ended("a"), completions.ended("b"))
-        completions.retrieved("a")
-        await completions.ended("c")
+        await asyncio.gather(completions.wait_until_ended("a"), completions.wait_until_ended("b"))
+        completions.acknowledge("a")
+        await completions.wait_until_ended("c")
 
     assert len(poll(wait_twice, answer, policy=policy)) == 1

@@ -182,12 +182,7 @@ async def _awaited(value: Any) -> None:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-CLIENTS = {
-    ServiceClient: "ServiceClient",
-    TrainingClient: "TrainingClient",
-    SamplingClient: "SamplingClient",
-    RestClient: "RestClient",
-}
+CLIENTS = (ServiceClient, TrainingClient, SamplingClient, RestClient)
 METHODS_LEFT_OUT = {
     "it takes an inner part of that SDK": {"create"},
     "there is nothing to log: the server says why it waits": {"on_queue_state_change"},
@@ -326,7 +321,7 @@ def official_methods(ours: type) -> dict[str, Function]:
     """Return the methods of the hosted SDK's class of this name, without importing it."""
     methods = {
         each.name: each
-        for each in _body_of(CLIENTS[ours])
+        for each in _body_of(ours.__name__)
         if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
         if not each.name.startswith("_") or (each.name == "__init__" and ours is ServiceClient)
     }

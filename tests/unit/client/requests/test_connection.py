@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -29,10 +30,10 @@ from cotrain.requests.connection import (
     POSTS_AT_ONCE,
     BackgroundLoop,
     SampleRequests,
-    cancel_the_rest_and,
+    cancel_all_and_run,
     shared_connection,
-    wait_for_json,
     wait_for_pass,
+    wait_for_result,
 )
 from cotrain.settings import ClientSettings
 from cotrain.transport import responses as patience
@@ -121,10 +122,12 @@ def test_a_shared_connection_is_closed_only_by_its_own_process(monkeypatch: pyte
     settings = ClientSettings("http://127.0.0.1:9", "tml-at-exit")
     shared = shared_connection(settings)
     assert shared_connection(settings) is shared
-    ((close, pid, connection),) = at_exit
-    close(pid + 1, connection)
+    ((close, farewell),) = at_exit
+    with monkeypatch.context() as forked:
+        forked.setattr(os, "getpid", lambda: -1)
+        close(farewell)
     assert shared.loop.run(asyncio.sleep(0, "open")) == "open"
-    close(pid, connection)
+    close(farewell)
     with pytest.raises(ClientClosed):
         shared.loop.run(asyncio.sleep(0))
 
@@ -240,7 +243,7 @@ def test_closing_cancels_no_task_before_its_start() -> None:
         asking = asyncio.create_task(ask())
         await asyncio.sleep(0)
         assert not begun.is_set()
-        await cancel_the_rest_and(nothing)
+        await cancel_all_and_run(nothing)
         assert asking.cancelled()
         assert begun.is_set()
 
@@ -249,25 +252,29 @@ def test_closing_cancels_no_task_before_its_start() -> None:
 
 
 async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-    return await wait_for_json(transport, request_id, OptimStepResponse)
+    return await wait_for_result(transport, request_id, OptimStepResponse)
 
 
 def poll(
     waiting: Callable[[Transport, str], Awaitable[Any]], *answers: Answer, policy: RetryPolicy | None = None
 ) -> tuple[Any, FakeApi]:
     api = FakeApi(answers={"retrieve_future": list(answers)})
+    return through(api, lambda transport: waiting(transport, "r"), policy), api
 
-    async def at_once(_: float) -> None:
-        return None
+
+def through(api: FakeApi, work: Callable[[Transport], Awaitable[Any]], policy: RetryPolicy | None = None) -> Any:
+    """Do `work` with a transport of this API. A pause lasts one turn of the loop."""
 
     async def run() -> Any:
-        transport = Transport("http://server", "k", network=api.network, policy=policy, sleep=at_once)
+        transport = Transport(
+            "http://server", "k", network=api.network, policy=policy, sleep=lambda _: asyncio.sleep(0)
+        )
         try:
-            return await waiting(transport, "r")
+            return await work(transport)
         finally:
             await transport.close()
 
-    return asyncio.run(run()), api
+    return asyncio.run(run())
 
 
 DONE = httpx.Response(200, json={"metrics": {"grad_norm": 2.0}})
@@ -355,28 +362,12 @@ def request(seq_id: int = 0) -> SampleRequest:
     )
 
 
-def through(
-    api: FakeSampling, work: Callable[[SampleRequests], Awaitable[Any]], policy: RetryPolicy | None = None
-) -> Any:
-    """Do `work` with the requests of a server. A pause lasts one turn of the loop."""
-
-    async def run() -> Any:
-        transport = Transport(
-            "http://server", "k", network=api.network, policy=policy, sleep=lambda _: asyncio.sleep(0)
-        )
-        try:
-            return await work(SampleRequests(transport))
-        finally:
-            await transport.close()
-
-    return asyncio.run(run())
-
-
 def test_a_busy_server_is_polled_by_few_callers_while_others_wait() -> None:
     many = POSTS_AT_ONCE * 3
     api = FakeSampling(answers={"asample": [refusal(429) for _ in range(many)]})
 
-    async def accept_all(requests: SampleRequests) -> None:
+    async def accept_all(transport: Transport) -> None:
+        requests = SampleRequests(transport)
         await asyncio.gather(*(requests.accept(request(n)) for n in range(many)))
 
     through(api, accept_all)
@@ -400,20 +391,22 @@ def test_concurrent_polls_are_limited_by_the_server() -> None:
 
 def test_a_busy_server_is_an_error_after_the_time_limit() -> None:
     api = FakeSampling(answers={"asample": [refusal(429) for _ in range(5)]})
-    accepted = through(api, lambda requests: requests.accept(request()), RetryPolicy(give_up_after_s=-1))
+    accepted = through(
+        api, lambda transport: SampleRequests(transport).accept(request()), RetryPolicy(give_up_after_s=-1)
+    )
     assert accepted.sample_sequence_ids == ["s:0/0"]
 
 
 def test_a_refusal_is_final() -> None:
     api = FakeSampling(answers={"asample": [refusal(422, "no such field")]})
     with pytest.raises(UnprocessableEntityError, match="no such field"):
-        through(api, lambda requests: requests.accept(request()))
+        through(api, lambda transport: SampleRequests(transport).accept(request()))
 
 
 @pytest.mark.parametrize("answer", [refusal(404), httpx.ConnectError("away")])
 def test_a_cancellation_that_does_not_reach_the_server_is_dropped(answer: Any) -> None:
     api = FakeSampling(answers={"cancel_future": [answer]})
-    through(api, lambda requests: requests.cancel("s:0"))
+    through(api, lambda transport: SampleRequests(transport).cancel("s:0"))
     assert api.paths() == ["cancel_future"]
 
 
@@ -421,7 +414,8 @@ def test_a_pending_result_is_polled_until_it_is_available() -> None:
     api = FakeSampling()
     gate = api.hold["s:0"] = threading.Event()
 
-    async def accept_and_retrieve(requests: SampleRequests) -> Any:
+    async def accept_and_retrieve(transport: Transport) -> Any:
+        requests = SampleRequests(transport)
         await requests.accept(request())
         result = asyncio.create_task(requests.retrieve("s:0"))
         await until(lambda: api.paths().count("retrieve_future") >= 3)

@@ -28,7 +28,7 @@ from cotrain.errors import (
 from cotrain.requests.connection import BackgroundLoop
 from cotrain.transport import http as module
 from cotrain.transport.http import AT_ONCE, ConnectionPools, Transport
-from cotrain.transport.responses import RetryPolicy, read, reader, understood
+from cotrain.transport.responses import RetryPolicy, parsed, read, reader
 from cotrain.types import (
     AdamParams,
     Datum,
@@ -168,19 +168,19 @@ PAGE = "<html>Welcome to nginx</html>"
 def test_a_web_page_is_not_accepted_as_an_answer() -> None:
     response = httpx.Response(200, html=PAGE, request=httpx.Request("GET", "http://server:1/x"))
     with pytest.raises(ForeignAnswer, match="http://server:1 is no cotrain server"):
-        understood(response, reader(GetServerCapabilitiesResponse))
+        parsed(response, reader(GetServerCapabilitiesResponse))
 
 
 def test_a_redirect_is_an_error_with_the_new_address() -> None:
     moved = httpx.Response(308, headers={"Location": "https://new/"}, request=httpx.Request("GET", "http://old/x"))
     with pytest.raises(ForeignAnswer, match="it redirects to https://new/"):
-        understood(moved, reader(GetServerCapabilitiesResponse))
+        parsed(moved, reader(GetServerCapabilitiesResponse))
 
 
-@pytest.mark.parametrize(("status", "says"), [(404, "404: Not Found; a web page came back, so http://server is no")])
-def test_a_refusal_that_is_a_web_page_names_the_address_to_check(status: int, says: str) -> None:
+def test_a_refusal_that_is_a_web_page_names_the_address_to_check() -> None:
+    says = "404: Not Found; a web page came back, so http://server is no"
     with pytest.raises(APIStatusError, match=says) as caught:
-        post(api_answering(httpx.Response(status, html=PAGE)), Naps())
+        post(api_answering(httpx.Response(404, html=PAGE)), Naps())
     assert "nginx" not in str(caught.value)
 
 
@@ -392,19 +392,16 @@ async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(monkeypa
 
 
 async def test_a_broken_request_frees_its_connection() -> None:
-    def broken() -> httpx.AsyncClient:
-        def fail(request: httpx.Request) -> httpx.Response:
-            raise httpx.ConnectError("refused", request=request)
-
-        return httpx.AsyncClient(transport=httpx.MockTransport(fail), base_url="http://server")
-
     made = []
 
-    def counted() -> httpx.AsyncClient:
-        made.append(broken())
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    def make_pool() -> httpx.AsyncClient:
+        made.append(httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://server"))
         return made[-1]
 
-    pools = ConnectionPools(counted)
+    pools = ConnectionPools(make_pool)
     for _ in range(2 * AT_ONCE):
         with pytest.raises(httpx.ConnectError):
             await pools.send(pools.first.build_request("GET", "/"))
