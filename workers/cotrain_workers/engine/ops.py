@@ -106,8 +106,7 @@ class LossGraph:
 
 @dataclass(frozen=True)
 class Pass:
-    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's
-    (summed, never averaged).
+    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's (summed, never averaged).
     """
 
     run: str
@@ -128,8 +127,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class ReverseKl:
-    """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to
-    the run's.
+    """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to the run's.
 
     Both are softmaxes of logits / `temperature`. The reference is never differentiated.
     """
@@ -179,8 +177,7 @@ class HostOptimizer:
 
 @dataclass(frozen=True)
 class Load:
-    """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW
-    continues or starts anew.
+    """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW continues or starts anew.
 
     With `creates`, the run starts with them and takes its spec from them.
     """

@@ -112,9 +112,8 @@ def kept_share(sums: Pair) -> int:
 class Layout:
     """Positions of one adapter's matrices in a flat arena: A then B, in model order.
 
-    B is stored transposed. A product with it then reads rows of `outputs` values instead of
-    `rank` values. This is 2 to 7 times faster on CPU (rank 8, 256 tokens; the same bytes, other
-    strides).
+    B is stored transposed. A product with it then reads rows of `outputs` values instead of `rank` values. This is 2 to
+    7 times faster on CPU (rank 8, 256 tokens; the same bytes, other strides).
     """
 
     rank: int

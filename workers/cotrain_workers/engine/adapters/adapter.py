@@ -84,8 +84,7 @@ class Gradient:
         return self._norm
 
     def is_finite(self) -> torch.Tensor:
-        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm.
-        Waits for the device.
+        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm. Waits for the device.
         """
         found = self.norm().isfinite()
         # A sum of squares may overflow fp64 although all values are finite.
@@ -297,8 +296,7 @@ def discard_all(gradients: Sequence[Gradient]) -> None:
 def is_all_finite(values: torch.Tensor) -> torch.Tensor:
     """Return, on the device, a boolean that is true if no value is NaN or infinite. At least one value is required."""
     if not values.is_cuda:
-        # This takes a third of the time for an arena. An infinite sum of finite values is
-        # inconclusive.
+        # This takes a third of the time for an arena. An infinite sum of finite values is inconclusive.
         has_finite_sum = torch.isfinite(values.sum())
         if has_finite_sum:
             return has_finite_sum

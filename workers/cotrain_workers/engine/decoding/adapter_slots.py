@@ -1,7 +1,6 @@
 """Cache of sampler weights on the device, in slots filled from resident adapters or from the host.
 
-Pools of different rank share one memory limit. A pool that needs a slot takes memory from pools with
-unused slots.
+Pools of different rank share one memory limit. A pool that needs a slot takes memory from pools with unused slots.
 """
 
 import time

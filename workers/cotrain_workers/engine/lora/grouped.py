@@ -42,10 +42,9 @@ class StackLayout:
 class StackedWeights:
     """Weights of adapters that train the same modules, with ranks up to that of the layout.
 
-    It copies many adapters into the layout of grouped products: one rank, one stride, no gaps.
-    The copies are valid for one micro-batch. Filling them reads each arena once: 6 bytes per
-    parameter under a 16-bit base, where the optimizer step moves 28. Nothing is retained for
-    idle adapters, so no copy can be stale.
+    It copies many adapters into the layout of grouped products: one rank, one stride, no gaps. The copies are valid for
+    one micro-batch. Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where the optimizer
+    step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 
     One more slot of zeros follows, for rows without an adapter.
     """

@@ -302,8 +302,7 @@ class TokenRow:
 def token_row(
     slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1, shared: Iterable[Sequence[int]] = ()
 ) -> TokenRow:
-    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple
-    of `align`.
+    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple of `align`.
 
     `shared` holds, for each slice, the first tokens of each sequence whose rows are those of an earlier sequence.
     """

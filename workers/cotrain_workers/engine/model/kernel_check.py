@@ -52,8 +52,7 @@ def agrees(what: str, device: torch.device, tolerance: float, measure: Callable[
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
     """Return True if a kernel matches its function, forward and backward for the first `tensors` arguments.
 
-    It is also compared without gradients, as used by the decoder. A failure or a mismatch is logged.
-    Raises DeviceLost.
+    It is also compared without gradients, as used by the decoder. A failure or a mismatch is logged. Raises DeviceLost.
     """
     inputs, rest = examples[:tensors], examples[tensors:]
 

@@ -112,8 +112,7 @@ def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
 
 
 def adamw_steps(steps: Sequence[Due]) -> None:
-    """Clip each gradient by its global norm, update weights, moments and step counts, and discard
-    the gradients.
+    """Clip each gradient by its global norm, update weights, moments and step counts, and discard the gradients.
 
     Steps of equal parameters share one launch. Each adapter may occur only once. Without a
     gradient the step has zero gradients: moments and weights decay, and nothing fails.
@@ -171,12 +170,10 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
 def take_steps(
     adapters: Mapping[str, Adapter], ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
 ) -> None:
-    """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by
-    run.
+    """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by run.
 
-    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A
-    step that would make weights too large for products fails, too, and leaves the adapter
-    unchanged.
+    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A step that would make
+    weights too large for products fails, too, and leaves the adapter unchanged.
     """
     asked = []
     for op in ops:

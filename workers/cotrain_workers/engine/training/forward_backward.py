@@ -82,10 +82,9 @@ class ForwardBackward:
     ) -> Yielding[None]:
         """Run passes and set the output of each complete one; yield after each micro-batch.
 
-        Passes of one run are in their order. Passes with an allowance run after the others. They
-        stay open once it is used up, or once `is_over` returns True. Even then one micro-batch
-        runs, of the pass that has waited longest. Then follow the first slices of the others, then
-        more of each.
+        Passes of one run are in their order. Passes with an allowance run after the others. They stay open once it is
+        used up, or once `is_over` returns True. Even then one micro-batch runs, of the pass that has waited longest.
+        Then follow the first slices of the others, then more of each.
         """
         for at, state in enumerate(passes):
             state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)

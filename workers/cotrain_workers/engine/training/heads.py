@@ -41,8 +41,7 @@ from cotrain_workers.engine.training.losses import (
 )
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
 
-# Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two
-# threads.
+# Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32
 NEAR = 8  # maximum gap of neighbours in the packed row: a slice may begin at a multiple of 8
 

@@ -1,10 +1,9 @@
 """Losses, and validation of passes on the host.
 
-Losses are pure functions of per-token log-probabilities, summed, never averaged. `lp` is the
-current log-probability of a target, `q` the one recorded at sampling, `A` the advantage. Tokens
-excluded from a policy loss have `A = 0`. Their ratio `exp(lp - q)` may be anything, so it is never
-computed: `0 * inf` would be NaN. It is not computed either where only its bound counts. An
-unbounded ratio that exceeds float32 makes the loss infinite, and its request fails.
+Losses are pure functions of per-token log-probabilities, summed, never averaged. `lp` is the current log-probability of
+a target, `q` the one recorded at sampling, `A` the advantage. Tokens excluded from a policy loss have `A = 0`. Their
+ratio `exp(lp - q)` may be anything, so it is never computed: `0 * inf` would be NaN. It is not computed either where
+only its bound counts. An unbounded ratio that exceeds float32 makes the loss infinite, and its request fails.
 
 The engine validates a pass on the host before it uses the device. The server has already checked
 all of it, but a wrong index on a GPU would crash the process for every tenant.
@@ -282,8 +281,7 @@ def value_and_slope(
 
 
 def steepest_target(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[float, int]:
-    """Return the largest absolute slope of the loss by a log-probability of one datum, and its
-    flat index.
+    """Return the largest absolute slope of the loss by a log-probability of one datum, and its flat index.
 
     Computed in float64, to find slopes that exceed float32.
     """

@@ -30,8 +30,7 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, S
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
-#: Loss above which the steepest target of a pass is recorded, in case its gradient is too large
-#: for a step.
+#: Loss above which the steepest target of a pass is recorded, in case its gradient is too large for a step.
 STEEP_LOSS = 1e9
 #: Weights above this explain a loss that is not finite better than the data.
 LARGE_WEIGHT = 1e6
@@ -331,9 +330,8 @@ def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBa
 class OpenPasses:
     """Open pass of each run that has one.
 
-    It keeps the passes that take several cycles between two of them. They are not part of a
-    run's state. An adapter that is dropped or restored drops its open pass, which then starts
-    anew and produces the same bits.
+    It keeps the passes that take several cycles between two of them. They are not part of a run's state. An adapter
+    that is dropped or restored drops its open pass, which then starts anew and produces the same bits.
     """
 
     def __init__(self) -> None:
