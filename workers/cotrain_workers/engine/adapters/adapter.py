@@ -84,8 +84,7 @@ class Gradient:
         return self._norm
 
     def is_finite(self) -> torch.Tensor:
-        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm. Waits for the device.
-        """
+        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm. Waits for the device."""
         found = self.norm().isfinite()
         # A sum of squares may overflow fp64 although all values are finite.
         return found if found else self._settled().isfinite().all()
