@@ -83,7 +83,7 @@ class SavedWeights(HostWeights):
             return None
         if adapter.weights.dtype != torch.float32:
             return None
-        adapter.hold_compute()
+        adapter.await_copies()
         return adapter.weights
 
 
@@ -145,7 +145,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
         flat = _scaled(flat, adapter.layout, op.weights.spec.alpha / adapter.spec.alpha)
         if not torch.isfinite(flat).all():
             return Failure(f"Checkpoint {op.path} has too large an alpha for this run.", "user")
-    adapter.hold_compute()
+    adapter.await_copies()
     adapter.weights.copy_(flat)
     adapter.weights_changed()
     discard_gradients([adapter])

@@ -183,8 +183,7 @@ def adjusted_attention(
     if rule.sinks is not None:
         column = rule.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shares = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return shares[..., : k.shape[-2]] @ v
 
 

@@ -1,5 +1,6 @@
-"""Optimizer steps: AdamW over flat arenas, the adapters of a cycle together, with the semantics of
-`torch.optim.AdamW`. Adapters with Muon step one by one.
+"""Optimizer steps over flat arenas: AdamW for all adapters of a cycle together, and Muon for one after the other.
+
+AdamW has the semantics of `torch.optim.AdamW`.
 
 Muon is a momentum whose matrices are orthogonalized. Its rule is that of Jordan et al. (2024,
 kellerjordan.github.io/posts/muon) with Nesterov momentum, and the step size of Liu et al. (2025, arXiv:2502.16982, section 2.2),
@@ -14,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -31,16 +31,6 @@ SAFE_LEARNING_RATE = 1e3
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-
-
-class Parameters(NamedTuple):
-    """Parameters that one launch of AdamW shares among its adapters."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 def refuse_step(op: OptimStep) -> str | None:
@@ -118,8 +108,8 @@ def adamw_steps(steps: Sequence[Due]) -> None:
     gradient the step has zero gradients: moments and weights decay, and nothing fails.
     """
     clip([due for due in steps if due.op.grad_clip_norm > 0 and due.norm > 0])
-    for parameters, group in by_parameters([d for d in steps if d.op.type == "adamw"]).items():
-        launch(parameters, [due.adapter for due in group])
+    for group in by_parameters([due for due in steps if due.op.type == "adamw"]):
+        launch(group)
     for due in steps:
         if due.op.type == "muon":
             muon_step(due.adapter, due.op)
@@ -136,18 +126,19 @@ def clip(steps: Sequence[Due]) -> None:
         torch._foreach_mul_([due.adapter.gradient.flat for due in steps], factors)
 
 
-def by_parameters(steps: Sequence[Due]) -> dict[Parameters, list[Due]]:
+def by_parameters(steps: Sequence[Due]) -> list[list[Due]]:
     """Group the steps by the parameters that a launch shares; clipping is done before."""
-    groups: dict[Parameters, list[Due]] = {}
+    groups: dict[tuple[float, ...], list[Due]] = {}
     for due in steps:
         op = due.op
-        key = Parameters(op.learning_rate, op.beta1, op.beta2, op.eps, op.weight_decay)
+        key = (op.learning_rate, op.beta1, op.beta2, op.eps, op.weight_decay)
         groups.setdefault(key, []).append(due)
-    return groups
+    return list(groups.values())
 
 
-def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
-    """Update weights and moments of adapters with the same parameters, each at its own step count."""
+def launch(steps: Sequence[Due]) -> None:
+    """Update weights and moments by steps with the same parameters, each adapter at its own step count."""
+    op, adapters = steps[0].op, [due.adapter for due in steps]
     counts = torch.tensor([float(adapter.step) for adapter in adapters])
     adamw(
         [adapter.weights for adapter in adapters],
@@ -158,11 +149,11 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
         list(to_device(counts, adapters[0].weights.device).unbind()),
         fused=True,
         amsgrad=False,
-        beta1=parameters.beta1,
-        beta2=parameters.beta2,
-        lr=parameters.learning_rate,
-        weight_decay=parameters.weight_decay,
-        eps=parameters.eps,
+        beta1=op.beta1,
+        beta2=op.beta2,
+        lr=op.learning_rate,
+        weight_decay=op.weight_decay,
+        eps=op.eps,
         maximize=False,
     )
 
@@ -177,10 +168,9 @@ def take_steps(
     """
     asked = []
     for op in ops:
-        reason = refuse_step(op)
         if op.run not in adapters:
             outputs[op.run, op.seq] = unknown_run()
-        elif reason := reason or refuse_type(op, adapters[op.run]):
+        elif reason := refuse_step(op) or refuse_type(op, adapters[op.run]):
             outputs[op.run, op.seq] = Failure(reason, "user")
         else:
             asked.append(op)

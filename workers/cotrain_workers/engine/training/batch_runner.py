@@ -51,12 +51,11 @@ class BatchRunner:
         self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows, new_softmax)
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
-        self._micro_batch_tokens = micro_batch_tokens
         self.images = BatchImages(base.vision, self._device)
 
     def run(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         """Run a micro-batch and collect its results. Return it, after the micro-batches of its references."""
-        referred, ran = self._references.ask_for({each: passes[each.owner].op for each in batch.op_slices})
+        referred, ran = self._references.run({each: passes[each.owner].op for each in batch.op_slices})
         route, row = self.route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED

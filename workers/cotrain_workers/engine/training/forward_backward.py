@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from weakref import WeakSet
 
 from cotrain_workers.engine.coordination import Yielding
@@ -108,11 +108,11 @@ class ForwardBackward:
         self, divided: list[PassState], passes: Sequence[PassState], cost: PassesCost, is_over: Callable[[], bool]
     ) -> Yielding[None]:
         divided.sort(key=lambda state: state.waits_since)
-        at_first = iter([False])
+        calls = count()
 
         def stops() -> bool:
             """Return False the first time, so that each cycle advances some pass; then `is_over()`."""
-            return next(at_first, True) and is_over()
+            return next(calls) > 0 and is_over()
 
         for of_kind in of_one_kind([state.slices[0] for state in divided]):
             yield from self._run_slices(of_kind, passes, cost, stops)

@@ -132,9 +132,7 @@ class PassState:
         self.shared = [0] * len(lengths)
         if shares and isinstance(self.op, Pass):
             self.shared = shared_prompts(self.op.datums)
-        needs_grad = self.op.needs_grad
-        cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
-        self.slices = deque(cuts)
+        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad, shared=self.shared))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
 
@@ -275,12 +273,10 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
-        graph, needs_grad = op.graph, op.needs_grad
-        why = (
-            broken_datum(graph, op.datums, found, needs_grad=needs_grad)
-            if graph is not None
-            else too_far_apart(op, found)
-        )
+        if op.graph is None:
+            why = too_far_apart(op, found)
+        else:
+            why = broken_datum(op.graph, op.datums, found, needs_grad=op.needs_grad)
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
@@ -357,8 +353,9 @@ class OpenPasses:
             state.adapter.drop_open_gradient()
 
     def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
-        """Remove and return the open passes that come next in their runs, by (run, seq); drop
-        other open passes of these runs.
+        """Remove and return the open passes that come next in their runs, by (run, seq).
+
+        Drop other open passes of these runs.
         """
         taken = {}
         for run, seq in first_by_run.items():
