@@ -106,7 +106,7 @@ class LossGraph:
 
 @dataclass(frozen=True)
 class Pass:
-    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's (summed, never averaged)."""
+    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's, never averaged."""
 
     run: str
     seq: int

@@ -150,7 +150,7 @@ class Layout:
 
 
 def matrices(arena: torch.Tensor, at: int, experts: int, count: int, rank: int, width: int) -> torch.Tensor:
-    """Return a view of `count` matrices of experts `[count, rank, width]`, or without experts of one `[rank, width]`."""
+    """Return a view of `count` matrices of experts `[count, rank, width]`, or, without experts, of one matrix."""
     shape = (count, rank, width) if experts else (rank, width)
     return arena[at : at + count * rank * width].view(shape)
 

@@ -91,7 +91,7 @@ class Gradient:
         return self._norm
 
     def is_finite(self) -> torch.Tensor:
-        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm. Waits for the device."""
+        """Return, by the norm, a boolean that is true if no value is NaN or infinite. Waits for the device."""
         found = self.norm().isfinite()
         # A sum of squares may overflow fp64 although all values are finite.
         return found if found else self.settle().isfinite().all()

@@ -16,7 +16,7 @@ import torch
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, kv_slots, positions
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.lora.fused.operators import missing_kernels, no_result, register
 from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.model.kernel_check import agrees
 from cotrain_workers.engine.model.layer_kernels import block
@@ -129,13 +129,12 @@ class KernelAttention:
         return out
 
 
-_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 # Queries and `out` are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d].
 # Sinks are [heads]. Spans, int32 [b, 3], have the first row of a block, its number of queries and its row of `pages`.
 # Lengths, int32 [b], have the keys that its first query sees, itself included. They are `longest` at most.
 # Pages are int32 [sequences, columns]. A cap of 0 is no cap.
 _SCHEMA = (
-    "attend_pages(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
+    "(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
     "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
 )
 
@@ -212,13 +211,7 @@ def attend_pages(
         page_programs.combine[(blocks, heads)](*given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS)
 
 
-def _write_nothing(*_: Any) -> None:
-    pass
-
-
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("attend_pages", attend_pages, "CompositeExplicitAutograd")
-torch.library.register_fake("cotrain::attend_pages", _write_nothing, lib=_LIBRARY)
+register({"attend_pages": _SCHEMA}, [attend_pages], [no_result])
 #: `attend_pages` as an op, which tools that follow ops can see.
 attend = torch.ops.cotrain.attend_pages
 

@@ -30,6 +30,8 @@ from cotrain_workers.engine.decoding.sequence_pages import (
 )
 
 T = TypeVar("T")
+#: Number of keys whose attention costs about as much as one more row of a shared step.
+ROW_CONTEXT = 256
 
 
 class FairShare:
@@ -74,10 +76,6 @@ class FairShare:
         for tenant, tokens in self._tokens.items():
             if tenant not in short:
                 self._tokens[tenant] = max(tokens, min(level))
-
-
-#: Number of keys whose attention costs about as much as one more row of a shared step.
-ROW_CONTEXT = 256
 
 
 @dataclass(frozen=True)

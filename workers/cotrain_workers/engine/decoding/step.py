@@ -53,7 +53,7 @@ def arrange(plan: Plan, slot_of: SlotOf) -> list[Item]:
 
 def slot_order(slot: Slot | None) -> tuple[tuple[int, bool], int]:
     """Return the sort key that groups rows by pool and adapter."""
-    return (((0, False), 0)) if slot is None else (slot.pool.layout.kind, slot.index)
+    return ((0, False), 0) if slot is None else (slot.pool.layout.kind, slot.index)
 
 
 def padded(rows: int) -> int:
@@ -134,7 +134,7 @@ class MixedStep:
         return self._attention.attend(layer, q, k, v, rule)
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Adjacent rows of one adapter."""
 
     start: int
@@ -150,24 +150,24 @@ class Gathered(NamedTuple):
     pool: Pool
     slots: torch.Tensor  # int64 [stop - start]
     modules: frozenset[str]  # modules that at least one of the adapters changes
-    runs: Sequence[Run]
+    stretches: Sequence[Stretch]
 
 
 class RowLora:
     """Adapters of the rows of a step, which are sorted by adapter."""
 
     def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
-        self._runs = list(runs(slots))
-        self._long: list[Run] = []
+        self._stretches = list(stretches(slots))
+        self._long: list[Stretch] = []
         self._short: list[Gathered] = []
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._free_bytes = KEEP_BYTES
-        short: list[Run] = []
-        for run in self._runs:
-            if run.stop - run.start >= LONG_RUN:
-                self._long.append(run)
+        short: list[Stretch] = []
+        for stretch in self._stretches:
+            if stretch.stop - stretch.start >= LONG_RUN:
+                self._long.append(stretch)
             else:
-                short.append(run)
+                short.append(stretch)
         for group in _neighbours(short):
             if len(group) == 1:
                 self._long.append(group[0])
@@ -176,16 +176,16 @@ class RowLora:
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
-        for run in self._long:
-            _add_run(run, module, x, y)
+        for stretch in self._long:
+            _add_stretch(stretch, module, x, y)
         for at, group in enumerate(self._short):
             if module not in group.modules:
                 continue
             width = (group.stop - group.start) * group.pool.layout.rank
             size = width * (x.shape[1] + y.shape[1]) * x.element_size()
             if size > GATHER_BYTES:
-                for run in group.runs:
-                    _add_run(run, module, x, y)
+                for stretch in group.stretches:
+                    _add_stretch(stretch, module, x, y)
             else:
                 matrices = self._gather(at, module, size)
                 _add_products(slice(group.start, group.stop), x, y, *matrices)
@@ -193,15 +193,15 @@ class RowLora:
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
-        return [(run.start, run.stop) for run in self._runs]
+        return [(stretch.start, stretch.stop) for stretch in self._stretches]
 
     def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
-        for run in self._runs:
-            if module not in run.slot.modules:
+        for stretch in self._stretches:
+            if module not in stretch.slot.modules:
                 continue
-            both = run.slot.pool.of_experts(module, run.slot.index)
-            for expert, start, stop in groups[run.start]:
+            both = stretch.slot.pool.of_experts(module, stretch.slot.index)
+            for expert, start, stop in groups[stretch.start]:
                 a, b = (of_expert(each, expert).expand(stop - start, -1, -1) for each in both)
                 _add_products(slice(start, stop), x, y, a, b)
 
@@ -217,11 +217,11 @@ class RowLora:
         return found
 
 
-def _add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+def _add_stretch(stretch: Stretch, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """Add the LoRA path on the rows of one adapter."""
-    if module in run.slot.modules:
-        matrices = run.slot.pool.repeated(module, run.slot.index, run.stop - run.start)
-        _add_products(slice(run.start, run.stop), x, y, *matrices)
+    if module in stretch.slot.modules:
+        matrices = stretch.slot.pool.repeated(module, stretch.slot.index, stretch.stop - stretch.start)
+        _add_products(slice(stretch.start, stretch.stop), x, y, *matrices)
 
 
 def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -237,32 +237,32 @@ def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor
     own += torch.bmm(low, b)[: len(own), 0, : y.shape[1]]
 
 
-def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:
-    """Yield the runs of rows of one adapter; rows without an adapter have none."""
+def stretches(slots: Sequence[Slot | None]) -> Iterator[Stretch]:
+    """Yield the adjacent rows of each adapter; rows without an adapter are left out."""
     start = 0
     for slot, same in groupby(slots):
         stop = start + len(list(same))
         if slot is not None:
-            yield Run(start, stop, slot)
+            yield Stretch(start, stop, slot)
         start = stop
 
 
-def _neighbours(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group consecutive runs that share a pool."""
-    groups: list[list[Run]] = []
-    for run in runs:
+def _neighbours(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
+    """Group consecutive stretches that share a pool."""
+    groups: list[list[Stretch]] = []
+    for stretch in stretches:
         last = groups[-1][-1] if groups else None
-        if last is not None and last.stop == run.start and last.slot.pool is run.slot.pool:
-            groups[-1].append(run)
+        if last is not None and last.stop == stretch.start and last.slot.pool is stretch.slot.pool:
+            groups[-1].append(stretch)
         else:
-            groups.append([run])
+            groups.append([stretch])
     return groups
 
 
-def _gathered(group: Sequence[Run], device: torch.device) -> Gathered:
-    """Return one gather for several short runs."""
-    indices = [run.slot.index for run in group for _ in range(run.stop - run.start)]
-    modules = frozenset[str]().union(*(run.slot.modules for run in group))
+def _gathered(group: Sequence[Stretch], device: torch.device) -> Gathered:
+    """Return one gather for several short stretches."""
+    indices = [stretch.slot.index for stretch in group for _ in range(stretch.stop - stretch.start)]
+    modules = frozenset[str]().union(*(stretch.slot.modules for stretch in group))
     slots = torch.tensor(indices, device=device)
     return Gathered(group[0].start, group[-1].stop, group[0].slot.pool, slots, modules, group)
 

@@ -26,6 +26,11 @@ from cotrain_workers.engine.spec import Layout, Pair, Target, aligned
 MIN_RANK = 8
 # Modules that read the same x: their A matrices are adjacent and form one product.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ROWS = 8  # alignment of the first row of every segment
+# A grouped product supports 1,023 groups; one of them is for filler.
+MAX_SEGMENTS = 1022
+# Segments (by index) with gradients; within a round, no two add to the same matrices.
+Round = Sequence[tuple[int, Mapping[str, Pair]]]
 
 
 @dataclass(frozen=True)
@@ -149,15 +154,6 @@ def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch
     chunks = flat.split_with_sizes([*sizes, len(flat) - end])[1::2]
     view_by_span = dict(zip(in_order, chunks, strict=True))
     return [view_by_span[at] for at in range(len(spans))]
-
-
-ROWS = 8  # alignment of the first row of every segment
-# A grouped product supports 1,023 groups; one of them is for filler.
-MAX_SEGMENTS = 1022
-
-
-# Segments (by index) with gradients; within a round, no two add to the same matrices.
-Round = Sequence[tuple[int, Mapping[str, Pair]]]
 
 
 @dataclass(frozen=True)

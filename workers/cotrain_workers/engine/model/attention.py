@@ -188,7 +188,7 @@ def adjusted_attention(
 
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without cap or sinks."""
+    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, no cap or sinks."""
     if q.is_cuda and rule.sinks is not None:
         warn_slow("there is no kernel for sinks")
         return False
@@ -347,7 +347,7 @@ def is_dense(
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Return attention over sequences of the lengths `PROBE`, computed densely in fp32 without a cap; `[T, heads, d]`."""
+    """Return attention `[T, heads, d]` over sequences of the lengths `PROBE`, densely in fp32 and without a cap."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))

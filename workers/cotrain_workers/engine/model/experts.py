@@ -203,7 +203,7 @@ def choices_on_host(index: torch.Tensor) -> np.ndarray:
 
 
 def weight_of(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight `[experts, out, in]` of a product of an experts module, and its bias `[experts, out]` if any."""
+    """Return the weight `[experts, out, in]` of a product of an experts module, and any bias `[experts, out]`."""
     fused = "down_proj" if name == "down_proj" else "gate_up_proj"
     weight = getattr(module, fused)
     weight = weight.mT if module.is_transposed else weight

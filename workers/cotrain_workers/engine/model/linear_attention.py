@@ -99,7 +99,10 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def project(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values side by side `[1, T, channels]`, the gate `[1, T, heads, d_v]`, b and a `[1, T, heads]`."""
+    """Return queries, keys and values side by side `[1, T, channels]`, the gate, b and a.
+
+    The gate is `[1, T, heads, d_v]`; b and a are `[1, T, heads]`.
+    """
     if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next
         *mixed, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         return torch.cat([each.flatten(2) for each in mixed], dim=-1), z, b, a

@@ -191,8 +191,8 @@ def _read_images(decoder: nn.Module, router: Router) -> None:
 def rotary_positions(length: int, images: Iterable[Image]) -> tuple[np.ndarray, int]:
     """Return the positions `[3, length]` of a sequence in time, height and width, and that of the next token.
 
-    A token of text advances all three by 1. The tokens of an image have one time, and count rows and columns from there.
-    The text after it continues behind the largest. This is `get_rope_index` of transformers for images.
+    A token of text advances all three by 1. The tokens of an image have one time, and count rows and columns from
+    there. The text after it continues behind the largest. This is `get_rope_index` of transformers for images.
     """
     positions = np.empty((3, length), np.int64)
     at = done = 0

@@ -3,9 +3,9 @@
 AdamW has the semantics of `torch.optim.AdamW`.
 
 Muon is a momentum whose matrices are orthogonalized. Its rule is that of Jordan et al. (2024,
-kellerjordan.github.io/posts/muon) with Nesterov momentum, and the step size of Liu et al. (2025, arXiv:2502.16982, section 2.2),
-so that learning rates of AdamW carry over. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the same in
-bfloat16; here everything has the precision of the arenas.
+kellerjordan.github.io/posts/muon) with Nesterov momentum, and the step size of Liu et al. (2025, arXiv:2502.16982,
+section 2.2), so that learning rates of AdamW carry over. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`
+computes the same in bfloat16; here everything has the precision of the arenas.
 
 The result of an adapter does not depend on the others: the launches work on lists of arenas, each
 with its own norm, step count and elements.

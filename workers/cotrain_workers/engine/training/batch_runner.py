@@ -248,8 +248,8 @@ def _of_passes(batch: MicroBatch, passes: Sequence[PassState]) -> Iterator[tuple
 def _repeat(hidden: torch.Tensor, spans: Mapping[int, Sequence[Span]]) -> tuple[torch.Tensor, dict[int, int]]:
     """Append all rows of all datums of some slices to the hidden states `[T, d]` of a packed row.
 
-    `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row. All
-    other rows stay at their places.
+    `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row.
+    All other rows stay at their places.
     """
     starts, parts = {}, [hidden]
     rows = len(hidden)

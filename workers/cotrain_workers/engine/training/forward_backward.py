@@ -167,8 +167,8 @@ class ForwardBackward:
     def _must_wait(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
         """Return True for a long datum that would block all work, because it cannot be suspended.
 
-        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because their
-        tenants are paused, the datum runs to its end.
+        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because
+        their tenants are paused, the datum runs to its end.
         """
         owner = passes[batch.op_slices[0].owner]
         if owner.allowance is None or owner.long or not self._is_long(batch, passes):

@@ -4,8 +4,8 @@ A head is the frozen unembedding with its loss. Each computes its values and the
 visit of each row. No `[T, vocabulary]` tensor exists. The result of a slice depends on that slice alone.
 
 **Log-probabilities.** Slices are cut into chunks, whose boundaries depend on the slice alone. Losses, log-probabilities
-and LoRA are computed chunk by chunk. The products with the frozen weight cover many chunks at once, because each row has
-the same bits in any product of at least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients
+and LoRA are computed chunk by chunk. The products with the frozen weight cover many chunks at once: each row has the
+same bits in any product of at least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients
 depend on a neighbour.
 
 **Reverse KL**, over whole distributions: with `p` the run's and `q` the reference's softmax of logits / T, per target,

@@ -109,8 +109,8 @@ def cut(
 ) -> Iterator[OpSlice]:
     """Cut an op at datum boundaries into slices of at most `limit` rows and one column count.
 
-    `columns` holds each datum's number of targets per token, and `shared` its tokens whose rows may belong to an earlier
-    datum (`shared_prompts`). A datum longer than `limit` is a slice.
+    `columns` holds each datum's number of targets per token, and `shared` its tokens whose rows may belong to an
+    earlier datum (`shared_prompts`). A datum longer than `limit` is a slice.
     """
     first, tokens = 0, 0
     for at, length in enumerate(lengths):

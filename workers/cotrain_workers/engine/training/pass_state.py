@@ -103,7 +103,7 @@ class PassState:
         return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
 
     def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
+        """Yield the first row of each datum of a slice at row `start`, and the experts `[n, layers, k]` that it gives."""
         datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
         for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
             if datum.routed_experts is not None:
