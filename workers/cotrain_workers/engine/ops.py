@@ -65,8 +65,7 @@ class KlDatum:
     tokens: np.ndarray  # int64: tokens of the run
     reference: np.ndarray  # int64: tokens of the reference
     weights: np.ndarray  # float32 [n], n >= 1
-    routed_experts: np.ndarray | None = None
-    """Experts of the run's tokens, as in `Datum`; the reference has its own."""
+    routed_experts: np.ndarray | None = None  # experts of the run's tokens, as in `Datum`; the reference has its own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,8 +118,7 @@ class Pass:
     None: no limit.
     """
     graph: LossGraph | None = None  # of loss `custom`
-    tenant: str = ""
-    """Tenant that may share computed images with this pass; empty: no other run."""
+    tenant: str = ""  # tenant that may share computed images with this pass; empty: no other run
     step: int | None = None  # optimizer steps of the run before it, if its datums have a `policy_step`
 
 
@@ -290,8 +288,7 @@ class Failure:
 class NoteOutput:
     """Result of an op that runs outside a cycle, such as a rewind, or that only changes records."""
 
-    answer: Mapping[str, int] = field(default_factory=dict)
-    """Fields of its result."""
+    answer: Mapping[str, int] = field(default_factory=dict)  # fields of its result
 
 
 Output = CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | NoteOutput | Failure
@@ -355,8 +352,7 @@ class WeightsMissing(KeyError):
 
     def __init__(self, key: str, reason: str = "") -> None:
         super().__init__(key)
-        self.reason = reason
-        """Reason for the tenant; empty if unknown."""
+        self.reason = reason  # reason for the tenant; empty if unknown
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,7 @@ class StatefulRows(Protocol):
 
 @dataclass
 class SequenceTable:
-    """Sequences of a packed row, filler included. `lengths` adds up to the padded length.
-
-    It describes the sequences of a packed row: their positions, the padding and the attention
-    masks. `Router` gives the current route to the modules of the base model.
-    """
+    """Sequences of a packed row, filler included, and their attention masks. `lengths` adds up to the padded length."""
 
     lengths: Sequence[int]
     device: torch.device

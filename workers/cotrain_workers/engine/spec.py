@@ -29,8 +29,7 @@ class AdapterSpec:
     model's width is shared by all experts of a layer, as at Tinker.
     """
 
-    optimizer: str = field(default="adamw", repr=False)
-    """Optimizer of the run: adamw or muon."""
+    optimizer: str = field(default="adamw", repr=False)  # optimizer of the run: adamw or muon
 
     @property
     def scale(self) -> float:
@@ -93,8 +92,7 @@ class Pair(_Pair):
 class Sums(Pair):
     """A module's matrices in a gradient arena, to which products are added."""
 
-    is_stale = False
-    """True if the buffer is stale and counts as zero; the next product overwrites it."""
+    is_stale = False  # True if the buffer is stale and counts as zero; the next product overwrites it
 
 
 def kept_share(sums: Pair) -> int:

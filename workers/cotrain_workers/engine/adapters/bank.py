@@ -79,8 +79,7 @@ class AdapterBank:
         self._layout_by_shape: dict[tuple[object, ...], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
         """Weights of the base model by module, for uploads that contain copies of them."""
-        self.on_drop: Callable[[str], None] = lambda run: None
-        """Called with the run of each dropped adapter."""
+        self.on_drop: Callable[[str], None] = lambda run: None  # called with the run of each dropped adapter
 
     def __contains__(self, run: object) -> bool:
         return run in self._adapter_by_run

@@ -7,7 +7,7 @@ pages alone, never from measured times, so that two workers have the same bits.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -68,11 +68,13 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     columns = max(-(-span.stop // size) for span in spans)
     pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
     step = queries_per_block(group, cache.dtype.itemsize)
+    # First row, number of queries, keys of the first query, and number of the span:
     rows: list[tuple[int, int, int, int]] = []
     prompts: list[tuple[int, int, int, int]] = []
     for number, span in enumerate(spans):
         to = rows if len(positions(span)) == 1 else prompts
-        to += [(*block, number) for block in _blocks_of(span, step)]
+        for at in range(span.start, span.stop, step):
+            to.append((span.row + at - span.start, min(step, span.stop - at), at + 1, number))
 
     def int32(values: Any) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int32), device)
@@ -97,12 +99,6 @@ def graph_tables(kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Ten
     spans = torch.stack([numbers, torch.ones_like(numbers), numbers], dim=1)
     blocks = Blocks(spans, lengths, queries=1, longest=columns * cache.page_tokens)
     return KernelTables(kv_slots, pages, [blocks])
-
-
-def _blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield first row, number of queries and keys of the first query for blocks of `step` queries."""
-    for at in range(span.start, span.stop, step):
-        yield span.row + at - span.start, min(step, span.stop - at), at + 1
 
 
 class KernelAttention:

@@ -84,8 +84,7 @@ class StepSizes:
 
     page: int
     alone: int  # rows and prompt tokens, while a single tenant has work
-    shared: int
-    """Rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row."""
+    shared: int  # rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row
     sequences: int  # maximum number of running sequences per tenant
 
 

@@ -29,8 +29,7 @@ class SlotLayout:
     rank: int  # padded
     offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
     target_by_name: Mapping[str, Target]
-    siblings: Mapping[str, tuple[str, ...]]
-    """Modules that read the same x and whose A matrices are adjacent, by module."""
+    siblings: Mapping[str, tuple[str, ...]]  # modules that read the same x and whose A matrices are adjacent, by module
     size: int
     per_expert: bool = False
 

@@ -45,10 +45,10 @@ class StackLayout:
 
 
 class StackedWeights:
-    """Weights of adapters that train the same modules, with ranks up to that of the layout.
+    """Copies of adapters in the layout of grouped products: one rank, one stride, no gaps.
 
-    It copies many adapters into the layout of grouped products: one rank, one stride, no gaps. The copies are valid for
-    one micro-batch. Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where the optimizer
+    The adapters train the same modules, with ranks up to that of the layout. The copies are valid for one micro-batch.
+    Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where the optimizer
     step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 
     One more slot of zeros follows, for rows without an adapter.

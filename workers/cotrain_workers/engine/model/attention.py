@@ -1,7 +1,7 @@
 """Attention over a packed row: each sequence attends only to itself, by the segment table of the route.
 
-It is registered with transformers as `PER_SEQUENCE`. transformers packs by `position_ids` only without a KV
-cache, and otherwise ignores them silently; this function cannot run without the table.
+`attention_per_sequence` is registered with transformers as `PER_SEQUENCE`. transformers packs by `position_ids` only
+without a KV cache, and otherwise ignores them silently. This function cannot run without the table.
 
 Each attention kernel is compared with dense attention on a small packed row before it is used.
 """

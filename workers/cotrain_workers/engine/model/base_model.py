@@ -293,8 +293,7 @@ class TokenRow:
     """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
-    positions: np.ndarray
-    """int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`."""
+    positions: np.ndarray  # int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`
     lengths: Sequence[int]  # of the sequences, filler included
     prompts: Mapping[int, Prompt]  # shared ones, by the index of the sequence
 

@@ -1,6 +1,6 @@
 """Experts of mixture-of-experts models: base products and LoRA of the tokens that each expert receives.
 
-The function is registered with transformers as `BY_ADAPTER`, in place of the loop over experts in each model.
+`experts_by_adapter` is registered with transformers as `BY_ADAPTER`, in place of the loop over experts in each model.
 The router and shared experts remain the modules of transformers. The router is frozen.
 
 Each pair of a token and one of its experts is a row. Rows are sorted by expert and then by token, so those of one

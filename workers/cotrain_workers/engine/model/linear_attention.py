@@ -29,10 +29,8 @@ EPS = 1e-6  # of the norm of queries and keys
 class StateShape:
     """Values that one layer keeps of a sequence."""
 
-    inputs: tuple[int, int]
-    """Last inputs of the convolution, and their channels, in the type of the model."""
-    matrices: tuple[int, int, int]
-    """Heads, size of a key and size of a value, in fp32."""
+    inputs: tuple[int, int]  # last inputs of the convolution, and their channels, in the type of the model
+    matrices: tuple[int, int, int]  # heads, size of a key and size of a value, in fp32
 
     def sizes(self, item: int) -> int:
         """Return the number of bytes, for values of the model of `item` bytes."""

@@ -90,9 +90,7 @@ def lag_sums(op: Pass) -> dict[str, float]:
 def lag(op: Pass) -> dict[str, float]:
     """Return the LAG_METRICS of a pass, its staleness in optimizer steps; {} without steps."""
     sums = lag_sums(op)
-    if not sums:
-        return {}
-    return dict(zip(LAG_METRICS, (sums["lag"] / sums["lagged"], sums["lag_max"]), strict=True))
+    return dict(zip(LAG_METRICS, (sums["lag"] / sums["lagged"], sums["lag_max"]), strict=True)) if sums else {}
 
 
 def _is_clipped(loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]) -> np.ndarray:

@@ -62,8 +62,7 @@ class MicroBatch:
     align: int = 1
     tokens: int = field(init=False)  # rows with a tenant's token
     padded_tokens: int = field(init=False)  # rows including the filler sequences
-    spans: Sequence[tuple[int, int]] = field(init=False)
-    """First row of each slice, and the row after its last token."""
+    spans: Sequence[tuple[int, int]] = field(init=False)  # first row of each slice, and the row after its last token
     needs_grad: bool = field(init=False)  # True if a slice needs a gradient
 
     def __post_init__(self) -> None:
@@ -231,8 +230,7 @@ class BatchLimits:
     tokens: int = field(init=False)
     keep_tokens: int = field(init=False)
     save_tokens: int = field(init=False)
-    wait: int = 0
-    """Waves without a failure until the limits double; 0 if memory has not run out recently."""
+    wait: int = 0  # waves without a failure until the limits double; 0 if memory has not run out recently
     _good: int = 0
     _has_failed: bool = False  # in this wave
 

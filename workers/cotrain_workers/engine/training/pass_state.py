@@ -43,8 +43,7 @@ class PassState:
 
     op: Pass | ReverseKl
     adapter: Adapter
-    allowance: int | None = None
-    """Tokens that may run in this cycle; the pass may stay open. None: all of it runs."""
+    allowance: int | None = None  # tokens that may run in this cycle, and it may stay open; None: all of it runs
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Order by start or last execution, for passes that may stay open; the lowest waited longest."""
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
@@ -55,8 +54,7 @@ class PassState:
     long: LongSlice | None = None  # the first of `slices`, part of which ran
     long_work: Yielding[HeadResult] | None = None  # the rest of its computation
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
-    gradient_before: torch.Tensor | None = None
-    """A copy from before the long datum in work, which other slices precede."""
+    gradient_before: torch.Tensor | None = None  # copy from before the long datum in work, which other slices precede
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
@@ -324,10 +322,10 @@ def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBa
 
 
 class OpenPasses:
-    """Open pass of each run that has one.
+    """Passes that take several cycles, between two of them; at most one of each run.
 
-    It keeps the passes that take several cycles between two of them. They are not part of a run's state. An adapter
-    that is dropped or restored drops its open pass, which then starts anew and produces the same bits.
+    They are not part of a run's state. An adapter that is dropped or restored drops its open pass, which then starts
+    anew and produces the same bits.
     """
 
     def __init__(self) -> None:
