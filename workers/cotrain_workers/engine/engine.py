@@ -125,7 +125,8 @@ class Engine:
         new_softmax: NewSoftmax = PlainSoftmax
         if fusion and lora.name == "fused":
             new_softmax = find_softmax(base.head_weight, base.final_softcap)
-        fused += ("softmax",) * (new_softmax is not PlainSoftmax)
+        if new_softmax is not PlainSoftmax:
+            fused += ("softmax",)
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
         new_forward_backward = partial(

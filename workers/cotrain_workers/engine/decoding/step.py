@@ -18,6 +18,7 @@ from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.grouped import SiblingResults
 from cotrain_workers.engine.model.attention import NARROW
 from cotrain_workers.engine.model.experts import of_expert
 from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
@@ -288,32 +289,30 @@ class GroupedLora:
 
     def __init__(self, groups: Sequence[Grouped]) -> None:
         self._groups = groups
-        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
-        self._kept_lows: dict[str, list[torch.Tensor]] = {}
+        self._lows = SiblingResults[list[torch.Tensor]]()
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
 
         Modules that read the same tensor `x` share one product with their stacked A matrices.
         """
-        for group, low in zip(self._groups, self._take_lows(module, x), strict=True):
+        if not self._groups:
+            return
+        lows = self._lows.take(module, x, lambda: self._shared_lows(module, x))
+        for group, low in zip(self._groups, lows, strict=True):
             product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
             y[group.start : group.stop].add_(product[:, : y.shape[1]])
 
-    def _take_lows(self, module: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes it for all siblings."""
-        if self._kept_x is not x or module not in self._kept_lows:
-            self._kept_x, self._kept_lows = x, {}
-            for group in self._groups:
-                siblings = group.pool.layout.siblings[module]
-                a = group.pool.stacked_a(siblings).transpose(1, 2)
-                low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
-                for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
-                    self._kept_lows.setdefault(name, []).append(own)
-        found = self._kept_lows.pop(module, [])
-        if not self._kept_lows:
-            self._kept_x = None
-        return found
+    def _shared_lows(self, module: str, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Return `x A^T` of each group, `[n, rank]`, of `module` and its siblings."""
+        lows: dict[str, list[torch.Tensor]] = {}
+        for group in self._groups:
+            siblings = group.pool.layout.siblings[module]
+            a = group.pool.stacked_a(siblings).transpose(1, 2)
+            low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
+            for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
+                lows.setdefault(name, []).append(own)
+        return lows
 
 
 def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:

@@ -5,7 +5,6 @@ The packed row holds the results of the vision tower for images, and each shared
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -195,16 +194,16 @@ class BatchImages:
         for key, (owner, image) in wanted.items():
             if key in self._features:
                 continue
-            began, failure = time.perf_counter(), None
-            try:
-                self._features[key] = self._vision.features(key[0], image)
-            except ImageUnusable as unusable:
-                failure = Failure(str(unusable), "user")
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = needs_memory(image.tokens)
-            cost.seconds += time.perf_counter() - began
+            failure = None
+            with cost.measured():
+                try:
+                    self._features[key] = self._vision.features(key[0], image)
+                except ImageUnusable as unusable:
+                    failure = Failure(str(unusable), "user")
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure = needs_memory(image.tokens)
             if failure is not None:
                 release_memory(self._device)
                 give_up(passes[owner], failure)

@@ -93,11 +93,10 @@ class ForwardBackward:
         divided = [state for state in passes if state.allowance is not None and state.slices]
         if divided:
             yield from self._run_divided(divided, passes, cost, is_over)
-        began = time.perf_counter()
-        finish(passes)
+        with cost.measured():
+            finish(passes)
         if passes:
             self.limits.end_wave()
-        cost.seconds += time.perf_counter() - began
 
     @property
     def safe_tokens(self) -> int:
@@ -140,21 +139,19 @@ class ForwardBackward:
             if unusable is not None:
                 _drop(waiting, unusable)
                 continue
-            began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
                 yield from self._run_long(batch, passes, waiting, cost, is_over)
                 continue
-            ran = self._try(batch, passes)
-            if ran is None:
-                cost.forwards += 1
-                self._requeue(batch, passes, waiting, cost)
-            else:
-                for each in ran:
+            with cost.measured():
+                ran = self._try(batch, passes)
+                if ran is None:
                     cost.forwards += 1
-                    cost.tokens += each.tokens
-                    cost.padded_tokens += each.padded_tokens
-            cost.seconds += time.perf_counter() - began
+                    self._requeue(batch, passes, waiting, cost)
+            for each in ran or ():
+                cost.forwards += 1
+                cost.tokens += each.tokens
+                cost.padded_tokens += each.padded_tokens
             yield
 
     def _is_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
@@ -203,45 +200,36 @@ class ForwardBackward:
             if not is_out_of_memory(error):
                 raise
             long = work = None
-        if long is None or work is None:
-            self._undo_long(owner, cost)
-            self._requeue(batch, passes, waiting, cost)
-            yield
-            return
-        while True:
-            began, before = time.perf_counter(), long.done_tokens
-            try:
-                with self.watch(upcoming_batch(batch, passes)):
-                    next(work)
-            except StopIteration as end:
-                owner.long = owner.long_work = owner.gradient_before = None
-                self._long.discard(long)
-                cost.tokens += batch.tokens - before
-                cost.padded_tokens += batch.padded_tokens
-                collect(batch, passes, {batch.op_slices[0]: end.value})
-                cost.seconds += time.perf_counter() - began
-                return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                ran_out = True
-            else:
-                ran_out = False
+        while long is not None and work is not None:
+            before, ran_out = long.done_tokens, False
+            with cost.measured():
+                try:
+                    with self.watch(upcoming_batch(batch, passes)):
+                        next(work)
+                except StopIteration as end:
+                    owner.long = owner.long_work = owner.gradient_before = None
+                    self._long.discard(long)
+                    cost.tokens += batch.tokens - before
+                    cost.padded_tokens += batch.padded_tokens
+                    collect(batch, passes, {batch.op_slices[0]: end.value})
+                    return
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    ran_out = True
             cost.tokens += long.done_tokens - before
-            # Here the exception is released, and with it the tensors that its frames held.
             if ran_out:
-                del long, work
-                self._undo_long(owner, cost)
-                self._requeue(batch, passes, waiting, cost)
-                cost.seconds += time.perf_counter() - began
-                yield
-                return
+                break
             if may_suspend and long.may_stop and is_over():
                 long.suspend()
-                cost.seconds += time.perf_counter() - began
                 return
-            cost.seconds += time.perf_counter() - began
             yield
+        # Memory ran out. Here the exception is released, and with it the tensors that its frames held.
+        del long, work
+        with cost.measured():
+            self._undo_long(owner, cost)
+            self._requeue(batch, passes, waiting, cost)
+        yield
 
     def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""
