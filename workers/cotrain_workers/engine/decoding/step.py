@@ -135,7 +135,7 @@ class MixedStep:
         return self._attention.attend(layer, q, k, v, rule)
 
 
-class Stretch(NamedTuple):
+class AdapterRows(NamedTuple):
     """Adjacent rows of one adapter."""
 
     start: int
@@ -151,24 +151,24 @@ class Gathered(NamedTuple):
     pool: Pool
     slots: torch.Tensor  # int64 [stop - start]
     modules: frozenset[str]  # modules that at least one of the adapters changes
-    stretches: Sequence[Stretch]
+    parts: Sequence[AdapterRows]
 
 
 class RowLora:
     """Adapters of the rows of a step, which are sorted by adapter."""
 
     def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
-        self._stretches = list(stretches(slots))
-        self._long: list[Stretch] = []
+        self._parts = list(adapter_rows(slots))
+        self._long: list[AdapterRows] = []
         self._short: list[Gathered] = []
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._free_bytes = KEEP_BYTES
-        short: list[Stretch] = []
-        for stretch in self._stretches:
-            if stretch.stop - stretch.start >= LONG_RUN:
-                self._long.append(stretch)
+        short: list[AdapterRows] = []
+        for part in self._parts:
+            if part.stop - part.start >= LONG_RUN:
+                self._long.append(part)
             else:
-                short.append(stretch)
+                short.append(part)
         for group in _neighbours(short):
             if len(group) == 1:
                 self._long.append(group[0])
@@ -177,16 +177,16 @@ class RowLora:
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
-        for stretch in self._long:
-            _add_stretch(stretch, module, x, y)
+        for part in self._long:
+            _add_part(part, module, x, y)
         for at, group in enumerate(self._short):
             if module not in group.modules:
                 continue
             width = (group.stop - group.start) * group.pool.layout.rank
             size = width * (x.shape[1] + y.shape[1]) * x.element_size()
             if size > GATHER_BYTES:
-                for stretch in group.stretches:
-                    _add_stretch(stretch, module, x, y)
+                for part in group.parts:
+                    _add_part(part, module, x, y)
             else:
                 matrices = self._gather(at, module, size)
                 _add_products(slice(group.start, group.stop), x, y, *matrices)
@@ -194,15 +194,15 @@ class RowLora:
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
-        return [(stretch.start, stretch.stop) for stretch in self._stretches]
+        return [(part.start, part.stop) for part in self._parts]
 
     def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
-        for stretch in self._stretches:
-            if module not in stretch.slot.modules:
+        for part in self._parts:
+            if module not in part.slot.modules:
                 continue
-            both = stretch.slot.pool.of_experts(module, stretch.slot.index)
-            for expert, start, stop in groups[stretch.start]:
+            both = part.slot.pool.of_experts(module, part.slot.index)
+            for expert, start, stop in groups[part.start]:
                 a, b = (of_expert(each, expert).expand(stop - start, -1, -1) for each in both)
                 _add_products(slice(start, stop), x, y, a, b)
 
@@ -218,11 +218,11 @@ class RowLora:
         return found
 
 
-def _add_stretch(stretch: Stretch, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+def _add_part(part: AdapterRows, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """Add the LoRA path on the rows of one adapter."""
-    if module in stretch.slot.modules:
-        matrices = stretch.slot.pool.repeated(module, stretch.slot.index, stretch.stop - stretch.start)
-        _add_products(slice(stretch.start, stretch.stop), x, y, *matrices)
+    if module in part.slot.modules:
+        matrices = part.slot.pool.repeated(module, part.slot.index, part.stop - part.start)
+        _add_products(slice(part.start, part.stop), x, y, *matrices)
 
 
 def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -238,32 +238,32 @@ def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor
     own += torch.bmm(low, b)[: len(own), 0, : y.shape[1]]
 
 
-def stretches(slots: Sequence[Slot | None]) -> Iterator[Stretch]:
+def adapter_rows(slots: Sequence[Slot | None]) -> Iterator[AdapterRows]:
     """Yield the adjacent rows of each adapter; rows without an adapter are left out."""
     start = 0
     for slot, same in groupby(slots):
         stop = start + len(list(same))
         if slot is not None:
-            yield Stretch(start, stop, slot)
+            yield AdapterRows(start, stop, slot)
         start = stop
 
 
-def _neighbours(stretches: Sequence[Stretch]) -> list[list[Stretch]]:
-    """Group consecutive stretches that share a pool."""
-    groups: list[list[Stretch]] = []
-    for stretch in stretches:
+def _neighbours(parts: Sequence[AdapterRows]) -> list[list[AdapterRows]]:
+    """Group consecutive parts that share a pool."""
+    groups: list[list[AdapterRows]] = []
+    for part in parts:
         last = groups[-1][-1] if groups else None
-        if last is not None and last.stop == stretch.start and last.slot.pool is stretch.slot.pool:
-            groups[-1].append(stretch)
+        if last is not None and last.stop == part.start and last.slot.pool is part.slot.pool:
+            groups[-1].append(part)
         else:
-            groups.append([stretch])
+            groups.append([part])
     return groups
 
 
-def _gathered(group: Sequence[Stretch], device: torch.device) -> Gathered:
-    """Return one gather for several short stretches."""
-    indices = [stretch.slot.index for stretch in group for _ in range(stretch.stop - stretch.start)]
-    modules = frozenset[str]().union(*(stretch.slot.modules for stretch in group))
+def _gathered(group: Sequence[AdapterRows], device: torch.device) -> Gathered:
+    """Return one gather for several short parts."""
+    indices = [part.slot.index for part in group for _ in range(part.stop - part.start)]
+    modules = frozenset[str]().union(*(part.slot.modules for part in group))
     slots = torch.tensor(indices, device=device)
     return Gathered(group[0].start, group[-1].stop, group[0].slot.pool, slots, modules, group)
 
