@@ -37,8 +37,7 @@ def timed(work: Yielding[T]) -> Yielding[tuple[T, float]]:
 
 
 def drive(work: Yielding[T], at_yield: Callable[[], None]) -> tuple[T, float]:
-    """Run the computation to its end and call `at_yield` at each yield point; also return the time of those calls
-    in s.
+    """Run the computation to its end and call `at_yield` at each yield point; also return the time of those calls in s.
 
     An exception of `at_yield` is raised inside the computation, which stops as if it had failed itself.
     """
@@ -50,8 +49,7 @@ def drive(work: Yielding[T], at_yield: Callable[[], None]) -> tuple[T, float]:
             try:
                 at_yield()
             except BaseException as error:  # noqa: BLE001 - it is raised in the computation
-                # The computation may continue without the failed work, and need the memory that
-                # its frames hold.
+                # The computation may continue without the failed work, and need the memory that its frames hold.
                 traceback.clear_frames(error.__traceback__)
                 work.throw(error)
             else:

@@ -90,8 +90,7 @@ def make_cuda_deterministic() -> None:
 
 @contextmanager
 def unordered_writes() -> Iterator[None]:
-    """Allow `index_copy_`, `scatter_` and similar calls to write in any order. The positions must be
-    distinct.
+    """Allow `index_copy_`, `scatter_` and similar calls to write in any order. The positions must be distinct.
 
     Under deterministic algorithms they would sort the positions on CUDA first. They would also
     wait for the device twice to check them, which is an error inside a CUDA graph.
@@ -124,10 +123,9 @@ def to_device(
 def keep_freed_memory() -> bool:
     """Make the C allocator keep freed blocks; return True on success.
 
-    glibc returns blocks of more than 32 MB, and often smaller ones, to the system on every free.
-    The next tensor of that size then faults in each of its pages again. Measured on 2 cores: a
-    cycle of 64 tenants takes 2.4 s instead of 3.0 s to 3.9 s. The cost: resident memory stays at
-    its peak.
+    glibc returns blocks of more than 32 MB, and often smaller ones, to the system on every free. The next tensor of
+    that size then faults in each of its pages again. Measured on 2 cores: a cycle of 64 tenants takes 2.4 s instead of
+    3.0 s to 3.9 s. The cost: resident memory stays at its peak.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
     if mallopt is None:

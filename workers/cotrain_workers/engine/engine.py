@@ -64,8 +64,7 @@ class Engine:
         # Totals since the engine was loaded:
         self.base_forwards = 0
         self.halvings = 0  # of micro-batches that did not fit into memory
-        # Cut slices of ops among those halvings. Such an op has other last bits than with more
-        # memory.
+        # Cut slices of ops among those halvings. Such an op has other last bits than with more memory.
         self.cut_slices = 0
         self.open_passes = OpenPasses()
         adapters.on_drop = self.open_passes.drop
@@ -92,20 +91,17 @@ class Engine:
     ) -> Engine:
         """Load a hub id or a folder; fp32 on CPU and bf16 on CUDA unless `dtype` is given.
 
-        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU).
-        Idle adapters are offloaded to host memory, with `host_bytes` as the limit of
-        `runs_to_evict`. "auto" for `micro_batch_tokens` measures the size on CUDA; the size is part
-        of the numerics in any case. With `recompute` "auto", decoder layers that do not fit
-        otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels.
-        The function `load_base` loads the base model, whole or in part. With `quantization`, the
-        frozen linear weights have fewer bits.
+        `adapter_bytes` of the device are for adapters (None: a share on CUDA, no limit on CPU). Idle adapters are
+        offloaded to host memory, with `host_bytes` as the limit of `runs_to_evict`. "auto" for `micro_batch_tokens`
+        measures the size on CUDA; the size is part of the numerics in any case. With `recompute` "auto", decoder layers
+        that do not fit otherwise are recomputed. On CUDA, `fusion` replaces layers of the base model by kernels. The
+        function `load_base` loads the base model, whole or in part. With `quantization`, the frozen linear weights have
+        fewer bits.
 
-        Set the number of threads before, because it is part of `facts.numerics_id`. For the whole
-        process this turns on deterministic algorithms (CUDA), or keeps freed memory (CPU, a whole
-        base model).
+        Set the number of threads before, because it is part of `facts.numerics_id`. For the whole process this turns on
+        deterministic algorithms (CUDA), or keeps freed memory (CPU, a whole base model).
 
-        Raises UnsupportedModel, BackendUnfit, KernelsBroken, TooLittleMemory, or OSError if there
-        is no such model.
+        Raises UnsupportedModel, BackendUnfit, KernelsBroken, TooLittleMemory, or OSError if there is no such model.
         """
         where = torch.device(device)
         dtype = dtype or (torch.bfloat16 if where.type == "cuda" else torch.float32)
@@ -129,7 +125,8 @@ class Engine:
         new_softmax: NewSoftmax = PlainSoftmax
         if fusion and lora.name == "fused":
             new_softmax = find_softmax(base.head_weight, base.final_softcap)
-        fused += ("softmax",) * (new_softmax is not PlainSoftmax)
+        if new_softmax is not PlainSoftmax:
+            fused += ("softmax",)
         if adapter_bytes is None and where.type == "cuda":
             adapter_bytes = cuda_adapter_bytes(where)
         new_forward_backward = partial(
@@ -170,15 +167,12 @@ class Engine:
         Every op gets an output; one that cannot run or yields NaN fails alone and leaves no trace.
         Yields after each micro-batch, save and load; a decoder of this engine may step there.
 
-        `allowances` maps (run, seq) of a pass to tokens. Such a pass runs one slice, and more
-        while the total stays within its allowance. Once `is_over` returns True, only one
-        micro-batch of the pass that waited longest runs. A pass with slices left stays open and
-        gets no output, nor do later ops of its run. A later cycle continues it if its adapter is
-        still the same. The cuts change no bit, and the run's state is untouched until the pass
-        ends.
+        `allowances` maps (run, seq) of a pass to tokens. Such a pass runs one slice, and more while the total stays
+        within its allowance. Once `is_over` returns True, only one micro-batch of the pass that waited longest runs. A
+        pass with slices left stays open and gets no output, nor do later ops of its run. A later cycle continues it if
+        its adapter is still the same. The cuts change no bit, and the run's state is untouched until the pass ends.
 
-        An exception means a broken engine: its adapters must then be restored from their last
-        states.
+        An exception means a broken engine: its adapters must then be restored from their last states.
         """
         cycle = RunningCycle(
             self.facts, self.adapters, self.open_passes, self._forward_backward,

@@ -175,8 +175,9 @@ def _cuda_hardware(device: torch.device) -> str:
 
 
 def cpu_hardware() -> str:
-    """Return the name of a processor, and the conditions that select its kernels. Two with AVX-512
-    may differ in bits.
+    """Return the name of a processor, and the conditions that select its kernels.
+
+    Two processors with AVX-512 may differ in bits.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     processor = processor_of(CPUINFO.read_text()) if CPUINFO.exists() else platform.machine()

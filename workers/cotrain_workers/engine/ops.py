@@ -65,8 +65,7 @@ class KlDatum:
     tokens: np.ndarray  # int64: tokens of the run
     reference: np.ndarray  # int64: tokens of the reference
     weights: np.ndarray  # float32 [n], n >= 1
-    routed_experts: np.ndarray | None = None
-    """Experts of the run's tokens, as in `Datum`; the reference has its own."""
+    routed_experts: np.ndarray | None = None  # experts of the run's tokens, as in `Datum`; the reference has its own
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,9 +105,7 @@ class LossGraph:
 
 @dataclass(frozen=True)
 class Pass:
-    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's
-    (summed, never averaged).
-    """
+    """Evaluation of a loss on datums; with `needs_grad`, its gradient is added to the run's, never averaged."""
 
     run: str
     seq: int
@@ -121,15 +118,13 @@ class Pass:
     None: no limit.
     """
     graph: LossGraph | None = None  # of loss `custom`
-    tenant: str = ""
-    """Tenant that may share computed images with this pass; empty: no other run."""
+    tenant: str = ""  # tenant that may share computed images with this pass; empty: no other run
     step: int | None = None  # optimizer steps of the run before it, if its datums have a `policy_step`
 
 
 @dataclass(frozen=True)
 class ReverseKl:
-    """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to
-    the run's.
+    """Sum of `weight * KL(run || reference)` over whole distributions; its gradient is added to the run's.
 
     Both are softmaxes of logits / `temperature`. The reference is never differentiated.
     """
@@ -179,8 +174,7 @@ class HostOptimizer:
 
 @dataclass(frozen=True)
 class Load:
-    """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW
-    continues or starts anew.
+    """Replacement of the run's weights by `weights`. A pending gradient is dropped; AdamW continues or starts anew.
 
     With `creates`, the run starts with them and takes its spec from them.
     """
@@ -294,8 +288,7 @@ class Failure:
 class NoteOutput:
     """Result of an op that runs outside a cycle, such as a rewind, or that only changes records."""
 
-    answer: Mapping[str, int] = field(default_factory=dict)
-    """Fields of its result."""
+    answer: Mapping[str, int] = field(default_factory=dict)  # fields of its result
 
 
 Output = CreateOutput | PassOutput | ReverseKlOutput | StepOutput | SaveOutput | LoadOutput | NoteOutput | Failure
@@ -359,8 +352,7 @@ class WeightsMissing(KeyError):
 
     def __init__(self, key: str, reason: str = "") -> None:
         super().__init__(key)
-        self.reason = reason
-        """Reason for the tenant; empty if unknown."""
+        self.reason = reason  # reason for the tenant; empty if unknown
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import torch
 from cotrain_workers.engine.device import to_device
 from cotrain_workers.engine.spec import Layout, Pair
 
-# A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU
-# fp32). Below that, other kernels are used. Steps of 32 waste at most 6 % from 512 tokens on.
-# Larger steps for larger rows keep the number of shapes low, because a GPU library may choose
-# other kernels for each shape.
+# A row of a GEMM is the same, bit for bit, in every matrix of 32 rows or more (measured on CPU fp32). Below that, other
+# kernels are used. Steps of 32 waste at most 6 % from 512 tokens on. Larger steps for larger rows keep the number of
+# shapes low, because a GPU library may choose other kernels for each shape.
 FINE_STEP, FINE_LIMIT, COARSE_STEP = 32, 2048, 128
 #: Calls of attention that cost less than bringing the sequences of one length together.
 FEW_CALLS = 32
@@ -56,17 +55,12 @@ class StatefulRows(Protocol):
     def scan(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see
-        `model/linear_attention.py`."""
+        """Return the outputs of the gated delta rule `[T, heads, d_v]`, fp32; see `model/linear_attention.py`."""
 
 
 @dataclass
 class SequenceTable:
-    """Sequences of a packed row, filler included. `lengths` adds up to the padded length.
-
-    It describes the sequences of a packed row: their positions, the padding and the attention
-    masks. `Router` gives the current route to the modules of the base model.
-    """
+    """Sequences of a packed row, filler included, and their attention masks. `lengths` adds up to the padded length."""
 
     lengths: Sequence[int]
     device: torch.device
@@ -131,9 +125,7 @@ class SequenceTable:
         return self._offsets
 
     def mask(self, length: int, window: int | None, prompt: int = 0) -> torch.Tensor:
-        """Return bool `[length, prompt + length]`, true for visible positions: back, at most
-        `window` tokens.
-        """
+        """Return bool `[length, prompt + length]`, true for visible positions: back, at most `window` tokens."""
         key = (length, window, prompt)
         if key not in self._masks:
             at = torch.arange(prompt + length, device=self.device)
@@ -199,9 +191,7 @@ class TrainingLora(Protocol):
     """The LoRA paths of one micro-batch; see `lora/`."""
 
     def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight
-        gradients in backward.
-        """
+        """Map `x` `[1, T, in]` to `[1, T, out]`, each row with its own adapter; add weight gradients in backward."""
 
     def parts(self, module: str) -> Sequence[Part]:
         """Return the segments whose adapter trains `module`, one by one."""
@@ -287,9 +277,7 @@ class StepRoute(Protocol):
 
 
 class LinearWeights(Protocol):
-    """Frozen linear module of the base model. Its tensors may change from one micro-batch to the
-    next.
-    """
+    """Frozen linear module of the base model. Its tensors may change from one micro-batch to the next."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -314,9 +302,7 @@ class ExpertWeights(NamedTuple):
 
 
 class Router:
-    """Holder of the route of the running micro-batch or decoder step, for the modules of one base
-    model.
-    """
+    """Holder of the route of the running micro-batch or decoder step, for the modules of one base model."""
 
     def __init__(self) -> None:
         self.linears: dict[str, LinearWeights] = {}  # by name

@@ -98,9 +98,9 @@ class RunningCycle:
 
     def _run_group(self, runs: Sequence[str], ops: Sequence[Op]) -> Yielding[None]:
         """Run the ops of adapters that fit on the device together: mostly all of the cycle."""
-        began, began_at = time.perf_counter(), time.time()
-        adapters = self.adapters.bring_in(runs)
-        self.cost.seconds += time.perf_counter() - began
+        began_at = time.time()
+        with self.cost.measured():
+            adapters = self.adapters.bring_in(runs)
         waiting = [op for op in ops if isinstance(op, Pass | ReverseKl)]
         while waiting:
             wave, waiting = next_wave(waiting, self.allowances)

@@ -29,8 +29,7 @@ class AdapterSpec:
     model's width is shared by all experts of a layer, as at Tinker.
     """
 
-    optimizer: str = field(default="adamw", repr=False)
-    """Optimizer of the run: adamw or muon."""
+    optimizer: str = field(default="adamw", repr=False)  # optimizer of the run: adamw or muon
 
     @property
     def scale(self) -> float:
@@ -93,8 +92,7 @@ class Pair(_Pair):
 class Sums(Pair):
     """A module's matrices in a gradient arena, to which products are added."""
 
-    is_stale = False
-    """True if the buffer is stale and counts as zero; the next product overwrites it."""
+    is_stale = False  # True if the buffer is stale and counts as zero; the next product overwrites it
 
 
 def kept_share(sums: Pair) -> int:
@@ -112,9 +110,8 @@ def kept_share(sums: Pair) -> int:
 class Layout:
     """Positions of one adapter's matrices in a flat arena: A then B, in model order.
 
-    B is stored transposed. A product with it then reads rows of `outputs` values instead of
-    `rank` values. This is 2 to 7 times faster on CPU (rank 8, 256 tokens; the same bytes, other
-    strides).
+    B is stored transposed. A product with it then reads rows of `outputs` values instead of `rank` values. This is 2 to
+    7 times faster on CPU (rank 8, 256 tokens; the same bytes, other strides).
     """
 
     rank: int
@@ -151,7 +148,7 @@ class Layout:
 
 
 def matrices(arena: torch.Tensor, at: int, experts: int, count: int, rank: int, width: int) -> torch.Tensor:
-    """Return a view of `count` matrices of experts `[count, rank, width]`, or without experts of one `[rank, width]`."""
+    """Return a view of `count` matrices of experts `[count, rank, width]`, or, without experts, of one matrix."""
     shape = (count, rank, width) if experts else (rank, width)
     return arena[at : at + count * rank * width].view(shape)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 import cotrain_workers
 from cotrain_workers.engine import device
-from cotrain_workers.engine.decoding.model_runner import Forward
+from cotrain_workers.engine.decoding.model_runner import ForwardResult
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.device import (
     TRY_EVERY,
@@ -316,7 +316,7 @@ def test_samples_have_the_same_bits_on_one_core_and_on_all(tmp_path: Path) -> No
             decoder.cores.choice = AlwaysAlone()
         of_step = decoder.runner.forward
 
-        def counted(*args: Any) -> Forward | None:
+        def counted(*args: Any) -> ForwardResult | None:
             seen.add(torch.get_num_threads())
             return of_step(*args)
 

@@ -20,7 +20,7 @@ _VERSIONS = count()
 
 def arena_dtype(compute_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of weights, gradients and moments for a base model of `compute_dtype`."""
-    return torch.float64 if compute_dtype == torch.float64 else torch.float32
+    return torch.promote_types(compute_dtype, torch.float32)
 
 
 class Gradient:
@@ -40,7 +40,7 @@ class Gradient:
     def flat(self) -> torch.Tensor:
         """The arena `[layout.size]`, to read or to write."""
         self._norm = None
-        return self._settled()
+        return self.settle()
 
     @property
     def views(self) -> dict[str, Sums]:
@@ -48,9 +48,16 @@ class Gradient:
         self._norm = None
         return self._views
 
-    def settle(self) -> None:
-        """Write zeros over stale matrices."""
-        self._settled()
+    def settle(self) -> torch.Tensor:
+        """Write zeros over stale matrices; return the arena."""
+        if self._may_be_stale:
+            for sums in self._views.values():
+                if sums.is_stale:
+                    sums.a.zero_()
+                    sums.b.zero_()
+                    sums.is_stale = False
+            self._may_be_stale = False
+        return self._arena
 
     @property
     def is_cuda(self) -> bool:
@@ -80,26 +87,14 @@ class Gradient:
         It is cached until the next access to the arena, which may write to it.
         """
         if self._norm is None:
-            self._norm = torch.linalg.vector_norm(self._settled(), dtype=torch.float64)
+            self._norm = torch.linalg.vector_norm(self.settle(), dtype=torch.float64)
         return self._norm
 
     def is_finite(self) -> torch.Tensor:
-        """Return a boolean that is true if the gradient has no NaN and no infinity, by the norm.
-        Waits for the device.
-        """
+        """Return, by the norm, a boolean that is true if no value is NaN or infinite. Waits for the device."""
         found = self.norm().isfinite()
         # A sum of squares may overflow fp64 although all values are finite.
-        return found if found else self._settled().isfinite().all()
-
-    def _settled(self) -> torch.Tensor:
-        if self._may_be_stale:
-            for sums in self._views.values():
-                if sums.is_stale:
-                    sums.a.zero_()
-                    sums.b.zero_()
-                    sums.is_stale = False
-            self._may_be_stale = False
-        return self._arena
+        return found if found else self.settle().isfinite().all()
 
 
 @dataclass(frozen=True)
@@ -197,7 +192,7 @@ class Adapter:
             self._compute.version = self.version
         return self._compute.views
 
-    def hold_compute(self) -> None:
+    def await_copies(self) -> None:
         """Make later computation wait for pending copies of the arenas."""
         if self.arrival is not None:
             self.arrival.wait()
@@ -297,8 +292,7 @@ def discard_all(gradients: Sequence[Gradient]) -> None:
 def is_all_finite(values: torch.Tensor) -> torch.Tensor:
     """Return, on the device, a boolean that is true if no value is NaN or infinite. At least one value is required."""
     if not values.is_cuda:
-        # This takes a third of the time for an arena. An infinite sum of finite values is
-        # inconclusive.
+        # This takes a third of the time for an arena. An infinite sum of finite values is inconclusive.
         has_finite_sum = torch.isfinite(values.sum())
         if has_finite_sum:
             return has_finite_sum

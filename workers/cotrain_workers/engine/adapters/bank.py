@@ -79,8 +79,7 @@ class AdapterBank:
         self._layout_by_shape: dict[tuple[object, ...], Layout] = {}
         self.base_weights: Mapping[str, torch.Tensor] = {}
         """Weights of the base model by module, for uploads that contain copies of them."""
-        self.on_drop: Callable[[str], None] = lambda run: None
-        """Called with the run of each dropped adapter."""
+        self.on_drop: Callable[[str], None] = lambda run: None  # called with the run of each dropped adapter
 
     def __contains__(self, run: object) -> bool:
         return run in self._adapter_by_run
@@ -178,7 +177,7 @@ class AdapterBank:
         self._apply(moves_for(self._sizes(), known, self._adapter_bytes))
         for run, adapter in known.items():
             self._adapter_by_run.move_to_end(run)
-            adapter.hold_compute()
+            adapter.await_copies()
         self._in_use = frozenset(known)
         return known
 
@@ -266,12 +265,13 @@ def moves_for(sizes: Sequence[AdapterSize], needed: Collection[str], budget: int
     bring = [adapter for adapter in sizes if adapter.run in needed and not adapter.is_on_device]
     if budget is None:
         return Moves([], [adapter.run for adapter in bring])
-    over = _on_device(sizes) + sum(adapter.bytes for adapter in bring) - budget
+    on_device = [adapter for adapter in sizes if adapter.is_on_device]
+    over = sum(adapter.bytes for adapter in [*on_device, *bring]) - budget
     offload = []
-    for adapter in sizes:
+    for adapter in on_device:
         if over <= 0:
             break
-        if adapter.is_on_device and adapter.run not in needed:
+        if adapter.run not in needed:
             offload.append(adapter.run)
             over -= adapter.bytes
     return Moves(offload, [adapter.run for adapter in bring])
@@ -294,11 +294,6 @@ def prefetch_moves(
         taken += adapter.bytes
     moves = moves_for(sizes, needed, budget)
     return moves if moves.bring else Moves([], [])
-
-
-def _on_device(sizes: Sequence[AdapterSize]) -> int:
-    """Return the bytes of the adapters on the device."""
-    return sum(adapter.bytes for adapter in sizes if adapter.is_on_device)
 
 
 def device_groups(runs: Sequence[str], bytes_by_run: Mapping[str, int], budget: int | None) -> list[list[str]]:

@@ -17,8 +17,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 #: Size of a block of host memory. PyTorch rounds each pinned block up to a power of two, which in
 #: one block would cost a 174 MB arena (Qwen3-8B, rank 16) 256 MB.
 BLOCK_BYTES = 1 << 26
-#: Arena of the gradient of a pass that may stay open. It moves with the others, but is not part of
-#: the run's state.
+#: Arena of the gradient of a pass that may stay open. It moves with the others, but is not part of the run's state.
 OPEN_GRADIENT = "open"
 
 #: Event after some copies: `wait` makes later computation wait for them, `synchronize` blocks the host.
@@ -92,8 +91,7 @@ def carry_out(stream: CopyStream, arenas: Mapping[str, torch.Tensor]) -> HostAre
 def carry_in(stream: CopyStream, on_host: HostArenas, device: torch.device) -> tuple[dict[str, torch.Tensor], Arrival]:
     """Start a copy of arenas to the device; they may be used after the arrival."""
     arenas = {
-        # Allocate in the computation's stream: memory of another stream could not be reused for
-        # anything else.
+        # Allocate in the computation's stream: memory of another stream could not be reused for anything else.
         name: torch.empty(sum(map(len, blocks)), dtype=blocks[0].dtype, device=device)
         for name, blocks in on_host.blocks_by_arena.items()
     }

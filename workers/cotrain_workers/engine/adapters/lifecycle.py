@@ -47,14 +47,13 @@ class SavedWeights(HostWeights):
     _bytes: int
 
     def __init__(self, adapter: Adapter, arriving: HostArenas) -> None:
-        values: dict[str, Any] = {
-            "spec": adapter.spec,
-            "_arriving": arriving,
-            "_adapter": weakref.ref(adapter),
-            "_version": adapter.version,
-            "_bytes": arriving.bytes,
-        }
-        self.__dict__.update(values)  # it is frozen
+        vars(self).update(  # the class is frozen
+            spec=adapter.spec,
+            _arriving=arriving,
+            _adapter=weakref.ref(adapter),
+            _version=adapter.version,
+            _bytes=arriving.bytes,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[explicit-override]
         """Pickle as plain weights, once they have arrived."""
@@ -67,8 +66,7 @@ class SavedWeights(HostWeights):
         if arriving is None:  # another thread was faster
             return self.flat
         flat = arriving.whole()["weights"].float()
-        self.__dict__["flat"] = flat
-        self.__dict__["_arriving"] = None  # the blocks are free for other copies
+        vars(self).update(flat=flat, _arriving=None)  # the blocks are free for other copies
         return flat
 
     @property
@@ -83,7 +81,7 @@ class SavedWeights(HostWeights):
             return None
         if adapter.weights.dtype != torch.float32:
             return None
-        adapter.hold_compute()
+        adapter.await_copies()
         return adapter.weights
 
 
@@ -145,7 +143,7 @@ def load(bank: AdapterBank, op: Load) -> LoadOutput | Failure:
         flat = _scaled(flat, adapter.layout, op.weights.spec.alpha / adapter.spec.alpha)
         if not torch.isfinite(flat).all():
             return Failure(f"Checkpoint {op.path} has too large an alpha for this run.", "user")
-    adapter.hold_compute()
+    adapter.await_copies()
     adapter.weights.copy_(flat)
     adapter.weights_changed()
     discard_gradients([adapter])

@@ -94,7 +94,7 @@ def _fill_experts(
     layout: Layout,
     spec: AdapterSpec,
 ) -> bool:
-    """Write matrices of experts over those of a fresh adapter; return False for another module. Raises ImportRefused."""
+    """Write matrices of experts over those of a fresh adapter; return False for another module."""
     try:
         found = _uploaded(module.name, a, b, layout, in_halves=module.in_halves)
         for (name, expert), own in (found or {}).items():
@@ -218,7 +218,8 @@ def stacked_b(b: torch.Tensor, experts: int) -> torch.Tensor:
 def of_parameter(
     parameter: str, a: torch.Tensor, b: torch.Tensor, target: Target, *, in_halves: bool
 ) -> dict[str, Pair]:
-    """Return A `[experts, rank, in]` and B `[experts, out, rank]` of each product of a parameter, from the form of PEFT.
+    """Return A `[experts, rank, in]` and B `[experts, out, rank]` of each product of a parameter, from the form of
+    PEFT.
 
     If gate and up are `in_halves`, each has half of the rank. Otherwise each has the whole rank, with the same A.
     `target` is that of the gate. Raises NotShared.

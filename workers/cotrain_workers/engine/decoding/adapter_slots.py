@@ -1,7 +1,6 @@
 """Cache of sampler weights on the device, in slots filled from resident adapters or from the host.
 
-Pools of different rank share one memory limit. A pool that needs a slot takes memory from pools with
-unused slots.
+Pools of different rank share one memory limit. A pool that needs a slot takes memory from pools with unused slots.
 """
 
 import time
@@ -118,7 +117,10 @@ class WeightSlots:
         layout = self._waiting.get(key)
         if layout is None:
             layout = self._filling(self._loaded(key).spec).layout
-        pool = self._pools.setdefault(layout.kind, self._new_pool(layout))
+        if layout.kind not in self._pools:
+            memory = torch.zeros(0, layout.size, device=self._device, dtype=self._dtype)
+            self._pools[layout.kind] = Pool(layout, memory)
+        pool = self._pools[layout.kind]
         if not (pool.free or self._free_slot(pool, at_once=at_once)):
             self._wait(key, layout)
             return None
@@ -161,9 +163,6 @@ class WeightSlots:
             layout = slot_layout(self._targets, spec.rank, per_expert=per_expert)
             self._filling_by_shape[shape] = filling_of(spec, self._targets, layout)
         return self._filling_by_shape[shape]
-
-    def _new_pool(self, layout: SlotLayout) -> Pool:
-        return Pool(layout, torch.zeros(0, layout.size, device=self._device, dtype=self._dtype))
 
     def _free_slot(self, pool: Pool, *, at_once: bool) -> bool:
         """Free a slot of a pool: grow it, evict, or take memory that other pools do not use."""
@@ -217,15 +216,13 @@ class WeightSlots:
 
     def _affordable(self, pool: Pool) -> int:
         """Return the number of slots by which a pool may grow."""
-        more = (self._limit - self._bytes()) // pool.slot_bytes
+        used_bytes = sum(each.bytes for each in self._pools.values())
+        more = (self._limit - used_bytes) // pool.slot_bytes
         return more if len(pool.flat) else more - ZERO_SLOTS
 
     def _evict(self, key: str) -> None:
         slot = self._slots.pop(key)
         slot.pool.free.append(slot.index)
-
-    def _bytes(self) -> int:
-        return sum(pool.bytes for pool in self._pools.values())
 
 
 def default_bytes(targets: Sequence[Target], dtype: torch.dtype) -> int:

@@ -33,7 +33,7 @@ from cotrain_workers.engine.decoding.kv_cache import (
     default_page_tokens,
     sampler_bytes,
 )
-from cotrain_workers.engine.decoding.model_runner import Forward, ModelRunner
+from cotrain_workers.engine.decoding.model_runner import ForwardResult, ModelRunner
 from cotrain_workers.engine.decoding.next_tokens import NextTokens, choose_next, find_ready
 from cotrain_workers.engine.decoding.requests import (
     Grammar,
@@ -290,7 +290,7 @@ class EngineDecoder:
         for sequence in sequences:
             self.slots.unpin(sequence.group.request.weights)
 
-    def _absorb(self, forward: Forward, log: Progress) -> None:
+    def _absorb(self, forward: ForwardResult, log: Progress) -> None:
         """Record the pages that a step has stored, and compute the requested prompt log-probabilities."""
         for chunk, span, _ in forward.items:
             own = slice(span.row, span.row + chunk.stop - chunk.start)

@@ -58,7 +58,7 @@ TOLERANCE = 0.02  # times the largest hidden state: bf16 kernels may sum in anot
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardResult:
     """Results of the base model in a step."""
 
     hidden: torch.Tensor  # [T, d]
@@ -93,7 +93,7 @@ class ModelRunner:
         if self._has_kernel and is_fixed and groups_take(weight, []):
             self.graphs = DecodeGraphs(self._run_model, cache, max_pages, CudaRecorder())
 
-    def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> Forward | None:
+    def forward(self, plan: Plan, slot_of: SlotOf, chosen: torch.Tensor | None = None) -> ForwardResult | None:
         """Compute a plan's rows and chunks; None if it has none.
 
         `chosen` are the tokens, on the device, that the sequences' unread ones are among.
@@ -119,8 +119,8 @@ class ModelRunner:
             route = self._route(items, ids.shape[1])
             hidden = self._run_model(ids, at, route, images)
             if route.experts:
-                return Forward(hidden, items, np.stack(route.experts, axis=1))
-        return Forward(hidden, items)
+                return ForwardResult(hidden, items, np.stack(route.experts, axis=1))
+        return ForwardResult(hidden, items)
 
     def _route(self, items: Sequence[Item], total: int) -> MixedStep:
         slots = [item.slot for item in items for _ in positions(item.span)]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.adapters.copies import CopyStream, HostArenas, carry_out
-from cotrain_workers.engine.decoding.model_runner import Forward
+from cotrain_workers.engine.decoding.model_runner import ForwardResult
 from cotrain_workers.engine.decoding.sequence import SequenceState
 from cotrain_workers.engine.decoding.slot_pool import Slot
 from cotrain_workers.engine.decoding.step import SlotOf, slot_order
@@ -95,7 +95,7 @@ class NextTokens:
                 yield Read(sequence, token, logprob, tops.get(id(sequence)))
 
 
-def find_ready(forward: Forward | None, first: Sequence[SequenceState], slot_of: SlotOf) -> Ready | None:
+def find_ready(forward: ForwardResult | None, first: Sequence[SequenceState], slot_of: SlotOf) -> Ready | None:
     """Return the sequences that are due a token, or None if there are none.
 
     They are those in `first`, whose hidden states are known, and those whose last row was just computed.

@@ -7,7 +7,7 @@ pages alone, never from measured times, so that two workers have the same bits.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from cotrain_workers.engine.decoding.kv_cache import KvCache
 from cotrain_workers.engine.decoding.paged_attention import PagedAttention, Span, kv_slots, positions
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.fused.operators import missing_kernels
+from cotrain_workers.engine.lora.fused.operators import missing_kernels, no_result, register
 from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.model.kernel_check import agrees
 from cotrain_workers.engine.model.layer_kernels import block
@@ -68,11 +68,13 @@ def kernel_tables(spans: Sequence[Span], cache: KvCache, group: int, device: tor
     columns = max(-(-span.stop // size) for span in spans)
     pages = [[*span.pages[:columns], *[cache.dump] * (columns - len(span.pages))] for span in spans]
     step = queries_per_block(group, cache.dtype.itemsize)
+    # First row, number of queries, keys of the first query, and number of the span:
     rows: list[tuple[int, int, int, int]] = []
     prompts: list[tuple[int, int, int, int]] = []
     for number, span in enumerate(spans):
         to = rows if len(positions(span)) == 1 else prompts
-        to += [(*block, number) for block in _blocks_of(span, step)]
+        for at in range(span.start, span.stop, step):
+            to.append((span.row + at - span.start, min(step, span.stop - at), at + 1, number))
 
     def int32(values: Any) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=torch.int32), device)
@@ -99,12 +101,6 @@ def graph_tables(kv_slots: torch.Tensor, lengths: torch.Tensor, pages: torch.Ten
     return KernelTables(kv_slots, pages, [blocks])
 
 
-def _blocks_of(span: Span, step: int) -> Iterator[tuple[int, int, int]]:
-    """Yield first row, number of queries and keys of the first query for blocks of `step` queries."""
-    for at in range(span.start, span.stop, step):
-        yield span.row + at - span.start, min(step, span.stop - at), at + 1
-
-
 class KernelAttention:
     """Attention of a step with one launch for generated tokens and one for prompts, per layer."""
 
@@ -129,13 +125,12 @@ class KernelAttention:
         return out
 
 
-_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
 # Queries and `out` are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d].
 # Sinks are [heads]. Spans, int32 [b, 3], have the first row of a block, its number of queries and its row of `pages`.
 # Lengths, int32 [b], have the keys that its first query sees, itself included. They are `longest` at most.
 # Pages are int32 [sequences, columns]. A cap of 0 is no cap.
 _SCHEMA = (
-    "attend_pages(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
+    "(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
     "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
 )
 
@@ -212,13 +207,7 @@ def attend_pages(
         page_programs.combine[(blocks, heads)](*given, capacity, seen, HEADS=heads, **fixed, num_warps=WARPS)
 
 
-def _write_nothing(*_: Any) -> None:
-    pass
-
-
-_LIBRARY.define(_SCHEMA)
-_LIBRARY.impl("attend_pages", attend_pages, "CompositeExplicitAutograd")
-torch.library.register_fake("cotrain::attend_pages", _write_nothing, lib=_LIBRARY)
+register({"attend_pages": _SCHEMA}, [attend_pages], [no_result])
 #: `attend_pages` as an op, which tools that follow ops can see.
 attend = torch.ops.cotrain.attend_pages
 

@@ -163,7 +163,7 @@ def alike(spans: Sequence[Span], cache: KvCache, device: torch.device) -> Alike:
 
 
 class StepStates:
-    """The `Rows` of a step: prompts by blocks, generated tokens one by one.
+    """The `StatefulRows` of a step: prompts by blocks, generated tokens one by one.
 
     A run is the spans of one sequence in this step. It starts from the state on the page of the token before it, and
     leaves a state on the page of its last token. A run of a prompt leaves one on each of its pages.

@@ -13,6 +13,7 @@ from cotrain_workers.engine.ops import Failure, Image
 TextOf = Callable[[Sequence[int]], str]
 
 NO_TOP_K = -1
+NOT_COMPUTED_LOGPROB = -99999.0
 
 
 class GrammarUnusable(ValueError):
@@ -105,9 +106,6 @@ class SampleOutput:
     cached_prompt_tokens: int  # prompt tokens whose keys and values came from earlier requests
     prompt_routed_experts: np.ndarray | None = None
     """Experts of the prompt, int16 `[P, layers, k]`; None if not requested, or if no token is generated."""
-
-
-NOT_COMPUTED_LOGPROB = -99999.0
 
 
 @dataclass(frozen=True)

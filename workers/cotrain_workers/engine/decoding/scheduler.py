@@ -30,6 +30,8 @@ from cotrain_workers.engine.decoding.sequence_pages import (
 )
 
 T = TypeVar("T")
+#: Number of keys whose attention costs about as much as one more row of a shared step.
+ROW_CONTEXT = 256
 
 
 class FairShare:
@@ -76,18 +78,13 @@ class FairShare:
                 self._tokens[tenant] = max(tokens, min(level))
 
 
-#: Number of keys whose attention costs about as much as one more row of a shared step.
-ROW_CONTEXT = 256
-
-
 @dataclass(frozen=True)
 class StepSizes:
     """Limits of a step, in tokens."""
 
     page: int
     alone: int  # rows and prompt tokens, while a single tenant has work
-    shared: int
-    """Rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row."""
+    shared: int  # rows and prompt tokens, while several tenants have work; keeps a step about as short as a single row
     sequences: int  # maximum number of running sequences per tenant
 
 

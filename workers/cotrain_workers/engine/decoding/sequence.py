@@ -67,8 +67,7 @@ class Group:
         """Return its oldest sequence that may run now. New ones wait until the first has computed the prompt."""
         if self._preempted:
             return self._preempted[0]
-        is_left = self._new.index < self.request.num_samples
-        return self._new if is_left and (self._new.index == 0 or self.is_prompt_ready) else None
+        return self._new if self.has_waiting and (self._new.index == 0 or self.is_prompt_ready) else None
 
     def begin(self, sequence: SequenceState) -> None:
         """Remove the sequence returned by `next` from the waiting ones."""
@@ -214,8 +213,7 @@ class SequenceState:
 class TenantQueue:
     """Sequences of one tenant."""
 
-    groups: list[Group] = field(default_factory=list)
-    """Requests with waiting sequences, oldest first."""
+    groups: list[Group] = field(default_factory=list)  # requests with waiting sequences, oldest first
     running: list[SequenceState] = field(default_factory=list)  # running sequences, oldest first
     weight: float = 1.0  # weight given by the tenant's newest request
 
@@ -292,8 +290,7 @@ class PromptScores:
         """Compute results from `logits` `[len(rows), V]`; return False if they are not finite."""
         if not torch.isfinite(logits.amax(dim=-1)).all():
             return False
-        after = slice(rows.start + 1, rows.stop + 1)
-        columns = self._columns(rows, after, logits.device)
+        columns = self._columns(rows, logits.device)
         found, _ = picked_logprobs(logits, columns)
         values = found.float().cpu().numpy()
         before = max(0, self._first_own_row - rows.start)  # rows that only the targets need
@@ -310,9 +307,9 @@ class PromptScores:
             self.topk.logprobs[own] = logprobs.cpu().numpy()
         return True
 
-    def _columns(self, rows: range, after: slice, device: torch.device) -> torch.Tensor:
+    def _columns(self, rows: range, device: torch.device) -> torch.Tensor:
         """Return the tokens to score in each row: the prompt's own token, then the targets."""
-        columns = [self._prompt[after, None]]
+        columns = [self._prompt[rows.start + 1 : rows.stop + 1, None]]
         if self._targets is not None:
             columns.append(self._targets[rows.start : rows.stop].clip(min=0))
         return torch.from_numpy(np.concatenate(columns, axis=1)).to(device)

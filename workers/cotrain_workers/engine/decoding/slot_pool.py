@@ -1,10 +1,9 @@
 """Memory pool of sampler weights of one rank class, and the layout of matrices in a slot.
 
-Adapters of one rank class (rank rounded up to a power of two, at least 8) share one pool. Rows of many
-adapters then gather their matrices in one call. Ranks and outputs are padded with zeros, because aligned
-products have the same bits in every batch. Aligned means that an item starts on a cache line and has a multiple of
-its length. This was measured on CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without padding, it fails for
-odd widths.
+Adapters of one rank class (rank rounded up to a power of two, at least 8) share one pool. Rows of many adapters then
+gather their matrices in one call. Ranks and outputs are padded with zeros, because aligned products have the same bits
+in every batch. Aligned means that an item starts on a cache line and has a multiple of its length. This was measured on
+CPU fp32 for widths 33 to 4096 and ranks 8 to 128; without padding, it fails for odd widths.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ class SlotLayout:
     rank: int  # padded
     offset_by_name: Mapping[str, tuple[int, int]]  # of A `[rank, in]` and B `[rank, padded out]`
     target_by_name: Mapping[str, Target]
-    siblings: Mapping[str, tuple[str, ...]]
-    """Modules that read the same x and whose A matrices are adjacent, by module."""
+    siblings: Mapping[str, tuple[str, ...]]  # modules that read the same x and whose A matrices are adjacent, by module
     size: int
     per_expert: bool = False
 

@@ -18,6 +18,7 @@ from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
+from cotrain_workers.engine.lora.grouped import SiblingResults
 from cotrain_workers.engine.model.attention import NARROW
 from cotrain_workers.engine.model.experts import of_expert
 from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket
@@ -53,7 +54,7 @@ def arrange(plan: Plan, slot_of: SlotOf) -> list[Item]:
 
 def slot_order(slot: Slot | None) -> tuple[tuple[int, bool], int]:
     """Return the sort key that groups rows by pool and adapter."""
-    return (((0, False), 0)) if slot is None else (slot.pool.layout.kind, slot.index)
+    return ((0, False), 0) if slot is None else (slot.pool.layout.kind, slot.index)
 
 
 def padded(rows: int) -> int:
@@ -134,7 +135,7 @@ class MixedStep:
         return self._attention.attend(layer, q, k, v, rule)
 
 
-class Run(NamedTuple):
+class AdapterRows(NamedTuple):
     """Adjacent rows of one adapter."""
 
     start: int
@@ -150,24 +151,24 @@ class Gathered(NamedTuple):
     pool: Pool
     slots: torch.Tensor  # int64 [stop - start]
     modules: frozenset[str]  # modules that at least one of the adapters changes
-    runs: Sequence[Run]
+    parts: Sequence[AdapterRows]
 
 
 class RowLora:
     """Adapters of the rows of a step, which are sorted by adapter."""
 
     def __init__(self, slots: Sequence[Slot | None], device: torch.device) -> None:
-        self._runs = list(runs(slots))
-        self._long: list[Run] = []
+        self._parts = list(adapter_rows(slots))
+        self._long: list[AdapterRows] = []
         self._short: list[Gathered] = []
         self._kept: dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._free_bytes = KEEP_BYTES
-        short: list[Run] = []
-        for run in self._runs:
-            if run.stop - run.start >= LONG_RUN:
-                self._long.append(run)
+        short: list[AdapterRows] = []
+        for part in self._parts:
+            if part.stop - part.start >= LONG_RUN:
+                self._long.append(part)
             else:
-                short.append(run)
+                short.append(part)
         for group in _neighbours(short):
             if len(group) == 1:
                 self._long.append(group[0])
@@ -176,16 +177,16 @@ class RowLora:
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place."""
-        for run in self._long:
-            _add_run(run, module, x, y)
+        for part in self._long:
+            _add_part(part, module, x, y)
         for at, group in enumerate(self._short):
             if module not in group.modules:
                 continue
             width = (group.stop - group.start) * group.pool.layout.rank
             size = width * (x.shape[1] + y.shape[1]) * x.element_size()
             if size > GATHER_BYTES:
-                for run in group.runs:
-                    _add_run(run, module, x, y)
+                for part in group.parts:
+                    _add_part(part, module, x, y)
             else:
                 matrices = self._gather(at, module, size)
                 _add_products(slice(group.start, group.stop), x, y, *matrices)
@@ -193,15 +194,15 @@ class RowLora:
     @property
     def segments(self) -> Sequence[tuple[int, int]]:
         """Rows (start, stop) of each adapter."""
-        return [(run.start, run.stop) for run in self._runs]
+        return [(part.start, part.stop) for part in self._parts]
 
     def add_to_experts(self, module: str, x: torch.Tensor, y: torch.Tensor, groups: ExpertRows) -> None:
         """Add the LoRA path of rows of experts `x` `[P, in]` to `y` `[P, out]`, in place."""
-        for run in self._runs:
-            if module not in run.slot.modules:
+        for part in self._parts:
+            if module not in part.slot.modules:
                 continue
-            both = run.slot.pool.of_experts(module, run.slot.index)
-            for expert, start, stop in groups[run.start]:
+            both = part.slot.pool.of_experts(module, part.slot.index)
+            for expert, start, stop in groups[part.start]:
                 a, b = (of_expert(each, expert).expand(stop - start, -1, -1) for each in both)
                 _add_products(slice(start, stop), x, y, a, b)
 
@@ -217,11 +218,11 @@ class RowLora:
         return found
 
 
-def _add_run(run: Run, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+def _add_part(part: AdapterRows, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
     """Add the LoRA path on the rows of one adapter."""
-    if module in run.slot.modules:
-        matrices = run.slot.pool.repeated(module, run.slot.index, run.stop - run.start)
-        _add_products(slice(run.start, run.stop), x, y, *matrices)
+    if module in part.slot.modules:
+        matrices = part.slot.pool.repeated(module, part.slot.index, part.stop - part.start)
+        _add_products(slice(part.start, part.stop), x, y, *matrices)
 
 
 def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -237,32 +238,32 @@ def _add_products(rows: slice, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor
     own += torch.bmm(low, b)[: len(own), 0, : y.shape[1]]
 
 
-def runs(slots: Sequence[Slot | None]) -> Iterator[Run]:
-    """Yield the runs of rows of one adapter; rows without an adapter have none."""
+def adapter_rows(slots: Sequence[Slot | None]) -> Iterator[AdapterRows]:
+    """Yield the adjacent rows of each adapter; rows without an adapter are left out."""
     start = 0
     for slot, same in groupby(slots):
         stop = start + len(list(same))
         if slot is not None:
-            yield Run(start, stop, slot)
+            yield AdapterRows(start, stop, slot)
         start = stop
 
 
-def _neighbours(runs: Sequence[Run]) -> list[list[Run]]:
-    """Group consecutive runs that share a pool."""
-    groups: list[list[Run]] = []
-    for run in runs:
+def _neighbours(parts: Sequence[AdapterRows]) -> list[list[AdapterRows]]:
+    """Group consecutive parts that share a pool."""
+    groups: list[list[AdapterRows]] = []
+    for part in parts:
         last = groups[-1][-1] if groups else None
-        if last is not None and last.stop == run.start and last.slot.pool is run.slot.pool:
-            groups[-1].append(run)
+        if last is not None and last.stop == part.start and last.slot.pool is part.slot.pool:
+            groups[-1].append(part)
         else:
-            groups.append([run])
+            groups.append([part])
     return groups
 
 
-def _gathered(group: Sequence[Run], device: torch.device) -> Gathered:
-    """Return one gather for several short runs."""
-    indices = [run.slot.index for run in group for _ in range(run.stop - run.start)]
-    modules = frozenset[str]().union(*(run.slot.modules for run in group))
+def _gathered(group: Sequence[AdapterRows], device: torch.device) -> Gathered:
+    """Return one gather for several short parts."""
+    indices = [part.slot.index for part in group for _ in range(part.stop - part.start)]
+    modules = frozenset[str]().union(*(part.slot.modules for part in group))
     slots = torch.tensor(indices, device=device)
     return Gathered(group[0].start, group[-1].stop, group[0].slot.pool, slots, modules, group)
 
@@ -288,32 +289,30 @@ class GroupedLora:
 
     def __init__(self, groups: Sequence[Grouped]) -> None:
         self._groups = groups
-        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
-        self._kept_lows: dict[str, list[torch.Tensor]] = {}
+        self._lows = SiblingResults[list[torch.Tensor]]()
 
     def add(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
         """Add the LoRA path of `x` `[T, in]` to `y` `[T, out]`, in place.
 
         Modules that read the same tensor `x` share one product with their stacked A matrices.
         """
-        for group, low in zip(self._groups, self._take_lows(module, x), strict=True):
+        if not self._groups:
+            return
+        lows = self._lows.take(module, x, lambda: self._shared_lows(module, x))
+        for group, low in zip(self._groups, lows, strict=True):
             product = functional.grouped_mm(low, group.pool.stacked_b(module), offs=group.ends)
             y[group.start : group.stop].add_(product[:, : y.shape[1]])
 
-    def _take_lows(self, module: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Return `x A^T` of each group, `[n, rank]`; the first sibling computes it for all siblings."""
-        if self._kept_x is not x or module not in self._kept_lows:
-            self._kept_x, self._kept_lows = x, {}
-            for group in self._groups:
-                siblings = group.pool.layout.siblings[module]
-                a = group.pool.stacked_a(siblings).transpose(1, 2)
-                low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
-                for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
-                    self._kept_lows.setdefault(name, []).append(own)
-        found = self._kept_lows.pop(module, [])
-        if not self._kept_lows:
-            self._kept_x = None
-        return found
+    def _shared_lows(self, module: str, x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Return `x A^T` of each group, `[n, rank]`, of `module` and its siblings."""
+        lows: dict[str, list[torch.Tensor]] = {}
+        for group in self._groups:
+            siblings = group.pool.layout.siblings[module]
+            a = group.pool.stacked_a(siblings).transpose(1, 2)
+            low = functional.grouped_mm(x[group.start : group.stop], a, offs=group.ends)
+            for name, own in zip(siblings, low.chunk(len(siblings), dim=1), strict=True):
+                lows.setdefault(name, []).append(own)
+        return lows
 
 
 def grouped_lora(slots: Sequence[Slot | None], device: torch.device) -> GroupedLora:

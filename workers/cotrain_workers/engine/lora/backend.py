@@ -105,7 +105,8 @@ def find_backend(
 ) -> LoraBackend:
     """Return the backend for a base model. `weight` is one of its weights, `linears` its modules by name.
 
-    `unfused_experts` is the reason why its experts cannot be fused, if there is one. `check_experts` checks their kernels.
+    `unfused_experts` is the reason why its experts cannot be fused, if there is one. `check_experts` checks their
+    kernels.
 
     "auto" is `seg` on a CPU for every micro-batch. On CUDA it is `fused` if its kernels are correct, and with `times`
     also if `grouped` is not clearly faster on a layer of this model. Otherwise it is `grouped` or `seg` by
@@ -118,16 +119,14 @@ def find_backend(
         if reason := EXPERTS if mixture else ungrouped(targets, weight):
             raise BackendUnfit(f"LoRA backend 'grouped' cannot be used: {reason}.")
         return LoraBackend("grouped", weight.dtype)
-    not_fused = unfused_experts or is_quantized(linears) or unfused(weight, check_experts)
-    if choice == "fused":
-        if not_fused:
-            raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {not_fused}.")
-        return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
-    not_grouped = EXPERTS if mixture else slow(weight)
-    if not_fused or (times and not not_grouped):
-        not_grouped = not_grouped or ungrouped(targets, weight)
-    if times and not not_fused and not not_grouped:
-        not_fused = slower(targets, weight, linears)
+    not_fused = unfused_experts or quantized(linears) or unfused(weight, check_experts)
+    if not_fused and choice == "fused":
+        raise BackendUnfit(f"LoRA backend 'fused' cannot be used: {not_fused}.")
+    not_grouped = None
+    if choice == "auto" and (not_fused or times):
+        not_grouped = EXPERTS if mixture else slow(weight) or ungrouped(targets, weight)
+        if not (not_fused or not_grouped):
+            not_fused = slower(targets, weight, linears)
     if not not_fused:
         return LoraBackend("fused", weight.dtype, plan_groups(targets), linears)
     log.warning("LoRA is not fused with the base model's products: %s.", not_fused)
@@ -138,10 +137,10 @@ def find_backend(
     return LoraBackend("auto", weight.dtype, fallback_reason=f"not fused: {not_fused}")
 
 
-def is_quantized(linears: Mapping[str, LinearWeights]) -> str:
+def quantized(linears: Mapping[str, LinearWeights]) -> str:
     """Return why kernels with plain weights cannot be used, or an empty string."""
-    quantized = any(isinstance(each.weight, QuantizedWeight) for each in linears.values())
-    return "the base model is quantized" if quantized else ""
+    is_quantized = any(isinstance(each.weight, QuantizedWeight) for each in linears.values())
+    return "the base model is quantized" if is_quantized else ""
 
 
 def ungrouped(targets: Sequence[Target], weight: torch.Tensor) -> str | None:
@@ -181,8 +180,7 @@ def unfused(weight: torch.Tensor, check_experts: Check | None = None) -> str | N
     """
     if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels do not take {weight.dtype}"
-    reason = missing_kernels(weight.device)
-    if reason:
+    if reason := missing_kernels(weight.device):
         return reason
     # On a CPU, kernels are interpreted, and the wide sizes take minutes.
     sizes = [TARGETS, WIDE_TARGETS] if weight.device.type == "cuda" else [TARGETS]
@@ -190,7 +188,7 @@ def unfused(weight: torch.Tensor, check_experts: Check | None = None) -> str | N
         found = [disagreement(weight.device, weight.dtype, backend="fused", targets=own) for own in sizes]
         if check_experts is not None:
             found.append(check_experts(weight.device, weight.dtype))
-        return next((reason for reason in found if reason), None)
+        return next(filter(None, found), None)
     except Exception as error:  # compilers raise exceptions of any type
         check_device(weight.device)
         name = type(error).__name__

@@ -6,11 +6,11 @@ in between belong to the preceding segment, whose gradients they change by zero.
 with a matrix of zeros, because a grouped product leaves rows without a group uninitialised.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -22,10 +22,16 @@ from cotrain_workers.engine.lora.segmented import anchor
 from cotrain_workers.engine.routing import Part, Segment, Source
 from cotrain_workers.engine.spec import Layout, Pair, Target, aligned
 
+T = TypeVar("T")
 #: 16 bytes of a 16-bit type. Strides of a grouped product must be multiples of that.
 MIN_RANK = 8
 # Modules that read the same x: their A matrices are adjacent and form one product.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ROWS = 8  # alignment of the first row of every segment
+# A grouped product supports 1,023 groups; one of them is for filler.
+MAX_SEGMENTS = 1022
+# Segments (by index) with gradients; within a round, no two add to the same matrices.
+Round = Sequence[tuple[int, Mapping[str, Pair]]]
 
 
 @dataclass(frozen=True)
@@ -40,12 +46,11 @@ class StackLayout:
 
 
 class StackedWeights:
-    """Weights of adapters that train the same modules, with ranks up to that of the layout.
+    """Copies of adapters in the layout of grouped products: one rank, one stride, no gaps.
 
-    It copies many adapters into the layout of grouped products: one rank, one stride, no gaps.
-    The copies are valid for one micro-batch. Filling them reads each arena once: 6 bytes per
-    parameter under a 16-bit base, where the optimizer step moves 28. Nothing is retained for
-    idle adapters, so no copy can be stale.
+    The adapters train the same modules, with ranks up to that of the layout. The copies are valid for one micro-batch.
+    Filling them reads each arena once: 6 bytes per parameter under a 16-bit base, where the optimizer
+    step moves 28. Nothing is retained for idle adapters, so no copy can be stale.
 
     One more slot of zeros follows, for rows without an adapter.
     """
@@ -152,15 +157,6 @@ def views_at(flat: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[torch
     return [view_by_span[at] for at in range(len(spans))]
 
 
-ROWS = 8  # alignment of the first row of every segment
-# A grouped product supports 1,023 groups; one of them is for filler.
-MAX_SEGMENTS = 1022
-
-
-# Segments (by index) with gradients; within a round, no two add to the same matrices.
-Round = Sequence[tuple[int, Mapping[str, Pair]]]
-
-
 @dataclass(frozen=True)
 class Groups:
     """Adjacent segments of one stack class: rows `start` to `stop` of the packed row."""
@@ -247,21 +243,37 @@ def find_rounds(segments: Sequence[Segment]) -> Sequence[Round]:
     return rounds
 
 
+class SiblingResults(Generic[T]):
+    """Results for modules that read the same tensor `x`: the first one computes those of all, each takes its own."""
+
+    def __init__(self) -> None:
+        self._x: torch.Tensor | None = None
+        self._left: dict[str, T] = {}
+
+    def take(self, module: str, x: torch.Tensor, compute: Callable[[], dict[str, T]]) -> T:
+        """Return the result of `module`; `compute` returns those of all modules that read `x`."""
+        if self._x is not x or module not in self._left:
+            self._x, self._left = x, compute()
+        found = self._left.pop(module)
+        if not self._left:
+            self._x = None
+        return found
+
+
 class GroupedLora:
     """LoRA paths of one micro-batch. The order of the segments determines the number of groups."""
 
     def __init__(self, segments: Sequence[Segment], rows: int, dtype: torch.dtype) -> None:
         self._groups = list(find_groups(segments, rows, dtype))
         self._groups_by_module: dict[str, list[Groups]] = {}
-        self._kept_x: torch.Tensor | None = None  # input of `_kept_lows`, which later siblings use
-        self._kept_lows: dict[str, tuple[torch.Tensor, ...]] = {}
+        self._lows = SiblingResults[tuple[torch.Tensor, ...]]()
 
     def linear(self, module: str, x: torch.Tensor, weight: FrozenWeight, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`."""
         groups = self._groups_of(module)
         if not groups:
             return frozen_linear(x, weight, bias)
-        lows = self._take_lows(module, x, groups)
+        lows = self._lows.take(module, x, lambda: shared_lows(module, x, groups))
         out: torch.Tensor = GroupedLinear.apply(x, weight, bias, module, groups, *lows)  # type: ignore[no-untyped-call]  # torch gives it none
         return out
 
@@ -284,19 +296,13 @@ class GroupedLora:
             self._groups_by_module[module] = [g for g in self._groups if module in g.stacked.layout.b]
         return self._groups_by_module[module]
 
-    def _take_lows(self, module: str, x: torch.Tensor, groups: Sequence[Groups]) -> tuple[torch.Tensor, ...]:
-        """Return `scale * x A^T` of a module for each group; the first sibling computes it for all siblings."""
-        if self._kept_x is not x or module not in self._kept_lows:
-            siblings = groups[0].stacked.layout.siblings[module]
-            needs_grad = any(each.rounds for each in groups)
-            lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]  # torch gives it none
-            size = len(groups)
-            self._kept_x = x
-            self._kept_lows = {name: lows[at * size : (at + 1) * size] for at, name in enumerate(siblings)}
-        found = self._kept_lows.pop(module)
-        if not self._kept_lows:
-            self._kept_x = None
-        return found
+
+def shared_lows(module: str, x: torch.Tensor, groups: Sequence[Groups]) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return `scale * x A^T` for each group, of `module` and its siblings."""
+    siblings, size = groups[0].stacked.layout.siblings[module], len(groups)
+    needs_grad = any(each.rounds for each in groups)
+    lows = SharedLow.apply(x, anchor(needs_grad), siblings, groups)  # type: ignore[no-untyped-call]  # torch gives it none
+    return {name: lows[at * size : (at + 1) * size] for at, name in enumerate(siblings)}
 
 
 class SharedLow(torch.autograd.Function):

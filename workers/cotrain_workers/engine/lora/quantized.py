@@ -20,8 +20,7 @@ from torch.nn import functional
 
 Quantization = Literal["none", "int8", "fp8", "nf4"]
 
-BLOCK = 64
-"""Values with a common scale in nf4."""
+BLOCK = 64  # values with a common scale in nf4
 LEVELS = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,

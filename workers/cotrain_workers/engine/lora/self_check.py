@@ -9,7 +9,6 @@ weights. Adapters and rows have random values, because a GPU multiplies equal va
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Literal
 
 import torch
@@ -59,6 +58,10 @@ class RandomAdapter:
     layout: Layout
     weights: torch.Tensor
     compute: Mapping[str, Pair]
+
+    def new_gradient(self) -> Mapping[str, Pair]:
+        """Return a gradient of zeros."""
+        return self.layout.views(torch.zeros_like(self.weights))
 
 
 @dataclass
@@ -127,16 +130,14 @@ def faster_than_fused(seconds: Mapping[str, float]) -> str:
 
 
 def first_layer(targets: Sequence[Target]) -> list[Target]:
-    """Return the modules up to the second of the same name."""
-    seen: set[str] = set()
-
-    def is_new(target: Target) -> bool:
+    """Return the modules up to the second of the same name, without the unembedding."""
+    layer: dict[str, Target] = {}
+    for target in targets:
         name = target.name.rpartition(".")[2]
-        known = name in seen or target.family == "unembed"
-        seen.add(name)
-        return not known
-
-    return list(takewhile(is_new, targets))
+        if name in layer or target.family == "unembed":
+            break
+        layer[name] = target
+    return list(layer.values())
 
 
 def lora_of(
@@ -186,8 +187,7 @@ def segments_of(adapters: Sequence[RandomAdapter], lengths: Sequence[int]) -> li
     segments, start = [], 0
     pairs = zip(adapters, SPECS, lengths, strict=True)
     for adapter, spec, length in sorted(pairs, key=lambda each: stack_class(each[0].layout)):
-        grads = adapter.layout.views(torch.zeros_like(adapter.weights))
-        segments.append(Segment(start, start + length, adapter, spec.scale, grads))
+        segments.append(Segment(start, start + length, adapter, spec.scale, adapter.new_gradient()))
         start += -(-length // ROWS) * ROWS
     return segments
 
@@ -260,7 +260,7 @@ def _run_layer(
     """Run random rows of every adapter forward and backward through the modules of a layer."""
     rows = ROWS_EACH * len(adapters)
     segments = [
-        Segment(at * ROWS_EACH, (at + 1) * ROWS_EACH, adapter, 2.0, _gradient_of(adapter))
+        Segment(at * ROWS_EACH, (at + 1) * ROWS_EACH, adapter, 2.0, adapter.new_gradient())
         for at, adapter in enumerate(adapters)
     ]
     lora = new_lora(segments, rows, layer)
@@ -281,11 +281,6 @@ def _run_layer(
         found.append(plus_mlp(lora, names, linears, SILU, inputs[mlp[0].inputs]))
     read = [inputs[width] for width in {each.inputs for each in layer if each not in mlp[1:]}]
     torch.autograd.grad(found, read, [random(*each.shape) for each in found])
-
-
-def _gradient_of(adapter: RandomAdapter) -> Mapping[str, Pair]:
-    """Return an empty gradient of an adapter."""
-    return adapter.layout.views(torch.zeros_like(adapter.weights, dtype=torch.float32))
 
 
 def _synchronize(device: torch.device) -> None:

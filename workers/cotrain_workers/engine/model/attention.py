@@ -1,7 +1,7 @@
 """Attention over a packed row: each sequence attends only to itself, by the segment table of the route.
 
-It is registered with transformers as `PER_SEQUENCE`. transformers packs by `position_ids` only without a KV
-cache, and otherwise ignores them silently; this function cannot run without the table.
+`attention_per_sequence` is registered with transformers as `PER_SEQUENCE`. transformers packs by `position_ids` only
+without a KV cache, and otherwise ignores them silently. This function cannot run without the table.
 
 Each attention kernel is compared with dense attention on a small packed row before it is used.
 """
@@ -183,13 +183,12 @@ def adjusted_attention(
     if rule.sinks is not None:
         column = rule.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shares = torch.softmax(scores, dim=-1, dtype=wide).to(q.dtype)
+    shares = torch.softmax(scores, dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return shares[..., : k.shape[-2]] @ v
 
 
 def varlen_takes(q: torch.Tensor, k: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, without cap or sinks."""
+    """Return True if the flash kernel for ragged batches can compute this: on CUDA, in 16 bits, no cap or sinks."""
     if q.is_cuda and rule.sinks is not None:
         warn_slow("there is no kernel for sinks")
         return False
@@ -348,7 +347,7 @@ def is_dense(
 
 
 def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
-    """Return attention over sequences of the lengths `PROBE`, computed densely in fp32 without a cap; `[T, heads, d]`."""
+    """Return attention `[T, heads, d]` over sequences of the lengths `PROBE`, densely in fp32 and without a cap."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (x.float().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))

@@ -293,8 +293,7 @@ class TokenRow:
     """Some sequences side by side, and filler sequences up to the padded length `T`."""
 
     ids: np.ndarray  # int64 [T]
-    positions: np.ndarray
-    """int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`."""
+    positions: np.ndarray  # int64 [T], from 0 in each sequence, or from the end of its prompt; with images `[3, T]`
     lengths: Sequence[int]  # of the sequences, filler included
     prompts: Mapping[int, Prompt]  # shared ones, by the index of the sequence
 
@@ -302,8 +301,7 @@ class TokenRow:
 def token_row(
     slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1, shared: Iterable[Sequence[int]] = ()
 ) -> TokenRow:
-    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple
-    of `align`.
+    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple of `align`.
 
     `shared` holds, for each slice, the first tokens of each sequence whose rows are those of an earlier sequence.
     """

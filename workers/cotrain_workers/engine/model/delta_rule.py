@@ -1,8 +1,8 @@
 """Gated delta rule of the sequences of a packed row, by blocks of rows.
 
-A sequence is cut into blocks. Within a block the rule is a few products (Yang, Kautz, Hatamizadeh 2024,
-"Gated Delta Networks"), computed for all blocks at once. Then the state passes from block to block, for all sequences at once.
-Mamba 2 is the same rule without a subtraction (Dao, Gu 2024).
+A sequence is cut into blocks. Within a block the rule is a few products (Yang, Kautz, Hatamizadeh 2024, "Gated Delta
+Networks"), computed for all blocks at once. Then the state passes from block to block, for all sequences at once. Mamba
+2 is the same rule without a subtraction (Dao, Gu 2024).
 
 No value of a sequence is multiplied into another one, and a product of a block has the same bits for every number of
 blocks. So the bits of a run do not depend on its neighbours.
@@ -75,7 +75,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Blocks of one size: those that begin a run, of the runs with most blocks first, then the second ones, and so on."""
+    """Blocks of one size: the first blocks of all runs, then the second ones, and so on; longest runs first."""
 
     size: int  # rows of a block
     counts: Sequence[int]  # of first blocks, second blocks and so on
@@ -148,7 +148,8 @@ def by_blocks(
     blocks: Blocks,
     state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return the outputs `[T, heads, d_v]`, and the states `[n, heads, d_k, d_v]` after the first, second … blocks, fp32.
+    """Return the outputs `[T, heads, d_v]`, and the states `[n, heads, d_k, d_v]` after the first, second … blocks,
+    fp32.
 
     `q` and `k` are `[T, heads of keys, d_k]`, `v` is `[T, heads, d_v]`. The logarithmic decay `g` and the rates
     `beta` are `[T, heads]`; without rates, nothing is subtracted from `v`. `state` has the run of each first block.

@@ -1,6 +1,6 @@
 """Experts of mixture-of-experts models: base products and LoRA of the tokens that each expert receives.
 
-The function is registered with transformers as `BY_ADAPTER`, in place of the loop over experts in each model.
+`experts_by_adapter` is registered with transformers as `BY_ADAPTER`, in place of the loop over experts in each model.
 The router and shared experts remain the modules of transformers. The router is frozen.
 
 Each pair of a token and one of its experts is a row. Rows are sorted by expert and then by token, so those of one
@@ -203,7 +203,7 @@ def choices_on_host(index: torch.Tensor) -> np.ndarray:
 
 
 def weight_of(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the weight `[experts, out, in]` of a product of an experts module, and its bias `[experts, out]` if any."""
+    """Return the weight `[experts, out, in]` of a product of an experts module, and any bias `[experts, out]`."""
     fused = "down_proj" if name == "down_proj" else "gate_up_proj"
     weight = getattr(module, fused)
     weight = weight.mT if module.is_transposed else weight

@@ -50,14 +50,10 @@ class ModelType:
     """Name of the factor on the logits before a softcap, in the configuration; after a `/`, of a divisor."""
     is_wrapper: bool = False
     """True if its text model is another model of this table (`text_config`), next to a vision tower."""
-    optional: frozenset[str] = frozenset()
-    """Modules that some models of this type lack."""
-    in_tuple: bool = False
-    """True if a decoder layer returns its hidden states in a tuple."""
-    reads_images: bool = False
-    """True if its vision tower is used (`vision.py`); other towers are left out."""
-    is_inner: bool = False
-    """True if it exists only as the text model of a wrapper."""
+    optional: frozenset[str] = frozenset()  # modules that some models of this type lack
+    in_tuple: bool = False  # True if a decoder layer returns its hidden states in a tuple
+    reads_images: bool = False  # True if its vision tower is used (`vision.py`); other towers are left out
+    is_inner: bool = False  # True if it exists only as the text model of a wrapper
     is_plain: bool = False
     """True if its layers compute as Llama's: results are added to the input unscaled, and norms of heads, if any,
     come right before the rotation. Kernels may then replace rotations and residual additions."""
@@ -174,11 +170,10 @@ def decoder_path(network: Any) -> str:
     return str(names[id(decoder)])
 
 
-def drop_towers(network: Any) -> Any:
-    """Remove the modules of a wrapper that no text reaches, and return the model."""
+def drop_towers(network: Any) -> None:
+    """Remove the modules of a wrapper that no text reaches."""
     decoder = network.get_decoder()
     if network.model is not decoder:
         for name, module in list(network.model.named_children()):
             if module is not decoder:
                 setattr(network.model, name, None)
-    return network

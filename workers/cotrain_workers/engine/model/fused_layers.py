@@ -32,8 +32,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 PARTS = {*NORMS, "self_attn", "mlp"}
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 ROPE = "apply_rotary_pos_emb"
-ROWS = 64
-"""Rows of the examples that recognise functions and check kernels."""
+ROWS = 64  # rows of the examples that recognise functions and check kernels
 
 log = logging.getLogger(__name__)
 

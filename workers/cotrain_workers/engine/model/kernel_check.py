@@ -32,6 +32,10 @@ Pure = Callable[..., Any]
 #: Relative to the largest value. A kernel that keeps fp32 between two operations where eager mode rounds to 16 bits
 #: differs by one rounding, and by another one in the backward of a product.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
+#: Random experts of a layer, and those of each token.
+EXPERTS, CHOSEN = 7, 3
+#: Width of the model and of an expert: small tiles, and those of a real model.
+SIZES, WIDE_SIZES = (64, 48), (1024, 512)
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +56,7 @@ def agrees(what: str, device: torch.device, tolerance: float, measure: Callable[
 def is_right(kernel: Pure, function: Pure, tensors: int, examples: Sequence[Any]) -> bool:
     """Return True if a kernel matches its function, forward and backward for the first `tensors` arguments.
 
-    It is also compared without gradients, as used by the decoder. A failure or a mismatch is logged.
-    Raises DeviceLost.
+    It is also compared without gradients, as used by the decoder. A failure or a mismatch is logged. Raises DeviceLost.
     """
     inputs, rest = examples[:tensors], examples[tensors:]
 
@@ -104,11 +107,6 @@ def example(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=like.device, dtype=like.dtype)
 
 
-EXPERTS, CHOSEN = 7, 3
-#: Width of the model and of an expert: small tiles, and those of a real model.
-SIZES, WIDE_SIZES = (64, 48), (1024, 512)
-
-
 class RandomExperts:
     """Random experts of a layer, as a module of transformers has them."""
 
@@ -149,19 +147,16 @@ def wrong_result(device: torch.device, dtype: torch.dtype) -> str | None:
     # On a CPU, kernels are interpreted, and the wide sizes take minutes.
     sizes = [SIZES, WIDE_SIZES] if device.type == "cuda" else [SIZES]
     found = [disagreement(device, dtype, own) for own in sizes]
-    return next((reason for reason in found if reason), None)
+    return next(filter(None, found), None)
 
 
 def disagreement(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int] = SIZES) -> str | None:
     """Return the result of fused experts that differs from that of the loop by more than rounding, or None."""
     module = RandomExperts(sizes, device, dtype, EXPERTS)
     tokens = random_tokens(module, sum(LENGTHS) + 3)
-    found = []
-    for name in ("seg", "fused"):
-        segments = segments_of(module, SPECS, LENGTHS)
-        found.append(run(module, segments, tokens, name))
-    for name, theirs in found[0].items():
-        error = float((found[1][name] - theirs).abs().max() / theirs.abs().max())
+    expected, found = (run(module, segments_of(module, SPECS, LENGTHS), tokens, name) for name in ("seg", "fused"))
+    for name, theirs in expected.items():
+        error = float((found[name] - theirs).abs().max() / theirs.abs().max())
         if not error <= LORA_TOLERANCE[dtype]:
             return f"its {name} of experts differs from that of a loop by {error:.1e} of the largest value"
     return None
@@ -174,8 +169,7 @@ def segments_of(module: RandomExperts, specs: Sequence[AdapterSpec], lengths: Se
     for number, (spec, length) in enumerate(zip(specs, lengths, strict=True)):
         own = replace(spec, per_expert=number % 2 == 1)
         adapter = random_adapter(own, like.device, like.dtype, generator, module.targets)
-        grads = adapter.layout.views(torch.zeros_like(adapter.weights))
-        segments.append(Segment(start, start + length, adapter, spec.scale, grads))
+        segments.append(Segment(start, start + length, adapter, spec.scale, adapter.new_gradient()))
         start += length
     return segments
 

@@ -9,14 +9,13 @@
 The LoRA backend `fused` uses the softmax, and has the same requirements. `fused_layers.py` inserts the others.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from typing_extensions import override
 
-from cotrain_workers.engine.lora.fused.operators import GELU
+from cotrain_workers.engine.lora.fused.operators import GELU, no_result, register
 from cotrain_workers.engine.model.kernel_check import TOLERANCE, agrees, apart, example
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 
@@ -263,46 +262,23 @@ def _new_logprobs(logits: torch.Tensor, _norms: Any, targets: torch.Tensor, *_: 
     return logits.new_empty(targets.shape)
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 _GIVEN = "Tensor? weight, Tensor cos, Tensor sin"
-_LIBRARY = torch.library.Library("cotrain", "FRAGMENT")
-#: Schema of each op, its function, and the function that only allocates the results.
-_OPS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
-    # x [T, width]; `one`: the scale is weight + 1
-    ("rms_norm(Tensor x, Tensor weight, float eps, bool one) -> Tensor", rms_norm, _like_first),
-    (
-        "rms_norm_back(Tensor x, Tensor weight, Tensor gy, Tensor? kept, float eps, bool one) -> Tensor",
-        rms_norm_back,
-        _like_first,
-    ),
-    # x [T, heads, size], cos and sin [T, size]; no norm without a weight
-    (f"rotated_norm(Tensor x, {_GIVEN}, float eps, bool one) -> Tensor", rotated_norm, _like_first),
-    (
-        f"rotated_norm_back(Tensor gy, Tensor? x, {_GIVEN}, float eps, bool one) -> Tensor",
-        rotated_norm_back,
-        _like_first,
-    ),
-    ("gated(Tensor gate, Tensor up, int kind) -> Tensor", _gated, _like_first),
-    # `logits` are fp32 [rows, V]. A `cap` of 0 stands for no softcap.
-    ("softmax_norms(Tensor logits, float cap) -> Tensor", softmax_norms, _new_norms),
-    # `targets` [c, K] are K columns of each of the c rows from `first` on.
-    (
-        "softmax_pick(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
-        softmax_pick,
-        _new_logprobs,
-    ),
-    (
-        "softmax_backward(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
+register(
+    {
+        # x [T, width]; `one`: the scale is weight + 1
+        "rms_norm": "(Tensor x, Tensor weight, float eps, bool one) -> Tensor",
+        "rms_norm_back": "(Tensor x, Tensor weight, Tensor gy, Tensor? kept, float eps, bool one) -> Tensor",
+        # x [T, heads, size], cos and sin [T, size]; no norm without a weight
+        "rotated_norm": f"(Tensor x, {_GIVEN}, float eps, bool one) -> Tensor",
+        "rotated_norm_back": f"(Tensor gy, Tensor? x, {_GIVEN}, float eps, bool one) -> Tensor",
+        "gated": "(Tensor gate, Tensor up, int kind) -> Tensor",
+        # `logits` are fp32 [rows, V]. A `cap` of 0 stands for no softcap.
+        "softmax_norms": "(Tensor logits, float cap) -> Tensor",
+        # `targets` [c, K] are K columns of each of the c rows from `first` on.
+        "softmax_pick": "(Tensor logits, Tensor norms, Tensor targets, int first, float cap) -> Tensor",
+        "softmax_backward": "(Tensor logits, Tensor norms, Tensor targets, Tensor slopes, Tensor(a!) grads, int first, "
         "float cap) -> ()",
-        softmax_backward,
-        _nothing,
-    ),
+    },
+    (rms_norm, rms_norm_back, rotated_norm, rotated_norm_back, _gated, softmax_norms, softmax_pick, softmax_backward),
+    (*[_like_first] * 5, _new_norms, _new_logprobs, no_result),
 )
-for _schema, _real, _fake in _OPS:
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"cotrain::{_name}", _fake, lib=_LIBRARY)

@@ -29,10 +29,8 @@ EPS = 1e-6  # of the norm of queries and keys
 class StateShape:
     """Values that one layer keeps of a sequence."""
 
-    inputs: tuple[int, int]
-    """Last inputs of the convolution, and their channels, in the type of the model."""
-    matrices: tuple[int, int, int]
-    """Heads, size of a key and size of a value, in fp32."""
+    inputs: tuple[int, int]  # last inputs of the convolution, and their channels, in the type of the model
+    matrices: tuple[int, int, int]  # heads, size of a key and size of a value, in fp32
 
     def sizes(self, item: int) -> int:
         """Return the number of bytes, for values of the model of `item` bytes."""
@@ -99,7 +97,10 @@ def normalized(x: torch.Tensor) -> torch.Tensor:
 
 
 def project(module: Any, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return queries, keys and values side by side `[1, T, channels]`, the gate `[1, T, heads, d_v]`, b and a `[1, T, heads]`."""
+    """Return queries, keys and values side by side `[1, T, channels]`, the gate, b and a.
+
+    The gate is `[1, T, heads, d_v]`; b and a are `[1, T, heads]`.
+    """
     if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next
         *mixed, z, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(hidden), module.in_proj_ba(hidden))
         return torch.cat([each.flatten(2) for each in mixed], dim=-1), z, b, a

@@ -210,7 +210,7 @@ def _refuse_other_things(path: Path) -> None:
         )
     if any(path.glob("*.gguf")):
         raise NoModel("it holds a GGUF file, which cannot be trained: give the model it was made from.")
-    inside = next(_models_below(path), None)
+    inside = next((found.parent for pattern in _BELOW for found in sorted(path.glob(pattern))), None)
     instead = f"did you mean {inside}?" if inside else "give the folder of a model, or a hub id."
     raise NoModel(f"the folder has no {CONFIG}: {instead}")
 
@@ -221,10 +221,6 @@ def _refuse_closed_files(folder: Path) -> None:
     closed = [file.name for file in files if not os.access(file, os.R_OK)]
     if closed:
         raise NoModel(f"its {closed[0]} may not be read by user {os.geteuid()}, who runs this: `chmod a+r` it.")
-
-
-def _models_below(folder: Path) -> Iterator[Path]:
-    return (found.parent for pattern in _BELOW for found in sorted(folder.glob(pattern)))
 
 
 def _why_not_fetched(error: BaseException, *, local_files_only: bool) -> str:

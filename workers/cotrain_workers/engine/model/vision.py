@@ -101,11 +101,11 @@ class FeatureCache:
 class Vision:
     """Frozen vision tower of one base model, whose results the decoder's modules read from the router."""
 
-    def __init__(self, network: Any, processor: Any, router: Router, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, network: Any, processor: Any, router: Router) -> None:
         self.runs = 0  # of the tower, since the model was loaded
         self._model = network.model
         self._processor = processor
-        self._cache = FeatureCache(cache_bytes)
+        self._cache = FeatureCache(CACHE_BYTES)
         size = processor.size
         self.facts = ImageFacts(
             side=processor.patch_size * processor.merge_size,
@@ -123,7 +123,8 @@ class Vision:
         """
         found = self._cache.get(tenant, image.digest)
         if found is None or found.shape[1] != image.tokens:
-            found = self._compute(image)
+            self.runs += 1
+            found = self._run(*self._pixels(image))
             self._cache.put(tenant, image.digest, found)
         return found
 
@@ -134,10 +135,6 @@ class Vision:
         grid = torch.tensor([[1, merge * rows, merge * (tokens // rows)]])
         values = 3 * self._processor.temporal_patch_size * self._processor.patch_size**2
         return self._run(torch.zeros(int(grid.prod()), values), grid)
-
-    def _compute(self, image: Image) -> torch.Tensor:
-        self.runs += 1
-        return self._run(*self._pixels(image))
 
     def _run(self, pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
         """Return the results `[1 + L, n, d]` for patches `[4 n, values]` of one image, on the host."""
@@ -191,8 +188,8 @@ def _read_images(decoder: nn.Module, router: Router) -> None:
 def rotary_positions(length: int, images: Iterable[Image]) -> tuple[np.ndarray, int]:
     """Return the positions `[3, length]` of a sequence in time, height and width, and that of the next token.
 
-    A token of text advances all three by 1. The tokens of an image have one time, and count rows and columns from there.
-    The text after it continues behind the largest. This is `get_rope_index` of transformers for images.
+    A token of text advances all three by 1. The tokens of an image have one time, and count rows and columns from
+    there. The text after it continues behind the largest. This is `get_rope_index` of transformers for images.
     """
     positions = np.empty((3, length), np.int64)
     at = done = 0

@@ -1,10 +1,11 @@
-"""Optimizer steps: AdamW over flat arenas, the adapters of a cycle together, with the semantics of
-`torch.optim.AdamW`. Adapters with Muon step one by one.
+"""Optimizer steps over flat arenas: AdamW for all adapters of a cycle together, and Muon for one after the other.
+
+AdamW has the semantics of `torch.optim.AdamW`.
 
 Muon is a momentum whose matrices are orthogonalized. Its rule is that of Jordan et al. (2024,
-kellerjordan.github.io/posts/muon) with Nesterov momentum, and the step size of Liu et al. (2025, arXiv:2502.16982, section 2.2),
-so that learning rates of AdamW carry over. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"` computes the same in
-bfloat16; here everything has the precision of the arenas.
+kellerjordan.github.io/posts/muon) with Nesterov momentum, and the step size of Liu et al. (2025, arXiv:2502.16982,
+section 2.2), so that learning rates of AdamW carry over. `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`
+computes the same in bfloat16; here everything has the precision of the arenas.
 
 The result of an adapter does not depend on the others: the launches work on lists of arenas, each
 with its own norm, step count and elements.
@@ -14,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch.optim.adamw import adamw
@@ -31,16 +31,6 @@ SAFE_LEARNING_RATE = 1e3
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-
-
-class Parameters(NamedTuple):
-    """Parameters that one launch of AdamW shares among its adapters."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
 
 
 def refuse_step(op: OptimStep) -> str | None:
@@ -112,15 +102,14 @@ def gradient_norms(adapters: Sequence[Adapter]) -> list[float]:
 
 
 def adamw_steps(steps: Sequence[Due]) -> None:
-    """Clip each gradient by its global norm, update weights, moments and step counts, and discard
-    the gradients.
+    """Clip each gradient by its global norm, update weights, moments and step counts, and discard the gradients.
 
     Steps of equal parameters share one launch. Each adapter may occur only once. Without a
     gradient the step has zero gradients: moments and weights decay, and nothing fails.
     """
     clip([due for due in steps if due.op.grad_clip_norm > 0 and due.norm > 0])
-    for parameters, group in by_parameters([d for d in steps if d.op.type == "adamw"]).items():
-        launch(parameters, [due.adapter for due in group])
+    for group in by_parameters([due for due in steps if due.op.type == "adamw"]):
+        launch(group)
     for due in steps:
         if due.op.type == "muon":
             muon_step(due.adapter, due.op)
@@ -137,18 +126,19 @@ def clip(steps: Sequence[Due]) -> None:
         torch._foreach_mul_([due.adapter.gradient.flat for due in steps], factors)
 
 
-def by_parameters(steps: Sequence[Due]) -> dict[Parameters, list[Due]]:
+def by_parameters(steps: Sequence[Due]) -> list[list[Due]]:
     """Group the steps by the parameters that a launch shares; clipping is done before."""
-    groups: dict[Parameters, list[Due]] = {}
+    groups: dict[tuple[float, ...], list[Due]] = {}
     for due in steps:
         op = due.op
-        key = Parameters(op.learning_rate, op.beta1, op.beta2, op.eps, op.weight_decay)
+        key = (op.learning_rate, op.beta1, op.beta2, op.eps, op.weight_decay)
         groups.setdefault(key, []).append(due)
-    return groups
+    return list(groups.values())
 
 
-def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
-    """Update weights and moments of adapters with the same parameters, each at its own step count."""
+def launch(steps: Sequence[Due]) -> None:
+    """Update weights and moments by steps with the same parameters, each adapter at its own step count."""
+    op, adapters = steps[0].op, [due.adapter for due in steps]
     counts = torch.tensor([float(adapter.step) for adapter in adapters])
     adamw(
         [adapter.weights for adapter in adapters],
@@ -159,11 +149,11 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
         list(to_device(counts, adapters[0].weights.device).unbind()),
         fused=True,
         amsgrad=False,
-        beta1=parameters.beta1,
-        beta2=parameters.beta2,
-        lr=parameters.learning_rate,
-        weight_decay=parameters.weight_decay,
-        eps=parameters.eps,
+        beta1=op.beta1,
+        beta2=op.beta2,
+        lr=op.learning_rate,
+        weight_decay=op.weight_decay,
+        eps=op.eps,
         maximize=False,
     )
 
@@ -171,19 +161,16 @@ def launch(parameters: Parameters, adapters: Sequence[Adapter]) -> None:
 def take_steps(
     adapters: Mapping[str, Adapter], ops: Sequence[OptimStep], outputs: dict[tuple[str, int], Output]
 ) -> None:
-    """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by
-    run.
+    """Run optimizer steps, at most one per run, and write an output for each; `adapters` are by run.
 
-    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A
-    step that would make weights too large for products fails, too, and leaves the adapter
-    unchanged.
+    A gradient that is not finite, or too large for Adam, is discarded, and its step fails alone. A step that would make
+    weights too large for products fails, too, and leaves the adapter unchanged.
     """
     asked = []
     for op in ops:
-        reason = refuse_step(op)
         if op.run not in adapters:
             outputs[op.run, op.seq] = unknown_run()
-        elif reason := reason or refuse_type(op, adapters[op.run]):
+        elif reason := refuse_step(op) or refuse_type(op, adapters[op.run]):
             outputs[op.run, op.seq] = Failure(reason, "user")
         else:
             asked.append(op)

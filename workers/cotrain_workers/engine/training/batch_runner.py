@@ -5,7 +5,6 @@ The packed row holds the results of the vision tower for images, and each shared
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -51,12 +50,11 @@ class BatchRunner:
         self._head = Head(base.head_weight, base.final_softcap, head_chunk_rows, new_softmax)
         self._kl_head = KlHead(base.head_weight, base.final_softcap, head_chunk_rows)
         self._references = References(base, lora, micro_batch_tokens)
-        self._micro_batch_tokens = micro_batch_tokens
         self.images = BatchImages(base.vision, self._device)
 
     def run(self, batch: MicroBatch, passes: Sequence[PassState]) -> list[MicroBatch]:
         """Run a micro-batch and collect its results. Return it, after the micro-batches of its references."""
-        referred, ran = self._references.ask_for({each: passes[each.owner].op for each in batch.op_slices})
+        referred, ran = self._references.run({each: passes[each.owner].op for each in batch.op_slices})
         route, row = self.route(batch, passes)
         kind = self._base.lock_step.await_pass(self._kind_of(batch, passes))
         self._base.recompute.is_on = kind is Forward.RECOMPUTED
@@ -196,16 +194,16 @@ class BatchImages:
         for key, (owner, image) in wanted.items():
             if key in self._features:
                 continue
-            began, failure = time.perf_counter(), None
-            try:
-                self._features[key] = self._vision.features(key[0], image)
-            except ImageUnusable as unusable:
-                failure = Failure(str(unusable), "user")
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                failure = needs_memory(image.tokens)
-            cost.seconds += time.perf_counter() - began
+            failure = None
+            with cost.measured():
+                try:
+                    self._features[key] = self._vision.features(key[0], image)
+                except ImageUnusable as unusable:
+                    failure = Failure(str(unusable), "user")
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    failure = needs_memory(image.tokens)
             if failure is not None:
                 release_memory(self._device)
                 give_up(passes[owner], failure)
@@ -249,8 +247,8 @@ def _of_passes(batch: MicroBatch, passes: Sequence[PassState]) -> Iterator[tuple
 def _repeat(hidden: torch.Tensor, spans: Mapping[int, Sequence[Span]]) -> tuple[torch.Tensor, dict[int, int]]:
     """Append all rows of all datums of some slices to the hidden states `[T, d]` of a packed row.
 
-    `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row. All
-    other rows stay at their places.
+    `spans` are by the first row of the slice. Returns the states `[T + n, d]`, and the new first row by the first row.
+    All other rows stay at their places.
     """
     starts, parts = {}, [hidden]
     rows = len(hidden)

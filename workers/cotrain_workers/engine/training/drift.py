@@ -73,29 +73,24 @@ def has_policy_steps(op: Pass) -> bool:
     return any(POLICY_STEP in datum.inputs for datum in op.datums)
 
 
-def policy_lags(op: Pass) -> np.ndarray:
-    """Return the optimizer steps between sampling and training of each target with a `policy_step`, float64 [n].
+def lag_sums(op: Pass) -> dict[str, float]:
+    """Return the number of targets with a `policy_step`, and the sum and maximum of their lags; {} without steps.
 
-    They are negative for samples of later steps, which a rewind of the run has abandoned.
+    A lag is the number of optimizer steps between sampling and training. It is negative for a sample of a later step,
+    which a rewind of the run has abandoned.
     """
     steps = _flat([each.inputs[POLICY_STEP] for each in op.datums if POLICY_STEP in each.inputs])
-    return np.zeros(0) if op.step is None else op.step - steps[steps >= 0]
-
-
-def lag_sums(op: Pass) -> dict[str, float]:
-    """Return the number of these targets, and the sum and maximum of their lags; {} without steps."""
-    lags = policy_lags(op)
-    if not len(lags):
+    steps = steps[steps >= 0]
+    if op.step is None or not len(steps):
         return {}
+    lags = op.step - steps
     return {"lagged": float(len(lags)), "lag": float(lags.sum()), "lag_max": float(lags.max())}
 
 
 def lag(op: Pass) -> dict[str, float]:
     """Return the LAG_METRICS of a pass, its staleness in optimizer steps; {} without steps."""
     sums = lag_sums(op)
-    if not sums:
-        return {}
-    return dict(zip(LAG_METRICS, (sums["lag"] / sums["lagged"], sums["lag_max"]), strict=True))
+    return dict(zip(LAG_METRICS, (sums["lag"] / sums["lagged"], sums["lag_max"]), strict=True)) if sums else {}
 
 
 def _is_clipped(loss_fn: str, apart: np.ndarray, advantages: np.ndarray, config: Mapping[str, float]) -> np.ndarray:

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain, zip_longest
+from itertools import chain, count, zip_longest
 from weakref import WeakSet
 
 from cotrain_workers.engine.coordination import Yielding
@@ -82,10 +82,9 @@ class ForwardBackward:
     ) -> Yielding[None]:
         """Run passes and set the output of each complete one; yield after each micro-batch.
 
-        Passes of one run are in their order. Passes with an allowance run after the others. They
-        stay open once it is used up, or once `is_over` returns True. Even then one micro-batch
-        runs, of the pass that has waited longest. Then follow the first slices of the others, then
-        more of each.
+        Passes of one run are in their order. Passes with an allowance run after the others. They stay open once it is
+        used up, or once `is_over` returns True. Even then one micro-batch runs, of the pass that has waited longest.
+        Then follow the first slices of the others, then more of each.
         """
         for at, state in enumerate(passes):
             state.cut(at, self._micro_batch_tokens, shares=self._shares_prompts)
@@ -94,11 +93,10 @@ class ForwardBackward:
         divided = [state for state in passes if state.allowance is not None and state.slices]
         if divided:
             yield from self._run_divided(divided, passes, cost, is_over)
-        began = time.perf_counter()
-        finish(passes)
+        with cost.measured():
+            finish(passes)
         if passes:
             self.limits.end_wave()
-        cost.seconds += time.perf_counter() - began
 
     @property
     def safe_tokens(self) -> int:
@@ -109,11 +107,11 @@ class ForwardBackward:
         self, divided: list[PassState], passes: Sequence[PassState], cost: PassesCost, is_over: Callable[[], bool]
     ) -> Yielding[None]:
         divided.sort(key=lambda state: state.waits_since)
-        at_first = iter([False])
+        calls = count()
 
         def stops() -> bool:
             """Return False the first time, so that each cycle advances some pass; then `is_over()`."""
-            return next(at_first, True) and is_over()
+            return next(calls) > 0 and is_over()
 
         for of_kind in of_one_kind([state.slices[0] for state in divided]):
             yield from self._run_slices(of_kind, passes, cost, stops)
@@ -141,21 +139,19 @@ class ForwardBackward:
             if unusable is not None:
                 _drop(waiting, unusable)
                 continue
-            began = time.perf_counter()
             batch = waiting.popleft()
             if self._is_long(batch, passes):
                 yield from self._run_long(batch, passes, waiting, cost, is_over)
                 continue
-            ran = self._try(batch, passes)
-            if ran is None:
-                cost.forwards += 1
-                self._requeue(batch, passes, waiting, cost)
-            else:
-                for each in ran:
+            with cost.measured():
+                ran = self._try(batch, passes)
+                if ran is None:
                     cost.forwards += 1
-                    cost.tokens += each.tokens
-                    cost.padded_tokens += each.padded_tokens
-            cost.seconds += time.perf_counter() - began
+                    self._requeue(batch, passes, waiting, cost)
+            for each in ran or ():
+                cost.forwards += 1
+                cost.tokens += each.tokens
+                cost.padded_tokens += each.padded_tokens
             yield
 
     def _is_long(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
@@ -168,8 +164,8 @@ class ForwardBackward:
     def _must_wait(self, batch: MicroBatch, passes: Sequence[PassState]) -> bool:
         """Return True for a long datum that would block all work, because it cannot be suspended.
 
-        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because their
-        tenants are paused, the datum runs to its end.
+        At most MAX_SUSPENDED data are suspended at once. If none of those has run for RECENT_S, for instance because
+        their tenants are paused, the datum runs to its end.
         """
         owner = passes[batch.op_slices[0].owner]
         if owner.allowance is None or owner.long or not self._is_long(batch, passes):
@@ -204,45 +200,36 @@ class ForwardBackward:
             if not is_out_of_memory(error):
                 raise
             long = work = None
-        if long is None or work is None:
-            self._undo_long(owner, cost)
-            self._requeue(batch, passes, waiting, cost)
-            yield
-            return
-        while True:
-            began, before = time.perf_counter(), long.done_tokens
-            try:
-                with self.watch(upcoming_batch(batch, passes)):
-                    next(work)
-            except StopIteration as end:
-                owner.long = owner.long_work = owner.gradient_before = None
-                self._long.discard(long)
-                cost.tokens += batch.tokens - before
-                cost.padded_tokens += batch.padded_tokens
-                collect(batch, passes, {batch.op_slices[0]: end.value})
-                cost.seconds += time.perf_counter() - began
-                return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                ran_out = True
-            else:
-                ran_out = False
+        while long is not None and work is not None:
+            before, ran_out = long.done_tokens, False
+            with cost.measured():
+                try:
+                    with self.watch(upcoming_batch(batch, passes)):
+                        next(work)
+                except StopIteration as end:
+                    owner.long = owner.long_work = owner.gradient_before = None
+                    self._long.discard(long)
+                    cost.tokens += batch.tokens - before
+                    cost.padded_tokens += batch.padded_tokens
+                    collect(batch, passes, {batch.op_slices[0]: end.value})
+                    return
+                except (RuntimeError, MemoryError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    ran_out = True
             cost.tokens += long.done_tokens - before
-            # Here the exception is released, and with it the tensors that its frames held.
             if ran_out:
-                del long, work
-                self._undo_long(owner, cost)
-                self._requeue(batch, passes, waiting, cost)
-                cost.seconds += time.perf_counter() - began
-                yield
-                return
+                break
             if may_suspend and long.may_stop and is_over():
                 long.suspend()
-                cost.seconds += time.perf_counter() - began
                 return
-            cost.seconds += time.perf_counter() - began
             yield
+        # Memory ran out. Here the exception is released, and with it the tensors that its frames held.
+        del long, work
+        with cost.measured():
+            self._undo_long(owner, cost)
+            self._requeue(batch, passes, waiting, cost)
+        yield
 
     def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
         """Undo a long datum that ran out of memory."""

@@ -1,11 +1,11 @@
 """Heads of a pass: log-probabilities with a loss, and the reverse KL to a frozen reference.
 
-Each computes its values and the gradient of the hidden states in one visit of each row. No `[T, vocabulary]` tensor
-exists. The result of a slice depends on that slice alone.
+A head is the frozen unembedding with its loss. Each computes its values and the gradient of the hidden states in one
+visit of each row. No `[T, vocabulary]` tensor exists. The result of a slice depends on that slice alone.
 
 **Log-probabilities.** Slices are cut into chunks, whose boundaries depend on the slice alone. Losses, log-probabilities
-and LoRA are computed chunk by chunk. The products with the frozen weight cover many chunks at once, because each row has
-the same bits in any product of at least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients
+and LoRA are computed chunk by chunk. The products with the frozen weight cover many chunks at once: each row has the
+same bits in any product of at least `FEWEST_ROWS` rows. So neither log-probabilities nor the head's LoRA gradients
 depend on a neighbour.
 
 **Reverse KL**, over whole distributions: with `p` the run's and `q` the reference's softmax of logits / T, per target,
@@ -41,8 +41,7 @@ from cotrain_workers.engine.training.losses import (
 )
 from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, cut, fill
 
-# Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two
-# threads.
+# Same as `routing.FINE_STEP`; measured for products of up to 50,257 columns, on one and two threads.
 FEWEST_ROWS = 32
 NEAR = 8  # maximum gap of neighbours in the packed row: a slice may begin at a multiple of 8
 
@@ -57,7 +56,7 @@ class Head:
         self._softcap = softcap
         self._chunk_rows = chunk_rows
         self._new_softmax = new_softmax
-        self._loss_dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self._loss_dtype = torch.promote_types(weight.dtype, torch.float32)
 
     def input(self, op: Pass, op_slice: OpSlice, part: Part | None, start: int) -> HeadInput:
         """Return the head's input for a slice of a pass that starts at row `start`."""
@@ -97,11 +96,11 @@ class Head:
         for together in self._visits(chunks):
             self._visit(together, hidden, hidden_grad)
             yield
-        late = [chunk for chunk in chunks if not chunk.is_ready]
-        for of_slice in by_slice:
-            if not of_slice[0].is_ready:
-                judge(of_slice)
-        for together in self._visits([chunk for chunk in late if chunk.goes_back]):
+        # A loss over whole datums is known only now. A second visit of its chunks computes their gradient.
+        late = [of_slice for of_slice in by_slice if not of_slice[0].is_ready]
+        for of_slice in late:
+            add_loss(of_slice)
+        for together in self._visits([chunk for of_slice in late for chunk in of_slice if chunk.goes_back]):
             self._visit(together, hidden, hidden_grad)
             yield
         return [result_of(of_slice) for of_slice in by_slice]
@@ -141,7 +140,7 @@ class Head:
         for chunk, _, here in placed:
             chunk.logprobs = softmax.logprobs(here, chunk.targets)
             if chunk.is_ready:
-                judge([chunk])
+                add_loss([chunk])
             if goes_back:
                 assert chunk.slope is not None
                 softmax.go_back(here, chunk.targets, chunk.slope)
@@ -212,8 +211,8 @@ def enough_rows(start: int, stop: int, limit: int) -> slice:
     return slice(max(0, min(start, stop - FEWEST_ROWS)), stop)
 
 
-def judge(chunks: Sequence[HeadChunk]) -> None:
-    """Compute the loss of neighbouring chunks, which need no other chunk."""
+def add_loss(chunks: Sequence[HeadChunk]) -> None:
+    """Compute the loss of neighbouring chunks, which need no other chunk, and its slope if they need a gradient."""
     given, rows = chunks[0].given, slice(chunks[0].rows.start, chunks[-1].rows.stop)
     # One chunk, as in most losses, costs no copy.
     logprobs = chunks[0].logprobs if len(chunks) == 1 else torch.cat([c.logprobs for c in chunks])
@@ -242,8 +241,7 @@ class KlHead:
         self._weight = weight
         self._softcap = softcap
         self._chunk_rows = chunk_rows
-        wide = weight.dtype == torch.float64
-        self._loss_dtype = torch.float64 if wide else torch.float32
+        self._loss_dtype = torch.promote_types(weight.dtype, torch.float32)
 
     @torch.no_grad()
     def compare(
@@ -301,7 +299,7 @@ class References:
         self._micro_batch_tokens = micro_batch_tokens
 
     @torch.no_grad()
-    def ask_for(self, ops: Mapping[OpSlice, Pass | ReverseKl]) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
+    def run(self, ops: Mapping[OpSlice, Pass | ReverseKl]) -> tuple[dict[OpSlice, Referred], list[MicroBatch]]:
         """Run the references of a micro-batch's reverse KLs.
 
         Return their results by slice, and the micro-batches that were run for them.
@@ -319,7 +317,7 @@ class References:
         batches = fill(op_slices, limit, self._lora.align, order)
         hidden: list[list[torch.Tensor]] = [[] for _ in asked]
         for batch in batches:
-            for op_slice, found in zip(batch.op_slices, self._run(batch, datums, adapters), strict=True):
+            for op_slice, found in zip(batch.op_slices, self._run_batch(batch, datums, adapters), strict=True):
                 hidden[op_slice.owner].append(found)
         referred = {}
         for each, parts, adapter in zip(asked, hidden, adapters, strict=True):
@@ -327,17 +325,15 @@ class References:
             referred[each] = Referred(rows, adapter.head_part(len(rows)))
         return referred, batches
 
-    def _run(
+    def _run_batch(
         self, batch: MicroBatch, asked: Sequence[Sequence[KlDatum]], adapters: Sequence[FrozenAdapter]
     ) -> list[torch.Tensor]:
         """Return the hidden states of the weighted targets of each slice, `[m, d]`."""
         datums = [asked[op_slice.owner][op_slice.first : op_slice.last] for op_slice in batch.op_slices]
         row = token_row(([datum.reference for datum in each] for each in datums), batch.padded_tokens, batch.align)
         segments = [
-            Segment(start, stop, adapter, adapter.scale, None)
-            for (start, stop), adapter in zip(
-                batch.spans, (adapters[op_slice.owner] for op_slice in batch.op_slices), strict=True
-            )
+            Segment(start, stop, adapters[op_slice.owner], adapters[op_slice.owner].scale, None)
+            for (start, stop), op_slice in zip(batch.spans, batch.op_slices, strict=True)
         ]
         table = SequenceTable(row.lengths, self._device)
         route = Route(segments, table, self._lora.of(segments, batch.padded_tokens))
@@ -353,8 +349,7 @@ class References:
 
     def _adapters(self, references: Sequence[HostWeights | None]) -> list[FrozenAdapter]:
         """Copy each reference to the device, once."""
-        known = {id(each): each for each in references}
-        copies = {key: self._adapter(each) for key, each in known.items()}
+        copies = {key: self._adapter(each) for key, each in {id(each): each for each in references}.items()}
         return [copies[id(each)] for each in references]
 
     def _adapter(self, weights: HostWeights | None) -> FrozenAdapter:

@@ -1,8 +1,8 @@
 """A datum longer than a micro-batch, computed layer by layer with a yield point after each layer.
 
-Each layer is one piece of work with an autograd graph of its own, so other work can run between two of them: decoder steps,
-and whole cycles. The inputs of all layers stay in memory until their backward, if necessary in that of the host. The bits are
-those of one backward through the whole model: each gradient of a hidden state has the same two summands.
+Each layer is one piece of work with an autograd graph of its own, so other work can run between two of them: decoder
+steps, and whole cycles. The inputs of all layers stay in memory until their backward, if necessary in that of the host.
+The bits are those of one backward through the whole model: each gradient of a hidden state has the same two summands.
 """
 
 import time
@@ -26,7 +26,10 @@ RECENT_S = 60.0
 
 
 class HostInputs:
-    """Inputs of layers in host memory, taken in reverse order. While a layer runs backward, the input before its own is copied back."""
+    """Inputs of layers in host memory, taken in reverse order.
+
+    While a layer runs backward, the input before its own is copied back.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

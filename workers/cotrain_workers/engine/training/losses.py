@@ -1,10 +1,9 @@
 """Losses, and validation of passes on the host.
 
-Losses are pure functions of per-token log-probabilities, summed, never averaged. `lp` is the
-current log-probability of a target, `q` the one recorded at sampling, `A` the advantage. Tokens
-excluded from a policy loss have `A = 0`. Their ratio `exp(lp - q)` may be anything, so it is never
-computed: `0 * inf` would be NaN. It is not computed either where only its bound counts. An
-unbounded ratio that exceeds float32 makes the loss infinite, and its request fails.
+Losses are pure functions of per-token log-probabilities, summed, never averaged. `lp` is the current log-probability of
+a target, `q` the one recorded at sampling, `A` the advantage. Tokens excluded from a policy loss have `A = 0`. Their
+ratio `exp(lp - q)` may be anything, so it is never computed: `0 * inf` would be NaN. It is not computed either where
+only its bound counts. An unbounded ratio that exceeds float32 makes the loss infinite, and its request fails.
 
 The engine validates a pass on the host before it uses the device. The server has already checked
 all of it, but a wrong index on a GPU would crash the process for every tenant.
@@ -25,6 +24,8 @@ Inputs = Mapping[str, torch.Tensor]
 Config = Mapping[str, float]
 LossFn = Callable[[torch.Tensor, Inputs, Config], torch.Tensor]
 
+#: Input of every loss.
+TARGETS = "target_tokens"
 POLICY_INPUTS = ("logprobs", "advantages")
 #: Input of a loss that is not per token: rows of each datum, int64 `[datums]`.
 DATUM_LENGTHS = "datum_lengths"
@@ -44,7 +45,7 @@ class LossSpec:
 
     compute: LossFn
     inputs: tuple[str, ...]  # next to target_tokens, of its shape
-    defaults: Mapping[str, float] = field(default_factory=dict)  # All valid config keys.
+    defaults: Mapping[str, float] = field(default_factory=dict)  # all valid config keys
     optional: tuple[str, ...] = ()  # inputs that all datums of a pass have, or none
     per_token: bool = True  # False: a token's loss depends on the whole datum
     # Signs of an advantage for which the loss grows with the ratio.
@@ -139,8 +140,9 @@ def corrected(compute: LossFn) -> LossFn:
     """Return a policy loss with truncated importance weights and sequence masks, where its settings request them.
 
     Each token's loss is multiplied by constants. `min(exp(q - rollout), importance_cap)` corrects the numbers of a
-    sampler that differ from the trainer's (Yao et al., 2025, truncated importance sampling). Tokens with `A < 0` of a datum count 0 if the mean of `rollout - lp` of its sampled tokens exceeds
-    `sequence_mask_above` (DeepSeek-V3.2, 2025, section 3.1). Without rollout log-probabilities, `q` is in their place.
+    sampler that differ from the trainer's (Yao et al., 2025, truncated importance sampling). Tokens with `A < 0` of a
+    datum count 0 if the mean of `rollout - lp` of its sampled tokens exceeds `sequence_mask_above` (DeepSeek-V3.2,
+    2025, section 3.1). Without rollout log-probabilities, `q` is in their place.
     """
 
     def loss(logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
@@ -282,8 +284,7 @@ def value_and_slope(
 
 
 def steepest_target(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> tuple[float, int]:
-    """Return the largest absolute slope of the loss by a log-probability of one datum, and its
-    flat index.
+    """Return the largest absolute slope of the loss by a log-probability of one datum, and its flat index.
 
     Computed in float64, to find slopes that exceed float32.
     """
@@ -297,9 +298,6 @@ def steepest_target(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, conf
 def value(loss: LossSpec, logprobs: torch.Tensor, inputs: Inputs, config: Config) -> torch.Tensor:
     """Return the summed loss (float64 scalar)."""
     return loss.compute(logprobs, inputs, config).sum(dtype=torch.float64)
-
-
-TARGETS = "target_tokens"
 
 
 def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
@@ -319,9 +317,7 @@ def refuse_pass(op: Pass, vocab_size: int, context_length: int) -> str | None:
         if not refuse_outside("Token", everything, vocab_size):
             return None
     for at, datum in enumerate(op.datums):  # only an invalid pass pays for locating the fault
-        reason = refuse_shapes(op.loss_fn, inputs, datum, context_length)
-        reason = reason or refuse_tokens(datum, vocab_size)
-        if reason:
+        if reason := refuse_shapes(op.loss_fn, inputs, datum, context_length) or refuse_tokens(datum, vocab_size):
             return f"{reason} (datum {at})."
     return None
 
@@ -336,10 +332,11 @@ def refuse_reverse_kl(
     if reference and reference.flat.shape != (layout_of(reference.spec).size,):
         return "The reference was made for another base model."
     for at, datum in enumerate(op.datums):
-        reason = refuse_kl_shapes(datum, context_length)
-        reason = reason or refuse_outside("Token", datum.tokens, vocab_size)
-        reason = reason or refuse_outside("Reference token", datum.reference, vocab_size)
-        if reason:
+        if reason := (
+            refuse_kl_shapes(datum, context_length)
+            or refuse_outside("Token", datum.tokens, vocab_size)
+            or refuse_outside("Reference token", datum.reference, vocab_size)
+        ):
             return f"{reason} (datum {at})."
     return None
 

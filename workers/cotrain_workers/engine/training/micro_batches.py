@@ -13,7 +13,9 @@ a while.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -62,8 +64,7 @@ class MicroBatch:
     align: int = 1
     tokens: int = field(init=False)  # rows with a tenant's token
     padded_tokens: int = field(init=False)  # rows including the filler sequences
-    spans: Sequence[tuple[int, int]] = field(init=False)
-    """First row of each slice, and the row after its last token."""
+    spans: Sequence[tuple[int, int]] = field(init=False)  # first row of each slice, and the row after its last token
     needs_grad: bool = field(init=False)  # True if a slice needs a gradient
 
     def __post_init__(self) -> None:
@@ -97,6 +98,13 @@ class PassesCost:
     halvings: int = 0  # of micro-batches that did not fit into memory
     cut_slices: int = 0  # among those; such an op has other last bits than with more memory
 
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Add the time within the context, which has no yield point."""
+        began = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - began
+
 
 def cut(
     owner: int,
@@ -109,8 +117,8 @@ def cut(
 ) -> Iterator[OpSlice]:
     """Cut an op at datum boundaries into slices of at most `limit` rows and one column count.
 
-    `columns` holds each datum's number of targets per token, and `shared` its tokens whose rows may belong to an earlier
-    datum (`shared_prompts`). A datum longer than `limit` is a slice.
+    `columns` holds each datum's number of targets per token, and `shared` its tokens whose rows may belong to an
+    earlier datum (`shared_prompts`). A datum longer than `limit` is a slice.
     """
     first, tokens = 0, 0
     for at, length in enumerate(lengths):
@@ -231,8 +239,7 @@ class BatchLimits:
     tokens: int = field(init=False)
     keep_tokens: int = field(init=False)
     save_tokens: int = field(init=False)
-    wait: int = 0
-    """Waves without a failure until the limits double; 0 if memory has not run out recently."""
+    wait: int = 0  # waves without a failure until the limits double; 0 if memory has not run out recently
     _good: int = 0
     _has_failed: bool = False  # in this wave
 

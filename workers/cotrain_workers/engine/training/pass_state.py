@@ -30,8 +30,7 @@ from cotrain_workers.engine.training.micro_batches import MicroBatch, OpSlice, S
 
 #: Limit of an exponent: exp of more is infinite in float32, or leaves a gradient no range.
 FAR_APART = 80.0
-#: Loss above which the steepest target of a pass is recorded, in case its gradient is too large
-#: for a step.
+#: Loss above which the steepest target of a pass is recorded, in case its gradient is too large for a step.
 STEEP_LOSS = 1e9
 #: Weights above this explain a loss that is not finite better than the data.
 LARGE_WEIGHT = 1e6
@@ -44,8 +43,7 @@ class PassState:
 
     op: Pass | ReverseKl
     adapter: Adapter
-    allowance: int | None = None
-    """Tokens that may run in this cycle; the pass may stay open. None: all of it runs."""
+    allowance: int | None = None  # tokens that may run in this cycle, and it may stay open; None: all of it runs
     waits_since: int = field(default_factory=lambda: next(_TIMES))
     """Order by start or last execution, for passes that may stay open; the lowest waited longest."""
     slices: deque[OpSlice] = field(default_factory=deque)  # pending, in order
@@ -56,8 +54,7 @@ class PassState:
     long: LongSlice | None = None  # the first of `slices`, part of which ran
     long_work: Yielding[HeadResult] | None = None  # the rest of its computation
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
-    gradient_before: torch.Tensor | None = None
-    """A copy from before the long datum in work, which other slices precede."""
+    gradient_before: torch.Tensor | None = None  # copy from before the long datum in work, which other slices precede
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
     is_exact: bool = True  # False: a slice was cut, which moves the last bits of the sums
     is_finite: torch.Tensor | None = None  # all of it, and its gradient; set by `close`
@@ -104,7 +101,7 @@ class PassState:
         return [0, *self.shared[op_slice.first + 1 : op_slice.last]]
 
     def given_experts(self, op_slice: OpSlice, start: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first row of each datum of a slice from row `start` on, and the experts `[n, layers, k]` that it gives."""
+        """Yield the first row of each datum of a slice at row `start`, and the experts `[n, layers, k]` that it gives."""
         datums: Sequence[Datum | KlDatum] = self.op.datums[op_slice.first : op_slice.last]
         for datum, shared in zip(datums, self.shared_in(op_slice), strict=True):
             if datum.routed_experts is not None:
@@ -133,9 +130,7 @@ class PassState:
         self.shared = [0] * len(lengths)
         if shares and isinstance(self.op, Pass):
             self.shared = shared_prompts(self.op.datums)
-        needs_grad = self.op.needs_grad
-        cuts = cut(at, lengths, columns, limit, needs_grad=needs_grad, shared=self.shared)
-        self.slices = deque(cuts)
+        self.slices = deque(cut(at, lengths, columns, limit, needs_grad=self.op.needs_grad, shared=self.shared))
         if not self.slices:
             self.output = output_of(self.op, [], 0.0, 0)
 
@@ -276,12 +271,10 @@ def not_finite(op: Pass | ReverseKl, found: Sequence[np.ndarray], adapter: Adapt
     kept = "; the gradient was discarded" if op.needs_grad else ""
     why = broken_weights(adapter)
     if not why and isinstance(op, Pass):
-        graph, needs_grad = op.graph, op.needs_grad
-        why = (
-            broken_datum(graph, op.datums, found, needs_grad=needs_grad)
-            if graph is not None
-            else too_far_apart(op, found)
-        )
+        if op.graph is None:
+            why = too_far_apart(op, found)
+        else:
+            why = broken_datum(op.graph, op.datums, found, needs_grad=op.needs_grad)
     return Failure(f"Loss is not finite (seq {op.seq}){kept}.{why}", "user", "not_finite")
 
 
@@ -329,10 +322,9 @@ def upcoming_batch(batch: MicroBatch, passes: Sequence[PassState]) -> UpcomingBa
 
 
 class OpenPasses:
-    """Open pass of each run that has one.
+    """Passes that take several cycles, between two of them; at most one of each run.
 
-    It keeps the passes that take several cycles between two of them. They are not part of a
-    run's state. An adapter that is dropped or restored drops its open pass, which then starts
+    They are not part of a run's state. An adapter that is dropped or restored drops its open pass, which then starts
     anew and produces the same bits.
     """
 
@@ -359,8 +351,9 @@ class OpenPasses:
             state.adapter.drop_open_gradient()
 
     def take(self, first_by_run: Mapping[str, int]) -> dict[tuple[str, int], PassState]:
-        """Remove and return the open passes that come next in their runs, by (run, seq); drop
-        other open passes of these runs.
+        """Remove and return the open passes that come next in their runs, by (run, seq).
+
+        Drop other open passes of these runs.
         """
         taken = {}
         for run, seq in first_by_run.items():

@@ -331,25 +331,3 @@ def test_the_least_recently_used_runs_exceed_the_host_budget(new_engine: NewEngi
     engine.adapters.drop("c")
     assert engine.adapters.runs_to_evict() == []
     assert new_engine().adapters.runs_to_evict() == []
-
-
-def test_a_step_with_a_non_finite_gradient_fails_alone(new_engine: NewEngine) -> None:
-    mixed, alone = new_engine(), new_engine()
-    for engine, runs in ((mixed, ["a", "bad", "c"]), (alone, ["a"]), (alone, ["c"])):
-        for run in runs:
-            engine.run([Create(run, 0, replace(SPEC, seed=len(run))), *cycle([run], 0)[:1]])
-    before = mixed.adapters.state("bad").weights
-    mixed.adapters["bad"].gradient.flat[3] = torch.inf
-
-    outputs = mixed.run([replace(STEP, run=run) for run in ("a", "bad", "c")]).outputs
-    for run in ("a", "c"):
-        alone.run([replace(STEP, run=run)])
-
-    failure, left = outputs["bad", 9], mixed.adapters.state("bad")
-    assert isinstance(failure, Failure)
-    assert "not finite" in failure.message
-    assert torch.equal(left.weights, before)
-    assert (bool(left.grads.any()), left.step, left.grads_pending) == (False, 0, False)
-    for run in ("a", "c"):
-        assert mixed.adapters.state(run).digest() == alone.adapters.state(run).digest()
-        assert mixed.adapters.state(run).step == 1

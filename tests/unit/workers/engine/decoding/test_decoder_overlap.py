@@ -13,12 +13,11 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.next_tokens import Choice, choose
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.ops import Failure, HostWeights
+from cotrain_workers.engine.ops import HostWeights
 from tests.support.decoding import (
     RUNS,
     assert_all_same,
     assert_nothing_is_held,
-    assert_same,
     decoder_of,
     finish,
     neighbours,
@@ -127,29 +126,6 @@ def test_a_new_request_begins_with_the_next_call_but_one(new_engine: NewEngine) 
     assert "second" in counts[1]
 
 
-def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> None:
-    engine = new_engine()
-    weights = trained_weights(engine)
-    mine = replace(whole("mine", "all-5"), max_tokens=6)
-    alone = output(decoder_of(engine, weights), mine)
-    decoder = overlapping(engine, weights)
-    for steps in range(0, 14, 2):
-        others = neighbours(seed=steps, count=6)
-        for each in (*others, mine):
-            decoder.add(each)
-        for _ in range(steps):
-            decoder.step()
-        for each in others:
-            decoder.cancel(each.id)
-        decoder.cancel("mine")
-        assert not decoder.busy
-        assert_nothing_is_held(decoder)
-
-        again = output(decoder, mine)  # same name as a request whose token is still in flight
-
-        assert_same(again, alone)
-
-
 def test_a_cancelled_request_changes_no_bit_of_its_neighbours(new_engine: NewEngine) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
@@ -167,23 +143,6 @@ def test_a_cancelled_request_changes_no_bit_of_its_neighbours(new_engine: NewEng
 
     assert set(found) == {f"r{at}" for at in range(1, 8, 2)}
     assert_all_same(expected, found)
-
-
-def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) -> None:
-    """The token after its NaN is looked up before the NaN has been read."""
-    engine = new_engine()
-    weights = trained_weights(engine)
-    huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
-    mine = whole("mine", "all-5")
-    alone = output(decoder_of(engine, weights), mine)
-    decoder = overlapping(engine, {**weights, "huge": huge})
-    loud = [request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2) for at in range(4)]
-
-    found = finish(decoder, [*loud, mine])
-
-    for each in loud:
-        assert found[each.id] == Failure("The model's log-probabilities are not finite.", "user")
-    assert_same(found["mine"], alone)
 
 
 def test_a_token_chosen_from_non_finite_logits_is_in_the_vocabulary() -> None:

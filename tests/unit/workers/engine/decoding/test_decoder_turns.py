@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
@@ -14,12 +17,14 @@ from tests.support.decoding import (
     Result,
     assert_all_same,
     assert_nothing_is_held,
+    assert_same,
     decoder_of,
     finish,
     neighbours,
     output,
     request,
     trained_weights,
+    whole,
 )
 from tests.support.training import MIX, NewEngine
 
@@ -197,12 +202,16 @@ def test_the_oldest_request_is_never_preempted(new_engine: NewEngine) -> None:
     assert decoder.preemptions > 0
 
 
-def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine, overlaps: bool) -> None:
     engine = new_engine()
     weights = trained_weights(engine)
+    mine = replace(whole("mine", "all-5"), max_tokens=6)
+    alone = output(decoder_of(engine, weights), mine)
     decoder = decoder_of(engine, weights, kv_tokens=16 * 14)
-    for steps in range(0, 12, 2):
-        requests = neighbours(seed=steps, count=10)
+    decoder.overlaps = overlaps
+    for steps in range(0, 14, 2):
+        requests = [*neighbours(seed=steps, count=9), mine]
         for each in requests:
             decoder.add(each)
         for _ in range(steps):
@@ -214,6 +223,7 @@ def test_cancelling_frees_everything_at_any_moment(new_engine: NewEngine) -> Non
         assert not decoder.busy
         assert decoder.waiting.total() == 0
         assert_nothing_is_held(decoder)
+        assert_same(output(decoder, mine), alone)  # same name as a request whose token may be in flight
     decoder.cancel("unknown")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 
 from cotrain_workers.engine.decoding.requests import SampleOutput
@@ -39,14 +40,19 @@ def test_a_neighbour_with_non_finite_weights_fails_alone(new_engine: NewEngine) 
     assert_same(found["mine"], alone)
 
 
-def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine) -> None:
-    """Its keys and values are NaN in pages that other sequences use next."""
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_neighbour_with_overflowing_values_fails_alone(new_engine: NewEngine, overlaps: bool) -> None:
+    """Its keys and values are NaN in pages that other sequences use next.
+
+    With overlap, the token after its NaN is looked up before the NaN has been read.
+    """
     engine = new_engine()
     weights = trained_weights(engine)
     huge = HostWeights(weights["all-8"].spec, weights["all-8"].flat * 1e30)
     mine = whole("mine", "all-5")
     alone = output(decoder_of(engine, weights), mine)
     decoder = decoder_of(engine, {**weights, "huge": huge}, kv_tokens=16 * 12)
+    decoder.overlaps = overlaps
     loud = [request(f"loud-{at}", np.arange(20 + at), "huge", num_samples=2, prompt_logprobs=at > 1) for at in range(4)]
 
     found = finish(decoder, [*loud, mine])

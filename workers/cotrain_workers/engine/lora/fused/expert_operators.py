@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from cotrain_workers.engine.lora.fused.operators import BAND, copies_by_tma, programs_module, programs_of, register
+from cotrain_workers.engine.lora.fused.operators import (
+    BAND,
+    copies_by_tma,
+    no_result,
+    programs_module,
+    programs_of,
+    register,
+)
 from cotrain_workers.engine.lora.fused.tables import (
     EXPERT_PARTS,
     RANK,
@@ -199,10 +206,6 @@ def _new_tiles(bounds: torch.Tensor, count: int) -> torch.Tensor:
     return bounds.new_empty(count + 1, FIELDS)
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 def _new_outputs(x: torch.Tensor, weights: Sequence[torch.Tensor], gate: int, *_: Any) -> list[torch.Tensor]:
     return [x.new_empty(len(x), weights[0].shape[1]) for _ in range(3 if gate else 1)]
 
@@ -225,5 +228,5 @@ def _new_sums(x: torch.Tensor, _shares: Any, positions: torch.Tensor, chosen: in
 register(
     SCHEMAS,
     (find_tiles, shrink, expand, expand_back, add_gradient, sum_rows),
-    (_new_tiles, _nothing, _new_outputs, _new_gradients, _nothing, _new_sums),
+    (_new_tiles, no_result, _new_outputs, _new_gradients, no_result, _new_sums),
 )

@@ -15,6 +15,7 @@ import torch
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
 from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, FusedExperts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables, make_tables
+from cotrain_workers.engine.lora.grouped import SiblingResults
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
 from cotrain_workers.engine.routing import ExpertWeights, LinearWeights, Part, Segment
 
@@ -35,18 +36,12 @@ class FusedLora:
         self._group_of = {name: group for group in groups for name in group.names}
         self._tables: Tables | None = None
         self._probes: dict[int, torch.Tensor] = {}  # by number of experts
-        self._kept_x: torch.Tensor | None = None  # input of `_kept`, which later siblings use
-        self._kept: dict[str, torch.Tensor] = {}
+        self._outputs = SiblingResults[torch.Tensor]()
         self._residuals: dict[str, torch.Tensor] = {}  # by the module to whose output they are added
 
     def linear(self, module: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Map `x` `[1, T, in]` to `[1, T, out]`; the first sibling computes the outputs of all."""
-        if self._kept_x is not x or module not in self._kept:
-            self._kept_x, self._kept = x, self._compute(self._group_of[module], x)
-        found = self._kept.pop(module)
-        if not self._kept:
-            self._kept_x = None
-        return found
+        return self._outputs.take(module, x, lambda: self._compute(self._group_of[module], x))
 
     def add_to(self, module: str, residual: torch.Tensor) -> None:
         """Add `[1, T, out]` to the next output of `module`, inside its product; `module` has no siblings."""

@@ -213,8 +213,8 @@ def _new_gradients(
     return [gys[0].new_empty(shape) for _ in range(len(gated) or 1)]
 
 
-def _nothing(*_: Any) -> None:
-    pass
+def no_result(*_: Any) -> None:
+    """Do nothing: the fake implementation of an op that only writes to its arguments."""
 
 
 def register(
@@ -227,6 +227,4 @@ def register(
         torch.library.register_fake(f"cotrain::{name}", shape, lib=_LIBRARY)
 
 
-_REAL: tuple[Callable[..., Any], ...] = (shrink, expand, expand_back, add_gradient)
-_FAKE: tuple[Callable[..., Any], ...] = (_new_low, _new_outputs, _new_gradients, _nothing)
-register(SCHEMAS, _REAL, _FAKE)
+register(SCHEMAS, (shrink, expand, expand_back, add_gradient), (_new_low, _new_outputs, _new_gradients, no_result))
