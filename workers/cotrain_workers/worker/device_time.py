@@ -28,7 +28,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -224,6 +224,17 @@ class TimeSharing:
         self._idle_since = time.monotonic()
         self.share.trained(self._idle_since - self._trained_until)
         self._decoded_idle_s = 0.0
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Count the time in this context as training: of work outside a step, which books its own phases."""
+        self.training_begins()
+        self.device_time.lap(Phase.IDLE)
+        try:
+            yield
+        finally:
+            self.device_time.lap(Phase.TRAIN)
+            self.training_ends()
 
     def decode_while_idle(self) -> bool:
         """Decode a step while no training is open. Return False if there was nothing to decode."""

@@ -25,11 +25,11 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.coordination import Yielding, timed
+from cotrain_workers.engine.coordination import Yielding, run_to_end, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.op_codec import Decoded, decode_shared_pass, decoding_shared_pass, engine_op
+from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.crashes import MAX_CRASHES, POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
@@ -72,8 +72,7 @@ class StepRunner:
 
     def is_risky(self, step: Step) -> bool:
         """Return True if a process ended during the step or one of its requests. It then runs without other work."""
-        requests = [op.request_id for op in step.ops]
-        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(requests)
+        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(step)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
@@ -99,7 +98,9 @@ class StepRunner:
         bodies: Mapping[tuple[str, int], bytes],
         runs: StepRuns,
         is_over: Callable[[], bool],
-        is_late: Callable[[], bool] = lambda: False,
+        is_late: Callable[[], bool],
+        *,
+        is_risky: bool,
     ) -> Yielding[StepRun]:
         """Execute a step's ops. Yields while it decodes passes, and where the engine does, while the step runs as a whole.
 
@@ -107,7 +108,7 @@ class StepRunner:
         with an allowance may stay open. They pause when the step's time `is_over`. Once `is_late`, only one
         of them is decoded at most: a pass of many short datums takes seconds. The others wait for the next step.
 
-        In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise crash in a
+        In a step that `is_risky`, every pass runs to its end. A pass that crashes late would otherwise crash in a
         different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a
         run's restored bits may differ, because the commit of its next op must record that.
 
@@ -117,7 +118,8 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
-        allowances = _allowances(step) if runs.is_exact and not self.is_risky(step) else {}
+        allowed = step.allowances if runs.is_exact and not is_risky else {}
+        allowances = {(run_of(op), seq_of(op)): tokens for op, tokens in allowed.items()}
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
@@ -142,9 +144,9 @@ class StepRunner:
             whole = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
             ran = self._run_alone(step, runnable) if whole is None else whole
         outputs |= ran.outputs
-        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         # An op that does not run waits for an unfinished pass before it, like the others.
         finished = finished_outputs(step.ops, outputs)
+        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         return replace(ran, outputs=finished, is_exact=runs.is_exact and ran.is_exact, decode_s=decode_s)
 
     def _requests(
@@ -176,7 +178,7 @@ class StepRunner:
             if request is None and op.kind in PASSES:
                 request = yield from decoding_shared_pass(op, body, decoded)
                 yield
-            found.append((op, request or engine_op(op, body, self._weights, decoded)))
+            found.append((op, request or engine_op(op, body, self._weights)))
         return found
 
     def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
@@ -208,8 +210,9 @@ class StepRunner:
             log.exception("cycle_failed", cycle=step.cycle)
             return None  # releases the exception, with the tensors that its frames hold
         earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
+        open_tokens = cost.open_tokens
         for request in ops:
-            if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
+            if (op_id := (RunId(request.run), request.seq)) in open_tokens:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
         return StepRun(cost.outputs, cost, cost.is_exact, history_by(ops, cost.outputs), earlier_s)
 
@@ -276,11 +279,6 @@ class CrashHistory:
     def is_deadly(self) -> bool:
         """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
         return self.count >= MAX_CRASHES
-
-
-def _allowances(step: Step) -> dict[tuple[str, int], int]:
-    """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
-    return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}
 
 
 def finished_outputs(
@@ -357,7 +355,7 @@ class Prefetcher:
             if body is None:
                 continue
             decoded = {op.ref: shared[1]} if shared else {}
-            self._decoded[op] = body, decode_shared_pass(op, body, decoded)
+            self._decoded[op] = body, run_to_end(decoding_shared_pass(op, body, decoded))
             taken += size
             if op.ref != "inline":
                 known[op.ref] = self._decoded[op]
