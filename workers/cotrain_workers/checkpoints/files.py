@@ -28,8 +28,8 @@ from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
-from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, read_optimizer, write_optimizer
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
+from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, write_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
@@ -114,14 +114,6 @@ class CheckpointFiles:
         if time.monotonic() - written.written_at > YOUNG_S:
             return all(blobs.touch(key) for blobs, key in keys)
         return all(blobs.exists(key) for blobs, key in keys)
-
-    def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
-        """Read an adapter; raises FolderUnreadable, OSError."""
-        return read_folder(self.adapters, digest, layout_of)
-
-    def read_optimizer(self, digest: str, layout_of: LayoutOf) -> HostOptimizer:
-        """Read an optimizer state; raises OptimizerUnreadable, OSError."""
-        return read_optimizer(self.optimizers, digest, layout_of)
 
     def remove_orphans(self, saved: SavedWeights, unwanted: Unwanted, now: float) -> None:
         """Delete the files of forgotten weights, and partial files of crashed processes.

@@ -258,7 +258,7 @@ class RecordedCheckpoints:
     """Checkpoints that a recorded cycle read."""
 
     cycle: RecordedCycle
-    layout: Callable[[AdapterSpec], Layout]
+    layout_of: Callable[[AdapterSpec], Layout]
 
     def host(self, ref: WeightsRef) -> HostWeights:
         """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
@@ -271,7 +271,3 @@ class RecordedCheckpoints:
         if ref not in self.cycle.read.optimizers:
             raise WeightsMissing(ref)
         return self.cycle.read.optimizers[ref]
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return the layout of an adapter's matrices in its arena."""
-        return self.layout(spec)

@@ -31,12 +31,12 @@ from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
+from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
-from cotrain_workers.worker.membership import Drain, Heartbeat, RunMoves, WorkerReport
+from cotrain_workers.worker.membership import Drain, Heartbeat, WorkerReport, move_runs
 from cotrain_workers.worker.self_check import SelfCheck
 from cotrain_workers.worker.step_runner import Prefetcher, StepRunner
 
@@ -94,13 +94,13 @@ class WorkerLoop:
         self._device_time = DeviceTime()
         self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping, self._device_time)
         self._maintained_at = -math.inf
-        self._handover = Drain(execution.drain, runs, weights, sampler)
-        self._moves = RunMoves(execution, runs)
+        self._drain = Drain(execution.drain, runs, weights, sampler)
+        self._move_runs = partial(move_runs, execution, runs)
         self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
         report = WorkerReport(
             execution, engine, record, runs, weights, sampler,
-            self._throughput, self._device_time, self._handover, self._self_check,
+            self._throughput, self._device_time, self._drain, self._self_check,
         )  # fmt: skip
         self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
         self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
@@ -139,32 +139,11 @@ class WorkerLoop:
         if self._heartbeat.was_replaced:
             raise Fenced
         try:
-            self._drain()
+            self._drain_and_leave()
         except PAUSES as pause:
             # remaining runs are replayed by the next process
             log.warning("drain_timed_out", reason=str(pause))
         self._device_time.lap(Phase.IDLE)
-
-    def _drain(self) -> None:
-        self._handover.leaves = True
-        self._heartbeat.send()  # the scheduler stops planning for this worker
-        self._restores_until = self._drain_until
-        try:
-            for step in self._execution.open_steps() if self._handover.could_end else ():
-                self.execute(step)  # runs of an open step could not be handed over
-        except RestoreStopped as stopped:
-            log.info("restore_stopped", progress=str(stopped))
-        self._sampler.drain()
-        # Before snapshots: a snapshot is valid only after the saves that it covers.
-        self._weights.drain(self._left_s())
-        self._runs.copies.drain(self._left_s())
-        self._heartbeat.end()
-        self._execution.leave_in_order()
-        self._handover.end(self._execution.epoch)
-        self._execution.leave()
-
-    def _left_s(self) -> float:
-        return max(0.0, self._drain_until - time.monotonic())
 
     def _tick(self) -> None:
         for weights in self._weights.lost()[:1]:  # the others in later ticks
@@ -182,20 +161,6 @@ class WorkerLoop:
         if time.monotonic() - self._maintained_at > MAINTAIN_S:
             self._maintain()
 
-    def _maintain(self) -> None:
-        self._sampler.forget(self._weights.maintain())
-        self._backpressure.publish()
-        self._runs.maintain()
-        self._handover.go_on()
-        self._moves.go_on()
-        if self._self_check.go_on(self._run_self_check):
-            self._heartbeat.send()
-        self._maintained_at = time.monotonic()
-
-    def _run_self_check(self, work: Yielding[T]) -> T:
-        with self._time_sharing.training():
-            return drive(work, self._time_sharing.yield_to_decoder)[0]
-
     def execute(self, step: Step) -> None:
         """Execute and commit one step. It may be an open step of a crashed predecessor."""
         traces, times, began = tracer(), CycleTimes(self._device_time), time.monotonic()
@@ -206,9 +171,8 @@ class WorkerLoop:
         at_yield = _nothing if is_risky else self._at_yield_point
         runs = self._restored(self._runs.restore(step), at_yield)
         times.note("restore", Phase.TRAIN)
-        if isinstance(runs, RolledBack):
-            # the run was rolled back and its planned ops are void; the step is fetched again
-            return
+        if runs is None:
+            return  # planned ops of a run are void; the step is fetched again
         step = replace(step, ops=runs.ops, worker=self._execution.worker)
         try:
             bodies, runs = self._runner.read(step, runs)
@@ -305,6 +269,42 @@ class WorkerLoop:
             if not is_out_of_memory(error):
                 raise
             log.warning("prefetch_without_memory")
+
+    def _maintain(self) -> None:
+        self._sampler.forget(self._weights.maintain())
+        self._backpressure.publish()
+        self._runs.maintain()
+        self._drain.hand_over_runs()
+        self._move_runs()
+        if self._self_check.run_if_requested(self._run_self_check):
+            self._heartbeat.send()
+        self._maintained_at = time.monotonic()
+
+    def _run_self_check(self, work: Yielding[T]) -> T:
+        with self._time_sharing.training():
+            return drive(work, self._time_sharing.yield_to_decoder)[0]
+
+    def _drain_and_leave(self) -> None:
+        self._drain.leaves = True
+        self._heartbeat.send()  # the scheduler stops planning for this worker
+        self._restores_until = self._drain_until
+        try:
+            if self._execution.drain.has_successor():
+                for step in self._execution.open_steps():
+                    self.execute(step)  # runs of an open step could not be handed over
+        except RestoreStopped as stopped:
+            log.info("restore_stopped", progress=str(stopped))
+        self._sampler.drain()
+        # Before snapshots: a snapshot is valid only after the saves that it covers.
+        self._weights.drain(self._left_s())
+        self._runs.copies.drain(self._left_s())
+        self._heartbeat.end()
+        self._execution.leave_in_order()
+        self._drain.end(self._execution.epoch)
+        self._execution.leave()
+
+    def _left_s(self) -> float:
+        return max(0.0, self._drain_until - time.monotonic())
 
 
 def _nothing() -> None:

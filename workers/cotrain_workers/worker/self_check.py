@@ -263,7 +263,7 @@ class SelfCheck:
         self.last: dict[str, Any] | None = None
         """Result of the last check in this process: `asked_at`, `at`, `took_s`, `ok` and the fields of MixCheck."""
 
-    def go_on(self, run: Callable[[Yielding[MixCheck]], MixCheck]) -> bool:
+    def run_if_requested(self, run: Callable[[Yielding[MixCheck]], MixCheck]) -> bool:
         """Run a requested check by `run`, and return True if there was one.
 
         The request is removed first, so that a check that crashes the process does not run again. Raises

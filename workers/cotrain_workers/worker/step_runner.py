@@ -119,7 +119,7 @@ class StepRunner:
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
         allowed = step.allowances if runs.is_exact and not is_risky else {}
-        allowances = {(run_of(op), seq_of(op)): tokens for op, tokens in allowed.items()}
+        allowances: dict[tuple[str, int], int] = {(run_of(op), seq_of(op)): n for op, n in allowed.items()}
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
@@ -142,7 +142,7 @@ class StepRunner:
         else:
             failpoint("worker.before_run", (op.request_id for op in step.ops))
             whole = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
-            ran = self._run_alone(step, runnable) if whole is None else whole
+            ran = self._run_each_alone(step, runnable) if whole is None else whole
         outputs |= ran.outputs
         # An op that does not run waits for an unfinished pass before it, like the others.
         finished = finished_outputs(step.ops, outputs)
@@ -216,28 +216,23 @@ class StepRunner:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
         return StepRun(cost.outputs, cost, cost.is_exact, history_by(ops, cost.outputs), earlier_s)
 
-    def _run_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
+    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run each run's ops one by one. A request that breaks the engine fails alone."""
         self._engine.check_device()
         answers = Answers()
         for run in dict.fromkeys(op.run for op in ops):
-            answers.add(self._alone(ops, step, None, run))
+            answers.add(self._run_one(ops, step, None, run))
         return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
 
     def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run a step that crashed its processes in groups, without the ops that crash."""
         risks = self.crashes(step).risks
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
-        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._alone, ops, step, risks))
+        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_one, ops, step, risks))
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
         return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
 
-    def committed(self, device_s: Mapping[OpId, float]) -> None:
-        """Update the computing time of each open pass after a step."""
-        for op_id, kept in self._open_ops.items():
-            self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
-
-    def _alone(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
+    def _run_one(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
@@ -246,6 +241,11 @@ class StepRunner:
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
+
+    def committed(self, device_s: Mapping[OpId, float]) -> None:
+        """Update the computing time of each open pass after a step."""
+        for op_id, kept in self._open_ops.items():
+            self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
 
 
 @dataclass(frozen=True)
