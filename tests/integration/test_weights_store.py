@@ -361,7 +361,7 @@ async def test_existing_files_of_a_new_save_count_as_young_again(samples: Sample
     assert files_in(tmp_path) == left
     sweep_files(other, samples, 2 * (ORPHAN_AGE_S + 1))
     assert files_in(tmp_path) == set()  # Redis was unavailable for long
-    store._note_written()  # finds that the files are missing, and writes them again
+    store._finish_writes()  # finds that the files are missing, and writes them again
     written(store)
     assert files_in(tmp_path) == left
     assert not store._unstored

@@ -221,7 +221,7 @@ class WeightsStore:
 
         Returns weights that no request can use any more.
         """
-        self._note_written()
+        self._finish_writes()
         now = time.monotonic()
         self._file_sweep.maintain(now)
         if now >= self._reload_at:
@@ -231,27 +231,6 @@ class WeightsStore:
             return []
         self._sweep_at = now + SWEEP_S
         return self.sweep()
-
-    def _note_written(self) -> None:
-        now = time.monotonic()
-        for ref, entry in list(self._unstored.items()):
-            if entry.writing is None:
-                if entry.saved and now >= entry.retry_at:
-                    self._write(entry)
-            elif entry.writing.done():
-                self._note(ref, entry, entry.writing)
-
-    def await_writes(self, until: float) -> None:
-        """Wait for the writes in progress, until a time of the monotonic clock."""
-        writing = [entry.writing for entry in self._unstored.values() if entry.writing]
-        wait(writing, max(0.0, until - time.monotonic()))
-
-    def drain(self, deadline_s: float) -> None:
-        """Wait for the writes in progress; the remaining weights are made again from the log."""
-        self.await_writes(time.monotonic() + deadline_s)
-        self._note_written()
-        self._writer.shutdown(wait=False, cancel_futures=True)
-        self._file_sweep.stop()
 
     def sweep(self) -> list[WeightsRef]:
         """Drop weights that no request can use any more, and return them."""
@@ -265,12 +244,33 @@ class WeightsStore:
             log.info("weights_forgotten", count=len(unused))
         return unused
 
+    def await_writes(self, until: float) -> None:
+        """Wait for the writes in progress, until a time of the monotonic clock."""
+        writing = [entry.writing for entry in self._unstored.values() if entry.writing]
+        wait(writing, max(0.0, until - time.monotonic()))
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait for the writes in progress; the remaining weights are made again from the log."""
+        self.await_writes(time.monotonic() + deadline_s)
+        self._finish_writes()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._file_sweep.stop()
+
     def _write(self, entry: _Unstored) -> None:
         assert entry.saved is not None
         layout = self.layout_of(entry.saved.weights.spec)
         entry.writing = self._writer.submit(self._files.write, entry.record.ref, entry.saved, layout)
 
-    def _note(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
+    def _finish_writes(self) -> None:
+        now = time.monotonic()
+        for ref, entry in list(self._unstored.items()):
+            if entry.writing is None:
+                if entry.saved and now >= entry.retry_at:
+                    self._write(entry)
+            elif entry.writing.done():
+                self._finish_write(ref, entry, entry.writing)
+
+    def _finish_write(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
         try:
             written = writing.result()
         except OSError as failed:

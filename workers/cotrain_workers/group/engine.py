@@ -152,7 +152,7 @@ class GroupBank:
         if member == 0:
             self._own.restore(run, state)
         else:
-            self._followers.call(member, restore, run, state)
+            self._followers.call(member, restore_only, run, state)
 
     def prefetch(self, runs: Sequence[str]) -> None:
         """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""
@@ -270,7 +270,7 @@ def lightest(loads: Sequence[int]) -> int:
     return min(range(len(loads)), key=lambda member: loads[member])
 
 
-def restore(adapters: AdapterBank, run: str, state: AdapterState) -> None:
+def restore_only(adapters: AdapterBank, run: str, state: AdapterState) -> None:
     """Restore a run without a result: the adapter must not travel back."""
     adapters.restore(run, state)
 

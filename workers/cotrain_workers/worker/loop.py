@@ -2,6 +2,13 @@
 
 The scheduler writes the plan, and the worker never changes it. Every operation is idempotent:
 after a crash, the next process re-executes the open step from the log.
+
+`WorkerLoop.execute` is one step from begin to end:
+
+1. load its runs into memory (`recovery/run_lifecycle.py`)
+2. read and decode its bodies, and run its ops on the engine (`step_runner.py`, `op_codec.py`)
+3. make results, records and counters of the outputs (`results.py`)
+4. write these in one commit (`Execution.commit`), then log it and start due recovery copies
 """
 
 import math

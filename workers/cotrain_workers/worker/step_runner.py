@@ -163,6 +163,8 @@ class StepRunner:
         waiting: set[RunId] = set()
         has_one = False
         for op in step.ops:
+            if op.run in waiting:
+                continue
             body, kept = bodies[op.run, op.seq], self._open_ops.get((op.run, op.seq))
             request = (
                 runs.stopped.get(op.run)
@@ -172,9 +174,8 @@ class StepRunner:
             if request is None and (op.run, op.seq) in allowances:
                 if has_one and is_late():
                     waiting.add(op.run)
+                    continue
                 has_one = True
-            if op.run in waiting:
-                continue
             if request is None and op.kind in PASSES:
                 request = yield from decoding_shared_pass(op, body, decoded)
                 yield

@@ -97,10 +97,9 @@ class VllmAdapters:
         if self._copies:
             await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
 
-    def forget(self, name: str | None = None) -> None:
-        """Mark an adapter as unloaded; with None, all adapters."""
-        for each in [name] if name else list(self._loaded):
-            self._loaded.pop(each, None)
+    def forget(self, name: str) -> None:
+        """Mark an adapter as unloaded."""
+        self._loaded.pop(name, None)
 
     async def drop(self, name: str) -> None:
         """Unload an adapter once no sequence uses it. Idempotent."""
