@@ -82,7 +82,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteO
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
             return decode_op_pass(op, body)
         case OpKind.REVERSE_KL:
-            return reverse_kl_op(op, body, checkpoints)
+            return _reverse_kl(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
             return OptimStep(op.run, op.seq, **json.loads(body))
         case OpKind.SAVE:
@@ -190,7 +190,7 @@ def peft_adapter(body: bytes) -> PeftAdapter:
     return PeftAdapter(AdapterSpec(**asdict(adapter.lora)), modules, adapter.tensors)
 
 
-def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:
+def _reverse_kl(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:
     """Return a reverse KL with the weights of its reference; a Failure if it is malformed or they are missing."""
     try:
         request = decode_reverse_kl(body)

@@ -261,7 +261,7 @@ class SnapshotPolicy:
     """Idle time in s after which a run is evicted from memory; its next request restores it."""
 
     def due_s(self, backlog: ReplayBacklog) -> float:
-        """Return at how long a replay of one run a copy of it is due, in s."""
+        """Return the replay time in s of one run at which a copy of it is due."""
         return max(self.replay_s, LEAST_GAIN * backlog.copy_s)
 
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:

@@ -56,9 +56,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 #: Tokens of the probe batch. One sequence saturates a CPU; 1,000 tokens of a larger model would
 #: take it a minute.
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
-#: Of the shortest pass; less is padded to it.
+#: Length of the shortest pass: fewer tokens are padded to it.
 SHORTEST_TOKENS = 16
-#: Version of the choice of a size (`memory_model.py`): stored sizes of another one are not used.
+#: Version of the choice of a micro-batch size (`memory_model.py`). Stored sizes of other versions are not used.
 _SIZING = "by time, with images"
 
 
@@ -120,8 +120,8 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
     running out of memory would end it.
     """
-    asked, known = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
-    is_measured = asked == "auto" and device == "cuda"
+    micro_batch_tokens, sizes = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
+    is_measured = micro_batch_tokens == "auto" and device == "cuda"
     circumstances = _circumstances(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
     more: dict[str, Any] = {"quantization": settings.quantization}
@@ -129,21 +129,21 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         host_bytes //= lock_step.links.size
         load_base = partial(load_sharded, lock_step=lock_step)
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
-        asked = ENOUGH_TOKENS if is_measured else asked
-    elif asked == "auto":
-        asked = known.tokens(circumstances) or asked
+        micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
+    elif micro_batch_tokens == "auto":
+        micro_batch_tokens = sizes.tokens(circumstances) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
         dtype=_DTYPES[settings.dtype],
-        micro_batch_tokens=asked,
+        micro_batch_tokens=micro_batch_tokens,
         adapter_bytes=settings.adapter_bytes or None,
         host_bytes=host_bytes,
         local_files_only=settings.offline,
         **more,
     )
     if is_measured and lock_step is None:
-        known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+        sizes.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
@@ -320,10 +320,10 @@ def longest_sequence(decoder: Decoder, record: PoolRecord) -> int:
 
 
 class BatchSizeCache:
-    """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one JSON file.
+    """Measured micro-batch sizes in tokens, by the conditions of the measurement, in one JSON file.
 
-    It stores measured micro-batch sizes, so that a restart on the same hardware uses the same size. A size changes
-    the last bits of results, and two measurements may differ slightly.
+    A restart on the same hardware must use the same size. A size changes the last bits of results, and two
+    measurements may differ slightly.
     """
 
     def __init__(self, path: Path) -> None:

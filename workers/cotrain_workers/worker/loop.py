@@ -105,12 +105,12 @@ class WorkerLoop:
         self._move_runs = partial(move_runs, execution, runs)
         self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
+        self._backpressure = SaveBackpressure(weights, lambda: self._heartbeat.send())
         report = WorkerReport(
             execution, engine, record, runs, weights, sampler,
-            self._throughput, self._device_time, self._drain, self._self_check,
+            self._throughput, self._device_time, self._drain, self._self_check, self._backpressure,
         )  # fmt: skip
         self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
-        self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
 
     def stop(self) -> None:
         """Finish the current step, then drain and exit."""

@@ -196,9 +196,8 @@ class WorkerReport:
     device_time: DeviceTime
     drain: Drain
     self_check: SelfCheck
+    backpressure: SaveBackpressure
     duty: Duty = field(default_factory=Duty)
-    backpressure: SaveBackpressure = field(init=False)
-    """Save backpressure; set before the first heartbeat, because it sends heartbeats itself."""
 
     def describe(self) -> WorkerHeartbeat:
         """Return the current heartbeat. Raises connection errors."""
