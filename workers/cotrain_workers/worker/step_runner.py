@@ -147,7 +147,9 @@ class StepRunner:
         # An op that does not run waits for an unfinished pass before it, like the others.
         finished = finished_outputs(step.ops, outputs)
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
-        return replace(ran, outputs=finished, is_exact=runs.is_exact and ran.is_exact, decode_s=decode_s)
+        history = history_by(runnable, finished)
+        is_exact = runs.is_exact and ran.is_exact
+        return replace(ran, outputs=finished, is_exact=is_exact, history=history, decode_s=decode_s)
 
     def _requests(
         self,
@@ -215,7 +217,7 @@ class StepRunner:
         for request in ops:
             if (op_id := (RunId(request.run), request.seq)) in open_tokens:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
-        return StepRun(cost.outputs, cost, cost.is_exact, history_by(ops, cost.outputs), earlier_s)
+        return StepRun(cost.outputs, cost, cost.is_exact, earlier_s=earlier_s)
 
     def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run each run's ops one by one. A request that breaks the engine fails alone."""
@@ -223,7 +225,7 @@ class StepRunner:
         answers = Answers()
         for run in dict.fromkeys(op.run for op in ops):
             answers.add(self._run_one(ops, step, None, run))
-        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
+        return StepRun(answers.outputs, None, answers.is_exact)
 
     def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run a step that crashed its processes in groups, without the ops that crash."""
@@ -231,7 +233,7 @@ class StepRunner:
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
         answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_one, ops, step, risks))
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
-        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
+        return StepRun(answers.outputs, None, answers.is_exact)
 
     def _run_one(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
