@@ -95,7 +95,11 @@ Decoder: TypeAlias = EngineDecoder | VllmDecoder | NoDecoder
 
 
 class SamplingService:
-    """Executor of a worker's share of its pool's sample requests. For one thread."""
+    """Executor of a worker's share of its pool's sample requests. For one thread.
+
+    A request moves from `_arrived` (claimed) to `_running` (in the decoder) to `_finished` (result not stored yet).
+    A request that may break the decoder waits in `_isolated` until it can run alone.
+    """
 
     def __init__(
         self,

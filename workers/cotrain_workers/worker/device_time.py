@@ -254,7 +254,7 @@ class TimeSharing:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """Count the time in this context as training: of work outside a step, which books its own phases."""
+        """Count and book the time in this context as training, for work outside a step."""
         self.training_begins()
         self.device_time.lap(Phase.IDLE)
         try:

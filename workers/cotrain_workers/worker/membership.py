@@ -70,15 +70,15 @@ def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PAT
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() < until:
-                time.sleep(POLL_S)
-                continue
-            os.close(file)
-            raise WorkerIdInUse(
-                f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
-                "own (COTRAIN_WORKER_ID)."
-            ) from None
-        return file
+            if time.monotonic() >= until:
+                os.close(file)
+                raise WorkerIdInUse(
+                    f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
+                    "own (COTRAIN_WORKER_ID)."
+                ) from None
+            time.sleep(POLL_S)
+        else:
+            return file
 
 
 def await_absence(holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S) -> None:
