@@ -184,7 +184,7 @@ class RunLifecycle:
             self.progress.end()
 
     def _to_replay(self, run: RunId) -> int | None:
-        """Return the number of ops between a run's newest copy and its last commit; None if it has no state to restore."""
+        """Return the number of ops from a run's newest copy to its last commit; None if there is nothing to restore."""
         position = None if run in self.copies.backlogs else self._execution.logs.position(run)
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
@@ -261,9 +261,9 @@ class RunLifecycle:
     def _roll_back(self, run: RunId) -> bool:
         """Replace the lost newest state of a run by its newest readable checkpoint. Return False if it has none.
 
-        The run is not in memory then: `ensure` restores it. A rollback is never silent. The run's `weights_epoch` grows,
-        and requests for the lost state fail with that reason; later ones run. Idempotent: a repeated call finds a
-        readable snapshot.
+        Afterwards the run is not in memory: `ensure` restores it. A rollback is never silent. The run's
+        `weights_epoch` grows, and requests for the lost state fail with that reason. Later requests run. Idempotent:
+        a repeated call finds a readable snapshot.
 
         Raises:
             OSError: the snapshot cannot be written now.
@@ -306,8 +306,8 @@ class RunLifecycle:
         began = time.monotonic()
         if (wait_s := self._rewind_time.wait_s(position.tenant, began)) > 0:
             return Failure(
-                f"Rewinds of one tenant may take {REWINDS_SHARE:.0%} of a worker's time. Retry in {math.ceil(wait_s)} s, or "
-                "load a checkpoint.",
+                f"Rewinds of one tenant may take {REWINDS_SHARE:.0%} of a worker's time. "
+                f"Retry in {math.ceil(wait_s)} s, or load a checkpoint.",
                 "user",
             )
         try:

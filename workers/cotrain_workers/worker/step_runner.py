@@ -3,9 +3,9 @@
 There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception, each run
 executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
 
-While the engine computes a step, a thread reads and decodes the bodies of queued ops, and collects the runs whose
-adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their order. A decoded op is
-used only if its planned body is identical, byte for byte.
+While the engine computes a step, a thread (`Prefetcher`) reads and decodes the bodies of queued ops. It also collects
+the runs whose adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their
+order. A decoded op is used only if its planned body is identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -102,11 +102,12 @@ class StepRunner:
         *,
         is_risky: bool,
     ) -> Yielding[StepRun]:
-        """Execute a step's ops. Yields while it decodes passes, and where the engine does, while the step runs as a whole.
+        """Execute a step's ops. Yields after each decoded pass, and at the engine's yield points.
 
         If a process ended during a large pass of the step, only some ops run. The others have no output. Passes
         with an allowance may stay open. They pause when the step's time `is_over`. Once `is_late`, only one
         of them is decoded at most: a pass of many short datums takes seconds. The others wait for the next step.
+        An op that runs alone or in a group has no yield points.
 
         In a step that `is_risky`, every pass runs to its end. A pass that crashes late would otherwise crash in a
         different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a

@@ -4,7 +4,8 @@ The class `VllmAdapters` loads adapters on the server and unloads the least rece
 adapter is the digest of its folder's content, so a name never refers to other weights. An overwritten adapter
 would get stale keys and values, because vLLM's prefix cache identifies adapters by name.
 
-The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server reads files.
+The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server
+reads files.
 
 The check compares outputs, because vLLM does not report its settings, and a failure names the setting to change.
 Log-probs must be equal at two temperatures. A small adapter, loaded from the shared folder, must change them.
