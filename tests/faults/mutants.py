@@ -88,11 +88,11 @@ MUTANTS = {
         [
             Edit(
                 f"{WORKERS}/worker/loop.py",
-                "            self._commit(step, commit, requests)",
+                "            self._commit(step, commit)",
                 "            long = dict.fromkeys(commit.device_s, 1e9)\n"
                 "            self._runs.copies.committed(step, commit.results, long)\n"
                 "            self._runs.copies.drain(9.0)\n"
-                "            self._commit(step, commit, requests)",
+                "            self._commit(step, commit)",
             ),
             Edit(
                 f"{WORKERS}/recovery/recovery_copies.py",

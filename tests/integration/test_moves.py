@@ -124,7 +124,7 @@ async def test_only_its_owner_hands_a_run_over_and_only_with_nothing_planned(
             await until(lambda: heartbeat(redis, NEW))
             own, epoch, move = loop._execution.moves, loop._execution.epoch, Move(run.id, OLD, NEW)
             assert not own.hand_over(move, epoch, in_memory=False)  # it is not wanted
-            loop._moves.go_on = lambda: None  # type: ignore[method-assign]  # the test does it
+            loop._move_runs = lambda: None  # type: ignore[assignment]  # the test does it
             await moves.ask(POOL, run.id, NEW)
             with pytest.raises(Fenced):
                 own.hand_over(move, epoch - 1, in_memory=False)
@@ -151,12 +151,12 @@ async def test_a_run_goes_on_where_it_is_when_its_target_is_gone(
     run = await server.create("a", "a", LORA)
     with worker(server, engine) as loop:
         await results(server, run, await submit(server, run, 1, STEP))
-        go_on = loop._moves.go_on
-        loop._moves.go_on = lambda: None  # type: ignore[method-assign]  # later
+        move_runs = loop._move_runs
+        loop._move_runs = lambda: None  # type: ignore[assignment]  # later
         with worker(server, other, worker_id=NEW):
             await until(lambda: heartbeat(redis, NEW))
             await moves.ask(POOL, run.id, NEW)
-        loop._moves.go_on = go_on  # type: ignore[method-assign]
+        loop._move_runs = move_runs
         await results(server, run, await submit(server, run, STEP + 1, 2 * STEP))
         await until(lambda: redis.hlen(redis_keys.moves(POOL)) == 0)
     assert owner(redis, run) == OLD

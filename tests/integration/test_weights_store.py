@@ -21,8 +21,8 @@ from cotrain_store.errors import CheckpointNotFound
 from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.runs import WeightsRecord
 from cotrain_store.weights import Checkpoints
-from cotrain_workers.checkpoints.files import CheckpointFiles, base_model_of_adapter
-from cotrain_workers.checkpoints.peft_folder import TENSORS, write_folder
+from cotrain_workers.checkpoints.files import CheckpointFiles, base_model_of
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, write_folder
 from cotrain_workers.checkpoints.weights_store import LOST, WeightsStore
 from cotrain_workers.engine.ops import WeightsMissing
 from tests.support.samples import Samples
@@ -344,7 +344,8 @@ async def test_folders_of_other_base_models_are_left_to_their_own_workers(sample
     sweep_files(store, samples)
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
-    assert base_model_of_adapter(Folder(tmp_path / "weights"), f"{left.parent.name}/{left.name}") == "another"
+    folder = f"{left.parent.name}/{left.name}"
+    assert base_model_of(Folder(tmp_path / "weights"), folder, CONFIG) == "another"
 
 
 async def test_existing_files_of_a_new_save_count_as_young_again(samples: Samples, tmp_path: Path) -> None:
@@ -361,7 +362,7 @@ async def test_existing_files_of_a_new_save_count_as_young_again(samples: Sample
     assert files_in(tmp_path) == left
     sweep_files(other, samples, 2 * (ORPHAN_AGE_S + 1))
     assert files_in(tmp_path) == set()  # Redis was unavailable for long
-    store._note_written()  # finds that the files are missing, and writes them again
+    store._finish_writes()  # finds that the files are missing, and writes them again
     written(store)
     assert files_in(tmp_path) == left
     assert not store._unstored

@@ -62,7 +62,7 @@ def written(store: WeightsStore) -> None:
     for owed in list(store._unstored.values()):
         if owed.writing:
             owed.writing.exception(60)
-    store._note_written()
+    store._finish_writes()
 
 
 def sweep_files(store: WeightsStore, samples: Samples, after_s: float = 0.0) -> None:

@@ -25,7 +25,7 @@ from cotrain_workers.engine.ops import (
 
 @dataclass(frozen=True)
 class ArenaPrint:
-    """An array too large to be kept."""
+    """Digest and norm of an array that is too large to be stored."""
 
     sha256: str
     norm: float  # L2, for a comparison that is not to the bit
@@ -33,10 +33,10 @@ class ArenaPrint:
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """One thing to be compared; equal fingerprints mean equal bits."""
+    """Comparable form of an output or a state. Equal fingerprints mean equal bits."""
 
-    text: str  # everything but numbers
-    is_accident: bool = False  # a failure of the server's own, which would not come again
+    text: str  # description without numbers of arrays
+    is_accident: bool = False  # True for a failure of the server itself, which a replay would not repeat
     numbers: Mapping[str, np.ndarray] = field(default_factory=dict)  # float32 or float64 [n]
     arenas: Mapping[str, ArenaPrint] = field(default_factory=dict)
 

@@ -73,29 +73,24 @@ class Checkpoints(Protocol):
 Decoded: TypeAlias = dict[str, Pass | Failure]
 
 
-def engine_op(
-    op: QueuedOp, body: bytes, checkpoints: Checkpoints, decoded: Decoded | None = None
-) -> Op | NoteOutput | Failure:
-    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read.
-
-    A pass whose body is in `decoded` shares its arrays. Other passes are added.
-    """
+def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read."""
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
             return Create(op.run, op.seq, AdapterSpec(**asdict(lora)))
         case OpKind.FORWARD | OpKind.FORWARD_BACKWARD:
-            return decode_shared_pass(op, body, {} if decoded is None else decoded)
+            return decode_op_pass(op, body)
         case OpKind.REVERSE_KL:
-            return reverse_kl_op(op, body, checkpoints)
+            return _reverse_kl(op, body, checkpoints)
         case OpKind.OPTIM_STEP:
             return OptimStep(op.run, op.seq, **json.loads(body))
         case OpKind.SAVE:
             return _save(op, body)
         case OpKind.LOAD:
-            return load_op(op, body, checkpoints)
+            return _load(op, body, checkpoints)
         case OpKind.IMPORT:
-            return import_op(op, body)
+            return _import(op, body)
         case OpKind.METRICS | OpKind.REWIND:
             return NoteOutput()
         case OpKind.REJECTED:
@@ -139,13 +134,8 @@ def loss_graph(loss_id: str) -> LossGraph:
     )
 
 
-def decode_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Pass | Failure:
-    """Decode a pass, or return the one of this body for this run; add it to `decoded`."""
-    return run_to_end(decoding_shared_pass(op, body, decoded))
-
-
 def decoding_shared_pass(op: QueuedOp, body: bytes, decoded: Decoded) -> Yielding[Pass | Failure]:
-    """Return the work of `decode_shared_pass`, with yield points."""
+    """Decode a pass, with yield points. A pass whose body is in `decoded` shares its arrays; others are added."""
     known = decoded.get(op.ref) or (yield from _decoding_op_pass(op, body))
     if op.ref != "inline":
         decoded[op.ref] = known
@@ -167,7 +157,7 @@ def _save(op: QueuedOp, body: bytes) -> Save | Failure:
     return Save(op.run, op.seq, optimizer=request.kind == "weights")
 
 
-def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failure:
+def _load(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failure:
     """Return a load with its weights; a Failure if they are missing."""
     request = LoadRequest.parse(body)
     try:
@@ -178,8 +168,7 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
         has_one = request.optimizer and len(sources) == 1
         optimizer = checkpoints.optimizer(request.sources[0].ref) if has_one else None
     except WeightsMissing as missing:
-        why = f": {missing.reason}" if missing.reason else "."
-        return Failure(f"Checkpoint {request.path} cannot be read on the server{why}", "server")
+        return _missing(f"Checkpoint {request.path}", missing)
     if request.optimizer and optimizer is None:
         return Failure(f"Checkpoint {request.path} has no optimizer state.", "user")
     kind = request.lora.optimizer if request.lora else "adamw"
@@ -187,8 +176,7 @@ def load_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failu
     return Load(op.run, op.seq, request.path, weights, optimizer, creates, kind)
 
 
-def import_op(op: QueuedOp, body: bytes) -> Import | Failure:
-    """Read an uploaded adapter, but for its numbers; a Failure where that cannot be done."""
+def _import(op: QueuedOp, body: bytes) -> Import | Failure:
     try:
         return Import(op.run, op.seq, peft_adapter(body))
     except MalformedBody:
@@ -196,27 +184,31 @@ def import_op(op: QueuedOp, body: bytes) -> Import | Failure:
 
 
 def peft_adapter(body: bytes) -> PeftAdapter:
-    """Read the body of an IMPORT op, as `encode_import` wrote it; raises MalformedBody."""
+    """Decode the adapter in the body of an IMPORT op; raises MalformedBody."""
     adapter = decode_import(body)
     modules = [PeftModule(**asdict(module)) for module in adapter.modules]
     return PeftAdapter(AdapterSpec(**asdict(adapter.lora)), modules, adapter.tensors)
 
 
-def reverse_kl_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:
-    """Read a request and its reference; a Failure where one of them is not there."""
+def _reverse_kl(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> ReverseKl | Failure:
+    """Return a reverse KL with the weights of its reference; a Failure if it is malformed or they are missing."""
     try:
         request = decode_reverse_kl(body)
         reference = None if request.reference is None else checkpoints.host(request.reference)
     except MalformedBody as malformed:
         return Failure(str(malformed), "user")
     except WeightsMissing as missing:
-        why = f": {missing.reason}" if missing.reason else "."
-        return Failure(f"The weights of the reference cannot be read on the server{why}", "server")
+        return _missing("The weights of the reference", missing)
     datums = [
         KlDatum(datum.student_tokens, datum.reference_tokens, datum.weights, datum.routed_experts)
         for datum in request.datums
     ]
     return ReverseKl(op.run, op.seq, datums, reference, request.temperature)
+
+
+def _missing(subject: str, missing: WeightsMissing) -> Failure:
+    reason = f": {missing.reason}" if missing.reason else "."
+    return Failure(f"{subject} cannot be read on the server{reason}", "server")
 
 
 def sample_request(claimed: ClaimedSample, body: SampleBody, end_of_sequence: Iterable[int]) -> SampleRequest:
@@ -243,7 +235,7 @@ def sample_request(claimed: ClaimedSample, body: SampleBody, end_of_sequence: It
         prompt_logprobs_last_n=body.prompt_logprobs_last_n,
         target_prompt_logprobs=_targets(body),
         grammar=body.grammar,
-        images=[Image(**vars(each)) for each in body.images],
+        images=_images(body.images),
         return_routed_experts=body.return_routed_experts,
         tenant=claimed.tenant,
         tenant_weight=claimed.tenant_weight,
@@ -267,7 +259,10 @@ def _targets(body: SampleBody) -> np.ndarray | None:
 def _stops(
     stop: tuple[str, ...] | tuple[int, ...] | None, end_of_sequence: Iterable[int]
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """None stops at the model's own end of sequence, nothing stops at nothing, else both stop."""
+    """Return the tokens and strings that end a sequence: the given ones and the model's own end of sequence.
+
+    An empty `stop` ends at neither, and None at the model's own alone.
+    """
     if stop == ():
         return frozenset(), ()
     given = stop or ()

@@ -8,7 +8,7 @@ compares it with the stored result.
 import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -131,12 +131,11 @@ def commit_of(
     """
     outputs, cost = ran.outputs, ran.cost
     ops = finished_ops(step, outputs)
-    saves = saves_of(replace(step, ops=ops), bodies, outputs, record.id, record.base_model)
-    results = {
-        op_id: saves[op_id].result if op_id in saves else result_of(op, outputs[op_id], step.cycle)
-        for op in ops
-        for op_id in [(op.run, op.seq)]
-    }
+    saves = saves_of(step, bodies, outputs, record.id, record.base_model)
+    results: dict[OpId, Result] = {}
+    for op in ops:
+        save = saves.get((op.run, op.seq))
+        results[op.run, op.seq] = save.result if save else result_of(op, outputs[op.run, op.seq], step.cycle)
     cycle = cycle_record(step, outputs, cost, times)
     step_s = cost.wave_s + cost.optim_s if cost else times.duration_s
     device_s = compute_seconds(step, outputs, cost, step_s, ran.earlier_s)
@@ -209,7 +208,7 @@ def saves_of(
     """Return the successful saves of a step, by run and seq."""
     saves: dict[OpId, DoneSave] = {}
     for op in step.ops:
-        output = outputs[op.run, op.seq]
+        output = outputs.get((op.run, op.seq))
         if not isinstance(output, SaveOutput):
             continue
         request = SaveRequest.parse(bodies[op.run, op.seq])

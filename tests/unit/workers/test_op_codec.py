@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +49,7 @@ from cotrain_workers.engine.ops import (
     WeightsMissing,
 )
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Target, plan_layout, seed_of
-from cotrain_workers.op_codec import reverse_kl_op, sample_request, sample_result
+from cotrain_workers.op_codec import sample_request, sample_result
 from cotrain_workers.results import CYCLE_METRIC, result_of
 from tests.support.bodies import optim_body, pass_body
 from tests.support.samples import BODY
@@ -124,7 +123,7 @@ def test_a_rejected_op_fails_with_the_refusal_of_the_api() -> None:
     assert engine_op(op(OpKind.REJECTED), body) == Failure("rank must be…", "user")
 
 
-@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.FORWARD_BACKWARD])
+@pytest.mark.parametrize("kind", [OpKind.FORWARD, OpKind.FORWARD_BACKWARD, OpKind.REVERSE_KL])
 def test_an_unreadable_body_fails_without_an_exception(kind: OpKind) -> None:
     made = engine_op(op(kind), b"\xff\xff")
     assert isinstance(made, Failure)
@@ -238,32 +237,15 @@ OP = QueuedOp(RunId("run"), 5, OpKind.REVERSE_KL, 10, "inline", 100, 0.0)
 DATUM = KlArrays(np.array([1, 2]), np.array([3]), np.array([7, 8]), np.array([1.0, 0.5], np.float32))
 
 
-class Shelf:
-    """Store with exactly the given checkpoints."""
-
-    def __init__(self, weights: Mapping[WeightsRef, HostWeights]) -> None:
-        self._weights = weights
-
-    def host(self, ref: WeightsRef) -> HostWeights:
-        if ref not in self._weights:
-            raise WeightsMissing(ref)
-        return self._weights[ref]
-
-    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        return None
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        return plan_layout(spec, ())
-
-
-def read(reference: WeightsRef | None, shelf: Shelf) -> ReverseKl | Failure:
-    body = encode_reverse_kl(ReverseKlBody(reference, 0.5, (DATUM,)))
-    return reverse_kl_op(OP, body, shelf)
+def read(reference: WeightsRef | None, kept: Kept) -> Op | NoteOutput | Failure:
+    return engine_op(OP, encode_reverse_kl(ReverseKlBody(reference, 0.5, (DATUM,))), kept)
 
 
 @pytest.mark.parametrize(("reference", "weights"), [(REF, WEIGHTS), (None, None)])
 def test_a_request_is_read_with_its_reference(reference: WeightsRef | None, weights: HostWeights | None) -> None:
-    op = read(reference, Shelf({REF: WEIGHTS}))
+    kept = Kept()
+    kept.weights[REF] = WEIGHTS
+    op = read(reference, kept)
 
     assert isinstance(op, ReverseKl)
     assert (op.run, op.seq, op.temperature) == ("run", 5, 0.5)
@@ -275,13 +257,7 @@ def test_a_request_is_read_with_its_reference(reference: WeightsRef | None, weig
 
 
 def test_a_missing_reference_is_a_server_error() -> None:
-    assert read(REF, Shelf({})) == Failure("The weights of the reference cannot be read on the server.", "server")
-
-
-def test_an_unreadable_body_fails() -> None:
-    failure = reverse_kl_op(OP, b"no", Shelf({}))
-    assert isinstance(failure, Failure)
-    assert failure.category == "user"
+    assert read(REF, Kept()) == Failure("The weights of the reference cannot be read on the server.", "server")
 
 
 def test_the_means_are_over_the_targets_with_a_weight() -> None:

@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pyrage
@@ -28,8 +29,8 @@ from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, LayoutOf, key_of, read_folder, write_folder
-from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, read_optimizer, write_optimizer
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
+from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, write_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
@@ -115,14 +116,6 @@ class CheckpointFiles:
             return all(blobs.touch(key) for blobs, key in keys)
         return all(blobs.exists(key) for blobs, key in keys)
 
-    def read_adapter(self, digest: str, layout_of: LayoutOf) -> HostWeights:
-        """Read an adapter; raises FolderUnreadable, OSError."""
-        return read_folder(self.adapters, digest, layout_of)
-
-    def read_optimizer(self, digest: str, layout_of: LayoutOf) -> HostOptimizer:
-        """Read an optimizer state; raises OptimizerUnreadable, OSError."""
-        return read_optimizer(self.optimizers, digest, layout_of)
-
     def remove_orphans(self, saved: SavedWeights, unwanted: Unwanted, now: float) -> None:
         """Delete the files of forgotten weights, and partial files of crashed processes.
 
@@ -143,17 +136,17 @@ class CheckpointFiles:
 
     def _orphans(self, saved: SavedWeights) -> Iterator[tuple[_Group, Callable[[str], bool]]]:
         """Yield unfinished groups, and unreferenced groups of this base model."""
-        for prefix, sign, base_model_of, is_known in (
-            ("weights", CONFIG, base_model_of_adapter, saved.knows),
+        for prefix, sign, base_model_in, is_known in (
+            ("weights", CONFIG, partial(base_model_of, file=CONFIG), saved.knows),
             ("optimizers", "", base_model_of_state, saved.knows_optimizer),
-            ("external", OWNER, base_model_of_files, saved.knows_external),
+            ("external", OWNER, partial(base_model_of, file=OWNER), saved.knows_external),
         ):
             for group in _groups(self.blobs.list(prefix), sign):
                 if is_known(group.name):
                     continue
                 whole = not group.is_unfinished and (not sign or group.has(sign))
                 inner = group.key.removeprefix(f"{prefix}/")
-                if not whole or base_model_of(self.blobs.below(prefix), inner) == self.base_model:
+                if not whole or base_model_in(self.blobs.below(prefix), inner) == self.base_model:
                     yield group, is_known
 
 
@@ -194,20 +187,11 @@ def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
         yield _Group(key, tuple(sorted(group, key=lambda blob: not blob.key.endswith(f"/{sign}"))))
 
 
-def base_model_of_adapter(root: Blobs, key: str) -> str | None:
-    """Return the base model of an adapter; None if it cannot be read. Raises BlobsUnavailable."""
-    return _named_in(root, f"{key}/{CONFIG}", "base_model_name_or_path")
-
-
-def base_model_of_files(blobs: Blobs, folder: str) -> str | None:
-    """Return the base model of encrypted files; None if it cannot be read. Raises BlobsUnavailable."""
-    return _named_in(blobs, f"{folder}/{OWNER}", "base_model")
-
-
-def _named_in(blobs: Blobs, key: str, field: str) -> str | None:
-    """Return a field of a JSON file; None if it cannot be read."""
+def base_model_of(blobs: Blobs, folder: str, file: str) -> str | None:
+    """Return the base model in a folder's CONFIG or OWNER; None if it cannot be read. Raises BlobsUnavailable."""
+    key = "base_model_name_or_path" if file == CONFIG else "base_model"
     try:
-        name: str = json.loads(blobs.get(key))[field]
+        name: str = json.loads(blobs.get(f"{folder}/{file}"))[key]
     except BlobsUnavailable:
         raise
     except (OSError, ValueError, KeyError, TypeError):

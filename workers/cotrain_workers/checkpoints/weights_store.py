@@ -16,77 +16,14 @@ import structlog
 
 from cotrain_store.blobs.protocol import ORPHAN_AGE_S, Unwanted
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ids import RunId, WeightsRef, seq_of
 from cotrain_store.messages.ops import OpKind, Step
 from cotrain_store.messages.runs import WeightsRecord
 from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles, Saved, WrittenFiles
-from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable
-from cotrain_workers.checkpoints.state_files import OptimizerUnreadable
+from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, LayoutOf, SumsUnusable, read_folder
+from cotrain_workers.checkpoints.state_files import OptimizerUnreadable, read_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
-
-
-class WeightsCache:
-    """Cache of stored weights with at most `limit_bytes`.
-
-    It holds stored weights in host memory, and evicts the least recently used.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._weights: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
-
-    def get(self, ref: WeightsRef) -> HostWeights | None:
-        """Return cached weights, now the most recently used, or None."""
-        if ref not in self._weights:
-            return None
-        self._weights.move_to_end(ref)
-        return self._weights[ref]
-
-    def put(self, ref: WeightsRef, weights: HostWeights) -> None:
-        """Cache weights while there is memory."""
-        self._weights[ref] = weights
-        kept_bytes = sum(each.bytes for each in self._weights.values())
-        while kept_bytes > self._limit_bytes:
-            _, oldest = self._weights.popitem(last=False)
-            kept_bytes -= oldest.bytes
-
-    def drop(self, ref: WeightsRef) -> None:
-        """Drop weights, if cached."""
-        self._weights.pop(ref, None)
-
-
-LOOK_S = 3600.0
-
-
-class FileSweep:
-    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
-
-    def __init__(self, files: CheckpointFiles, saved: SavedWeights, orphan_age_s: float) -> None:
-        self._files = files
-        self._saved = saved
-        self._age_s = orphan_age_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
-        self._looking: Future[None] | None = None
-        self._look_at = 0.0
-        self._lease = None if files.blobs.folder else saved.sweep_lease()
-        self.unwanted = Unwanted(orphan_age_s)
-
-    def maintain(self, now: float) -> None:
-        """Sweep if it is due. Raises the error of the last sweep, and sweeps again then."""
-        if self._lease and not self._lease.is_mine(now):
-            self.unwanted = Unwanted(self._age_s)
-        elif self._looking is None and now >= self._look_at:
-            self._looking = self._thread.submit(self._files.remove_orphans, self._saved, self.unwanted, now)
-        elif self._looking and self._looking.done():
-            looking, self._looking = self._looking, None
-            looking.result()
-            self._look_at = now + (LOOK_S if self.unwanted.is_empty else self._age_s)
-
-    def stop(self) -> None:
-        """Stop sweeping; a removal in progress completes."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
 
 log = structlog.get_logger()
 
@@ -101,6 +38,8 @@ RETRY_S = 5.0
 RELOAD_S = 2.0
 #: Interval in s of looking for weights that are not in use.
 SWEEP_S = 60.0
+#: Interval in s of looking for files that no weights refer to.
+LOOK_S = 3600.0
 #: Result of a named save that cannot be made again.
 LOST = "The checkpoint was lost before it was on disk, and its run cannot be replayed; save again."
 
@@ -202,7 +141,7 @@ class WeightsStore:
     def first_unstored(self, run: RunId) -> int | None:
         """Return the first save of a run whose weights are unstored: its log is needed from there on."""
         of_run = [ref for ref, entry in self._unstored.items() if entry.record.run == run]
-        return min((int(ref.rpartition(":")[2]) for ref in of_run), default=None)
+        return min(map(seq_of, of_run), default=None)
 
     def is_known(self, ref: WeightsRef) -> bool:
         """Return True if these weights exist; from then on `host` does not query the store."""
@@ -249,7 +188,7 @@ class WeightsStore:
         if not record.has_optimizer:
             return None
         try:
-            return self._files.read_optimizer(record.optimizer_digest, self.layout_of)
+            return read_optimizer(self._files.optimizers, record.optimizer_digest, self.layout_of)
         except OptimizerUnreadable as unreadable:
             log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsMissing(ref) from unreadable
@@ -271,7 +210,7 @@ class WeightsStore:
         if ref in self._unstored or not self.is_known(ref):
             raise WeightsMissing(ref)
         try:
-            return self._files.read_adapter(self._digests[ref], self.layout_of)
+            return read_folder(self._files.adapters, self._digests[ref], self.layout_of)
         except FolderUnreadable as unreadable:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
             reason = str(unreadable) if isinstance(unreadable, SumsUnusable) else ""
@@ -282,7 +221,7 @@ class WeightsStore:
 
         Returns weights that no request can use any more.
         """
-        self._note_written()
+        self._finish_writes()
         now = time.monotonic()
         self._file_sweep.maintain(now)
         if now >= self._reload_at:
@@ -292,27 +231,6 @@ class WeightsStore:
             return []
         self._sweep_at = now + SWEEP_S
         return self.sweep()
-
-    def _note_written(self) -> None:
-        now = time.monotonic()
-        for ref, entry in list(self._unstored.items()):
-            if entry.writing is None:
-                if entry.saved and now >= entry.retry_at:
-                    self._write(entry)
-            elif entry.writing.done():
-                self._note(ref, entry, entry.writing)
-
-    def await_writes(self, until: float) -> None:
-        """Wait for the writes in progress, until a time of the monotonic clock."""
-        writing = [entry.writing for entry in self._unstored.values() if entry.writing]
-        wait(writing, max(0.0, until - time.monotonic()))
-
-    def drain(self, deadline_s: float) -> None:
-        """Wait for the writes in progress; the remaining weights are made again from the log."""
-        self.await_writes(time.monotonic() + deadline_s)
-        self._note_written()
-        self._writer.shutdown(wait=False, cancel_futures=True)
-        self._file_sweep.stop()
 
     def sweep(self) -> list[WeightsRef]:
         """Drop weights that no request can use any more, and return them."""
@@ -326,12 +244,33 @@ class WeightsStore:
             log.info("weights_forgotten", count=len(unused))
         return unused
 
+    def await_writes(self, until: float) -> None:
+        """Wait for the writes in progress, until a time of the monotonic clock."""
+        writing = [entry.writing for entry in self._unstored.values() if entry.writing]
+        wait(writing, max(0.0, until - time.monotonic()))
+
+    def drain(self, deadline_s: float) -> None:
+        """Wait for the writes in progress; the remaining weights are made again from the log."""
+        self.await_writes(time.monotonic() + deadline_s)
+        self._finish_writes()
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._file_sweep.stop()
+
     def _write(self, entry: _Unstored) -> None:
         assert entry.saved is not None
         layout = self.layout_of(entry.saved.weights.spec)
         entry.writing = self._writer.submit(self._files.write, entry.record.ref, entry.saved, layout)
 
-    def _note(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
+    def _finish_writes(self) -> None:
+        now = time.monotonic()
+        for ref, entry in list(self._unstored.items()):
+            if entry.writing is None:
+                if entry.saved and now >= entry.retry_at:
+                    self._write(entry)
+            elif entry.writing.done():
+                self._finish_write(ref, entry, entry.writing)
+
+    def _finish_write(self, ref: WeightsRef, entry: _Unstored, writing: Future[WrittenFiles]) -> None:
         try:
             written = writing.result()
         except OSError as failed:
@@ -402,3 +341,59 @@ class SaveBackpressure:
             self._waiting_cycle = step.cycle
             log.warning("step_waits_for_saves", cycle=step.cycle)
         return is_admitted
+
+
+class WeightsCache:
+    """Stored weights in host memory, at most `limit_bytes`. The least recently used are evicted."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._weights: OrderedDict[WeightsRef, HostWeights] = OrderedDict()
+
+    def get(self, ref: WeightsRef) -> HostWeights | None:
+        """Return cached weights, now the most recently used, or None."""
+        if ref not in self._weights:
+            return None
+        self._weights.move_to_end(ref)
+        return self._weights[ref]
+
+    def put(self, ref: WeightsRef, weights: HostWeights) -> None:
+        """Cache weights while there is memory."""
+        self._weights[ref] = weights
+        kept_bytes = sum(each.bytes for each in self._weights.values())
+        while kept_bytes > self._limit_bytes:
+            _, oldest = self._weights.popitem(last=False)
+            kept_bytes -= oldest.bytes
+
+    def drop(self, ref: WeightsRef) -> None:
+        """Drop weights, if cached."""
+        self._weights.pop(ref, None)
+
+
+class FileSweep:
+    """Unreferenced files seen by one worker. `now` is a time of the monotonic clock."""
+
+    def __init__(self, files: CheckpointFiles, saved: SavedWeights, orphan_age_s: float) -> None:
+        self._files = files
+        self._saved = saved
+        self._age_s = orphan_age_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="files")
+        self._looking: Future[None] | None = None
+        self._look_at = 0.0
+        self._lease = None if files.blobs.folder else saved.sweep_lease()
+        self.unwanted = Unwanted(orphan_age_s)
+
+    def maintain(self, now: float) -> None:
+        """Sweep if it is due. Raises the error of the last sweep, and sweeps again then."""
+        if self._lease and not self._lease.is_mine(now):
+            self.unwanted = Unwanted(self._age_s)
+        elif self._looking is None and now >= self._look_at:
+            self._looking = self._thread.submit(self._files.remove_orphans, self._saved, self.unwanted, now)
+        elif self._looking and self._looking.done():
+            looking, self._looking = self._looking, None
+            looking.result()
+            self._look_at = now + (LOOK_S if self.unwanted.is_empty else self._age_s)
+
+    def stop(self) -> None:
+        """Stop sweeping; a removal in progress completes."""
+        self._thread.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
 from cotrain_workers.engine.facts import ModelFacts
 from cotrain_workers.engine.ops import Create, CycleOutput, Import, Op, UpcomingBatch, begins_run
-from cotrain_workers.engine.spec import AdapterSpec, Layout, Target
+from cotrain_workers.engine.spec import Target
 from cotrain_workers.group.lock_step import Followers, GroupLockStep, MemberFacts, facts_of, run_cycle
 from cotrain_workers.group.processes import GroupLost
 
@@ -33,6 +33,8 @@ class GroupEngine:
     def __init__(self, own: Engine, lock_step: GroupLockStep) -> None:
         self._own = own
         self._lock_step = lock_step
+        self.facts: ModelFacts = own.facts
+        self.targets: Sequence[Target] = own.targets
         self.followers = Followers(lock_step.links)
         self.adapters = GroupBank(own, self.followers)
         self.open_passes = GroupOpenPasses(self.adapters)
@@ -72,20 +74,10 @@ class GroupEngine:
         self._own.check_device()
 
     @property
-    def facts(self) -> ModelFacts:
-        """Public facts about the base model and this engine."""
-        return self._own.facts
-
-    @property
     def processes(self) -> Sequence[ProcessUse]:
         """Runs and memory of each member; of the others as of their last answers. Any thread may read it."""
         others = [ProcessUse(len(each.runs), each.memory_bytes) for each in self.followers.facts]
         return (*self._own.processes, *others)
-
-    @property
-    def targets(self) -> Sequence[Target]:
-        """Modules that adapters can be attached to."""
-        return self._own.targets
 
     @property
     def halvings(self) -> int:
@@ -114,6 +106,7 @@ class GroupBank:
         self._engine = own
         self._own = own.adapters
         self._followers = followers
+        self.layout_of = own.adapters.layout_of
 
     def __contains__(self, run: object) -> bool:
         return run in self._own or self._follower_of(run) is not None
@@ -152,7 +145,7 @@ class GroupBank:
         if member == 0:
             self._own.restore(run, state)
         else:
-            self._followers.call(member, restore, run, state)
+            self._followers.call(member, restore_only, run, state)
 
     def prefetch(self, runs: Sequence[str]) -> None:
         """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""
@@ -162,10 +155,6 @@ class GroupBank:
         """Return the runs to evict so that each member keeps its host memory limit, member by member."""
         elsewhere = (run for facts in self._followers.facts for run in facts.runs_to_evict)
         return [*self._own.runs_to_evict(), *elsewhere]
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return the layout of an adapter's matrices in its arenas."""
-        return self._own.layout_of(spec)
 
     @property
     def offloaded(self) -> int:
@@ -270,7 +259,7 @@ def lightest(loads: Sequence[int]) -> int:
     return min(range(len(loads)), key=lambda member: loads[member])
 
 
-def restore(adapters: AdapterBank, run: str, state: AdapterState) -> None:
+def restore_only(adapters: AdapterBank, run: str, state: AdapterState) -> None:
     """Restore a run without a result: the adapter must not travel back."""
     adapters.restore(run, state)
 

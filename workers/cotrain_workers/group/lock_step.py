@@ -10,8 +10,7 @@ the follower.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -81,21 +80,15 @@ class GroupLockStep:
 
         Only the first member passes `is_over`. The others pass None and stop with the first one.
         """
-        with self._deadline(is_over):
-            stop = is_over or (lambda: self._is_over_at_first)
-            output = yield from engine.cycle(ops, allowances, stop)
+        self._is_over_here, self._is_over_at_first = is_over or (lambda: False), False
+        try:
+            output = yield from engine.cycle(ops, allowances, is_over or (lambda: self._is_over_at_first))
             while (agreed := self._agree(Forward.NONE)) is not Forward.NONE:
                 self._run_filler(agreed)
                 yield
-        return output
-
-    @contextmanager
-    def _deadline(self, is_over: Callable[[], bool] | None) -> Iterator[None]:
-        self._is_over_here, self._is_over_at_first = is_over or (lambda: False), False
-        try:
-            yield
         finally:
             self._is_over_here = lambda: False
+        return output
 
     def _agree(self, wanted: Forward) -> Forward:
         """Return the greatest kind that any member requests. All members must call it at the same time."""

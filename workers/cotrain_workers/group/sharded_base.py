@@ -147,13 +147,9 @@ def computed_buffers(network: Any, device: torch.device) -> dict[str, torch.Tens
 def weight_files(model: str, *, local_files_only: bool) -> dict[str, Path]:
     """Return the file of each tensor. Raises NoModel."""
     try:
-        folder = (
-            Path(model)
-            if Path(model).is_dir()
-            else Path(
-                snapshot_download(model, local_files_only=local_files_only, allow_patterns=["*.json", "*.safetensors"])
-            )
-        )
+        folder, patterns = Path(model), ["*.json", "*.safetensors"]
+        if not folder.is_dir():
+            folder = Path(snapshot_download(model, local_files_only=local_files_only, allow_patterns=patterns))
         if (folder / INDEX).is_file():
             index: Mapping[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
             return {name: folder / file for name, file in index.items()}

@@ -178,16 +178,18 @@ def restore_before(engine: Engine, cycle: RecordedCycle) -> None:
 def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False) -> Findings:
     """Run a recorded cycle after `restore_before`, and return the outcome.
 
-    Ops that failed by accident (a crash, a full disk) are left out unless `everything` is set. A pass that took
-    several cycles runs whole in its last one, from the state before the first one. In the other cycles it
-    changed nothing. Exceptions of the engine are not caught.
+    Ops that failed by accident (a crash, a full disk) are left out unless `everything` is set, and so are ops that
+    did not finish in the cycle. A pass that took several cycles runs whole in its last one, from the state before
+    the first one. In the other cycles it changed nothing. Exceptions of the engine are not caught.
     """
     checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
-        if was_not_over(cycle, op) or (has_not_run(cycle, op) and not everything):
-            continue
+        if cycle.found:
+            then = cycle.found.by_op.get((op.run, op.seq))
+            if then is None or (then.is_accident and not everything):
+                continue
         request = engine_op(op, body, checkpoints)
         if isinstance(request, Failure | NoteOutput):
             outputs[op.run, op.seq] = request
@@ -243,22 +245,12 @@ def _compared(
     return Compared(run, seq, what, now.digest, "equal" if is_equal else "close", "")
 
 
-def was_not_over(cycle: RecordedCycle, op: QueuedOp) -> bool:
-    """Return True if an op did not finish in the cycle: it continued or began in a later one."""
-    return cycle.found is not None and (op.run, op.seq) not in cycle.found.by_op
-
-
-def has_not_run(cycle: RecordedCycle, op: QueuedOp) -> bool:
-    """Return True if an op failed by accident, and therefore did not change its run."""
-    return cycle.found is not None and cycle.found.by_op[op.run, op.seq].is_accident
-
-
 @dataclass(frozen=True)
 class RecordedCheckpoints:
     """Checkpoints that a recorded cycle read."""
 
     cycle: RecordedCycle
-    layout: Callable[[AdapterSpec], Layout]
+    layout_of: Callable[[AdapterSpec], Layout]
 
     def host(self, ref: WeightsRef) -> HostWeights:
         """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
@@ -271,7 +263,3 @@ class RecordedCheckpoints:
         if ref not in self.cycle.read.optimizers:
             raise WeightsMissing(ref)
         return self.cycle.read.optimizers[ref]
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return the layout of an adapter's matrices in its arena."""
-        return self.layout(spec)

@@ -22,6 +22,7 @@ import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, WorkerId, request_id
+from cotrain_store.messages.ops import Step
 from cotrain_store.oplog.execution import CrashCounts, Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.device import memory_limit_bytes
@@ -202,9 +203,9 @@ class LargePasses:
         """Read the records again: a step of another worker may have arrived with its kills."""
         self._kills = kills_of(self._counts.by_part())
 
-    def has_kill_of(self, requests: Collection[str]) -> bool:
-        """Return True if a process ended during one of these requests."""
-        return any(kill.request in requests for kill in self._kills)
+    def has_kill_of(self, step: Step) -> bool:
+        """Return True if a process ended during one of a step's requests."""
+        return any(op.request_id == kill.request for kill in self._kills for op in step.ops)
 
     def part_of(self, ops: Sequence[Op]) -> Part:
         """Return the ops of a step that run now: all of them, if no process ended during one."""

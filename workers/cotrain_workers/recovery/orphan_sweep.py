@@ -21,7 +21,7 @@ from cotrain_workers.checkpoints.state_files import SUFFIX, run_folder
 
 log = structlog.get_logger()
 
-#: The spool is looked over this often, recovery copies less: each of them is opened.
+#: Intervals in s of sweeping the spool, and the recovery copies. The latter is longer, because each copy is opened.
 SWEEP_S = 60.0
 LOOK_S = 3600.0
 
@@ -58,7 +58,7 @@ class Sweep:
 
     def _sweep_segments(self, now: float) -> None:
         free = unwritten_segments(self._spool)
-        # After that: nothing is added to them.
+        # Read the references afterwards: from then on nothing is added to these segments.
         referenced = self._execution.spool_references.referenced()
         unwanted = {key: mark for key, mark in free.items() if key not in referenced}
         old = self._segments.old(unwanted, now)

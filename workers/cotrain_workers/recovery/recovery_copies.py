@@ -156,7 +156,7 @@ class RecoveryCopies:
         for run, backlog in sorted(self.backlogs.items(), key=lambda item: -item[1].replay_s):
             if backlog.ops:
                 while self._is_busy and time.monotonic() < until:
-                    self._wait_for_one(until)
+                    wait(self._unwritten, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
                 self.start(run, backlog)
         self.await_writes(until)
         self._register_finished()
@@ -172,11 +172,8 @@ class RecoveryCopies:
 
     @property
     def _is_busy(self) -> bool:
-        """Return True if the disk is behind: each waiting copy takes a run's size of memory."""
+        """True if the disk is behind: each waiting copy takes a run's size of memory."""
         return len(self._unwritten) >= COPIES_AT_ONCE
-
-    def _wait_for_one(self, until: float) -> None:
-        wait(self._unwritten, max(0.0, until - time.monotonic()), return_when=FIRST_COMPLETED)
 
     def _register_finished(self) -> None:
         for run, (seq, writing) in list(self.writing.items()):
@@ -256,7 +253,7 @@ class SnapshotPolicy:
     """Conditions of copying a run out and of evicting it. Operators only set `replay_s`."""
 
     replay_s: float = 30.0
-    """Copy runs out before replaying all their logs, one after the other, takes this long. Copy out a run that would…"""
+    """Limit in s of a replay: of one run alone, and of all runs together, one after the other."""
     ops: int = 512  # number of ops to replay at which a copy is due
     bytes: int = 256 * 1024**2  # bytes of bodies to replay at which a copy is due
     idle_s: float = 600.0  # idle time in s after which a changed run is copied out
@@ -264,7 +261,7 @@ class SnapshotPolicy:
     """Idle time in s after which a run is evicted from memory; its next request restores it."""
 
     def due_s(self, backlog: ReplayBacklog) -> float:
-        """Return at how long a replay of one run a copy of it is due, in s."""
+        """Return the replay time in s of one run at which a copy of it is due."""
         return max(self.replay_s, LEAST_GAIN * backlog.copy_s)
 
     def needs_snapshot(self, backlog: ReplayBacklog, now: float) -> bool:
@@ -321,4 +318,5 @@ class ReplayCost:
         return compute_s + floor_s * (1.0 - min(1.0, part))
 
 
+#: Cost of a replay in tests, which measure none.
 UNMEASURED = ReplayCost()

@@ -86,7 +86,7 @@ class RestoreProgress:
 
     def end(self) -> None:
         """Clear the progress after the restore."""
-        self._ops, self._done, self._runs_done = {}, {}, 0
+        self.begin({})
 
     @property
     def now(self) -> dict[str, int] | None:
@@ -156,9 +156,9 @@ class Replay:
             raise SnapshotUnreadable(f"Snapshot {base.file}: {foreign}") from foreign
 
     def _run_log(self, run: RunId, base: Base, position: LogPosition, last: int) -> Yielding[tuple[int, bool]]:
-        """Run the log from a base to `last`; return the number of ops, and whether bits are compared.
+        """Run the log from a base to `last`; return the number of ops, and False if memory ran out.
 
-        They are compared from the base until memory first runs out. If lost saves are among the ops that a rewind
+        Bits are compared from the base until memory first runs out. If lost saves are among the ops that a rewind
         abandoned, those ops run first, from the base.
         """
         logged = [
@@ -179,12 +179,12 @@ class Replay:
     def _run_ops(self, run: RunId, base: Base, ops: Sequence[QueuedOp]) -> Yielding[bool]:
         """Run ops from a loaded base; return False if memory ran out."""
         is_exact = True
-        asks_for_bits = self.exact and not is_foreign(self.engine, base.numerics_id)
+        compares_bits = self.exact and not is_foreign(self.engine, base.numerics_id)
         for group in _cycles(ops):
             bodies = _bodies(self.execution, group)
             cycle = yield from self.engine.cycle(self._requests(group, bodies))
             is_exact = is_exact and cycle.is_exact
-            self._check(group, cycle.outputs, exact=asks_for_bits and is_exact)
+            self._check(group, cycle.outputs, exact=compares_bits and is_exact)
             self._put_saves_again(group, bodies, cycle.outputs)
             self.progress.reach(run, group[-1].seq - base.seq)
         return is_exact

@@ -51,11 +51,6 @@ REWINDS_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class RolledBack:
-    """Outcome of a rollback: the run continues from a checkpoint, and requests for the lost state fail."""
-
-
-@dataclass(frozen=True)
 class StepRuns:
     """Runs of a step: all in memory, or stopped."""
 
@@ -123,14 +118,16 @@ class RunLifecycle:
         """Number of runs in memory."""
         return len(self.copies.backlogs)
 
-    def restore(self, step: Step) -> Yielding[StepRuns | RolledBack]:
-        """Load every run of a step into memory; those that cannot be restored fail alone."""
+    def restore(self, step: Step) -> Yielding[StepRuns | None]:
+        """Load every run of a step into memory; those that cannot be restored fail alone.
+
+        Return None if a run was rolled back to a checkpoint: then the step's planned ops of that run are void.
+        """
         stopped: dict[RunId, Failure] = {}
         done: dict[RunId, int] = {}
-        is_exact = True
+        is_exact, is_rolled_back = True, False
         self._rewound = {}
         rewinds: dict[tuple[str, int], NoteOutput | Failure] = {}
-        rolled_back: RolledBack | None = None
         first = {op.run: op.seq for op in reversed(step.ops)}
         for run, seq in first.items():
             if self.done(run) != seq - 1:  # another worker may have changed it
@@ -141,16 +138,18 @@ class RunLifecycle:
                 match (yield from self._ensure_or_stop(run, step.tenant_by_run[run])):
                     case Failure() as failure:
                         stopped[run] = failure
-                    case RolledBack() as rolled_back:
-                        pass
+                    case None:
+                        is_rolled_back = True
                     case exactly:
                         done[run], is_exact = self.done(run), is_exact and exactly
-            for op in step.ops if rolled_back is None else ():
+            if is_rolled_back:
+                return None
+            for op in step.ops:
                 if op.kind is OpKind.REWIND and op.seq > done.get(op.run, op.seq):
                     rewinds[op.run, op.seq] = yield from self._rewind(op)
         # A commit is atomic, so no op of a re-run step is committed. The check guards against running one twice.
         ops = tuple(op for op in step.ops if op.seq > done.get(op.run, -1))
-        return rolled_back or StepRuns(ops, stopped, is_exact, rewinds)
+        return StepRuns(ops, stopped, is_exact, rewinds)
 
     def _recreate_sources(self, ops: Iterable[QueuedOp]) -> Yielding[None]:
         """Recreate lost weights that loads among these ops need: forks of a run that was not stored."""
@@ -185,16 +184,16 @@ class RunLifecycle:
             self.progress.end()
 
     def _to_replay(self, run: RunId) -> int | None:
-        """Return the number of ops between a run's newest copy and its last commit; None if it has no state to restore."""
+        """Return the number of ops from a run's newest copy to its last commit; None if there is nothing to restore."""
         position = None if run in self.copies.backlogs else self._execution.logs.position(run)
         if position is None or (position.done == position.snap and not position.snapshot_file):
             return None
         return position.done - position.snap
 
-    def _ensure_or_stop(self, run: RunId, tenant: TenantId) -> Yielding[bool | RolledBack | Failure]:
+    def _ensure_or_stop(self, run: RunId, tenant: TenantId) -> Yielding[bool | Failure | None]:
         """Load one run into memory; return False if its bits may differ.
 
-        If it cannot be restored, roll it back, or stop it and return the failure of all its requests.
+        If it cannot be restored, roll it back and return None, or stop it and return the failure of all its requests.
         """
         if run in self.copies.backlogs:
             return self._note_restored(run, None)
@@ -209,7 +208,7 @@ class RunLifecycle:
             for record in self._weights.lost():
                 if record.run == run:  # the log that would have recreated them was removed
                     self._weights.give_up(record.ref)
-            return RolledBack()
+            return None
         finally:
             self.progress.finish(run)
         if restored is not None:
@@ -262,9 +261,9 @@ class RunLifecycle:
     def _roll_back(self, run: RunId) -> bool:
         """Replace the lost newest state of a run by its newest readable checkpoint. Return False if it has none.
 
-        The run is not in memory then: `ensure` restores it. A rollback is never silent. The run's `weights_epoch` grows,
-        and requests for the lost state fail with that reason; later ones run. Idempotent: a repeated call finds a
-        readable snapshot.
+        Afterwards the run is not in memory: `ensure` restores it. A rollback is never silent. The run's
+        `weights_epoch` grows, and requests for the lost state fail with that reason. Later requests run. Idempotent:
+        a repeated call finds a readable snapshot.
 
         Raises:
             OSError: the snapshot cannot be written now.
@@ -307,8 +306,8 @@ class RunLifecycle:
         began = time.monotonic()
         if (wait_s := self._rewind_time.wait_s(position.tenant, began)) > 0:
             return Failure(
-                f"Rewinds of one tenant may take {REWINDS_SHARE:.0%} of a worker's time. Retry in {math.ceil(wait_s)} s, or "
-                "load a checkpoint.",
+                f"Rewinds of one tenant may take {REWINDS_SHARE:.0%} of a worker's time. "
+                f"Retry in {math.ceil(wait_s)} s, or load a checkpoint.",
                 "user",
             )
         try:

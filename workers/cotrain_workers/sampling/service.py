@@ -95,7 +95,11 @@ Decoder: TypeAlias = EngineDecoder | VllmDecoder | NoDecoder
 
 
 class SamplingService:
-    """Executor of a worker's share of its pool's sample requests. For one thread."""
+    """Executor of a worker's share of its pool's sample requests. For one thread.
+
+    A request moves from `_arrived` (claimed) to `_running` (in the decoder) to `_finished` (result not stored yet).
+    A request that may break the decoder waits in `_isolated` until it can run alone.
+    """
 
     def __init__(
         self,
@@ -249,8 +253,7 @@ class SamplingService:
             raise
         self._in_doubt = False
         self._asked_with, self._ask_at = waiting, time.monotonic() + CLAIM_EVERY_S
-        here = {request.id for request in self._isolated} | self._running.keys()
-        here |= {arrived.request for arrived in self._arrived}
+        here = {*self._running, *(one.id for one in self._isolated), *(one.request for one in self._arrived)}
         return [one for one in claimed if one.request not in here]
 
     def _admit_arrived(self) -> None:
@@ -355,8 +358,8 @@ class SamplingService:
             events.setdefault(new.request, []).append(event)
         # A client that follows the stream fills a hole from the result.
         with contextlib.suppress(*CONNECTION_LOST):
-            for request, its in events.items():
-                self._publisher.publish(RequestId(request), its)
+            for request, of_request in events.items():
+                self._publisher.publish(RequestId(request), of_request)
 
     def _finish(self, request: str, output: SampleOutput | Failure) -> None:
         if request in self._probes:

@@ -3,8 +3,8 @@
 It is published for the API, which has no model. The folder is named after its content and never
 changes, so a new worker does not disturb readers.
 
-A grammar is text in the format of llguidance (Lark with JSON schemas), compiled here for the tokenizer's vocabulary. The
-API compiles each one before it accepts the request, with the same limits.
+A grammar is text in the format of llguidance (Lark with JSON schemas). It is compiled here for the tokenizer's
+vocabulary. The API compiles each one before it accepts the request, with the same limits.
 """
 
 from __future__ import annotations

@@ -52,46 +52,13 @@ from cotrain_workers.worker.loop import WorkerLoop
 log = structlog.get_logger()
 
 
-class BatchSizeCache:
-    """Cache of micro-batch sizes in tokens, keyed by the conditions of the measurement, in one JSON file.
-
-    It stores measured micro-batch sizes, so that a restart on the same hardware uses the same size. A size changes
-    the last bits of results, and two measurements may differ slightly.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def tokens(self, circumstances: str) -> int | None:
-        """Return the size measured under these conditions, or None."""
-        return self._read().get(circumstances)
-
-    def remember(self, circumstances: str, tokens: int) -> None:
-        """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
-        known = {**self._read(), circumstances: tokens}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-        written.replace(self._path)
-
-    def _read(self) -> dict[str, int]:
-        try:
-            found = json.loads(self._path.read_text())
-            return {str(name): int(tokens) for name, tokens in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError) as broken:
-            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
-            return {}
-
-
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "auto": None}
 #: Tokens of the probe batch. One sequence saturates a CPU; 1,000 tokens of a larger model would
 #: take it a minute.
 _PROBE_TOKENS = {"cpu": 256, "cuda": 1024}
-#: Of the shortest pass; less is padded to it.
+#: Length of the shortest pass: fewer tokens are padded to it.
 SHORTEST_TOKENS = 16
-#: Version of the choice of a size (`memory_model.py`): stored sizes of another one are not used.
+#: Version of the choice of a micro-batch size (`memory_model.py`). Stored sizes of other versions are not used.
 _SIZING = "by time, with images"
 
 
@@ -116,7 +83,7 @@ def measured_engine(settings: WorkerSettings, device: str, links: Links | None =
 
     Raises ModelTooLarge if memory is insufficient for either.
     """
-    with _refusing_what_is_too_large(settings):
+    with _refusing_too_large(settings):
         engine: Trainer
         if links is None:
             engine = load_engine(settings, device)
@@ -131,13 +98,13 @@ def measured_engine(settings: WorkerSettings, device: str, links: Links | None =
 def follow_first(settings: WorkerSettings, device: str, links: Links) -> None:
     """Load this member's part of the base model and execute the first member's messages until the group ends."""
     lock_step = GroupLockStep(links)
-    with _refusing_what_is_too_large(settings):
+    with _refusing_too_large(settings):
         engine = load_engine(settings, device, lock_step)
     follow(engine, lock_step)
 
 
 @contextmanager
-def _refusing_what_is_too_large(settings: WorkerSettings) -> Iterator[None]:
+def _refusing_too_large(settings: WorkerSettings) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -153,8 +120,8 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
     running out of memory would end it.
     """
-    asked, known = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
-    is_measured = asked == "auto" and device == "cuda"
+    micro_batch_tokens, sizes = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
+    is_measured = micro_batch_tokens == "auto" and device == "cuda"
     circumstances = _circumstances(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
     more: dict[str, Any] = {"quantization": settings.quantization}
@@ -162,21 +129,21 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         host_bytes //= lock_step.links.size
         load_base = partial(load_sharded, lock_step=lock_step)
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
-        asked = ENOUGH_TOKENS if is_measured else asked
-    elif asked == "auto":
-        asked = known.tokens(circumstances) or asked
+        micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
+    elif micro_batch_tokens == "auto":
+        micro_batch_tokens = sizes.tokens(circumstances) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
         dtype=_DTYPES[settings.dtype],
-        micro_batch_tokens=asked,
+        micro_batch_tokens=micro_batch_tokens,
         adapter_bytes=settings.adapter_bytes or None,
         host_bytes=host_bytes,
         local_files_only=settings.offline,
         **more,
     )
     if is_measured and lock_step is None:
-        known.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+        sizes.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
@@ -350,3 +317,36 @@ def longest_sequence(decoder: Decoder, record: PoolRecord) -> int:
     if isinstance(decoder, VllmDecoder | NoDecoder):
         return record.context_length  # vLLM rejects longer requests
     return decoder.max_sequence_tokens
+
+
+class BatchSizeCache:
+    """Measured micro-batch sizes in tokens, by the conditions of the measurement, in one JSON file.
+
+    A restart on the same hardware must use the same size. A size changes the last bits of results, and two
+    measurements may differ slightly.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def tokens(self, circumstances: str) -> int | None:
+        """Return the size measured under these conditions, or None."""
+        return self._read().get(circumstances)
+
+    def remember(self, circumstances: str, tokens: int) -> None:
+        """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
+        known = {**self._read(), circumstances: tokens}
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.with_suffix(f".{os.getpid()}")
+        written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+        written.replace(self._path)
+
+    def _read(self) -> dict[str, int]:
+        try:
+            found = json.loads(self._path.read_text())
+            return {str(name): int(tokens) for name, tokens in found.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError) as broken:
+            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
+            return {}

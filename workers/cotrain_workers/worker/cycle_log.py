@@ -8,14 +8,13 @@ the process that re-executes the step reports it as its own.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
 from opentelemetry.trace import Tracer
 
-from cotrain_store.messages.ids import RequestId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.logs_and_traces import log_requests, record, trace_id
 from cotrain_store.monitoring.metrics import WorkerMetrics
@@ -29,32 +28,27 @@ log = structlog.get_logger()
 
 def log_cycle(
     step: Step,
-    requests: Sequence[RequestId],
     outputs: Mapping[tuple[str, int], Output],
     record: Mapping[str, Any],
     names: TenantNames,
 ) -> None:
-    """Write a committed cycle of these `requests` to the log, and its failures with the names of their tenants."""
+    """Write a committed cycle to the log, and its failures with the names of their tenants."""
     log_requests(
-        log.info, "cycle_committed", requests, cycle=step.cycle,
+        log.info, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
         runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
-    failed = [
-        (op, request, output)
-        for op, request in zip(step.ops, requests, strict=True)
-        if isinstance(output := outputs.get((op.run, op.seq)), Failure)
-    ]
+    failed = [(op, output) for op in step.ops if isinstance(output := outputs.get((op.run, op.seq)), Failure)]
     if not failed:
         return
     # In one call: a tenant without a name is queried each time.
-    name_by_tenant = names.of({step.tenant_by_run[op.run] for op, _, _ in failed})
-    for op, request, output in failed:
+    name_by_tenant = names.of({step.tenant_by_run[op.run] for op, _ in failed})
+    for op, output in failed:
         tenant = step.tenant_by_run[op.run]
         # Omit the reason of a tenant's error, because it would quote the tenant's data.
         reason = output.message if output.category == "server" else None
         log.warning(
-            "request_failed", request=request, run=op.run, seq=op.seq, tenant=tenant,
+            "request_failed", request=op.request_id, run=op.run, seq=op.seq, tenant=tenant,
             tenant_name=name_by_tenant.get(tenant, ""), kind=op.kind.value, cycle=step.cycle,
             category=output.category, reason=reason,
         )  # fmt: skip

@@ -28,7 +28,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -202,6 +202,33 @@ GAP_S = 0.1
 
 
 @dataclass
+class Share:
+    """Credit of the decoder."""
+
+    sampling_share: float
+    """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is idle."""
+    credit_s: float = 0.0
+    """Remaining credit in s; negative after a decode step that took longer than the credit."""
+
+    @property
+    def may_decode(self) -> bool:
+        """True if the decoder may run one more step before training continues."""
+        return self.credit_s > 0
+
+    def trained(self, seconds: float) -> None:
+        """Add the credit for this training time."""
+        self.credit_s += seconds * self.sampling_share / (1 - self.sampling_share)
+
+    def decoded(self, seconds: float) -> None:
+        """Subtract decoding time for which training waited."""
+        self.credit_s -= seconds
+
+    def forfeit(self) -> None:
+        """Drop unused credit, because the decoder has nothing to do. An overdraft stays."""
+        self.credit_s = min(0.0, self.credit_s)
+
+
+@dataclass
 class TimeSharing:
     """Measurement of training and decoding time, and of the decoder's turns."""
 
@@ -224,6 +251,17 @@ class TimeSharing:
         self._idle_since = time.monotonic()
         self.share.trained(self._idle_since - self._trained_until)
         self._decoded_idle_s = 0.0
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """Count and book the time in this context as training, for work outside a step."""
+        self.training_begins()
+        self.device_time.lap(Phase.IDLE)
+        try:
+            yield
+        finally:
+            self.device_time.lap(Phase.TRAIN)
+            self.training_ends()
 
     def decode_while_idle(self) -> bool:
         """Decode a step while no training is open. Return False if there was nothing to decode."""
@@ -255,30 +293,3 @@ class TimeSharing:
         worked = self.sampler.advance()
         self.device_time.lap(Phase.SAMPLE if worked else Phase.IDLE)
         return worked
-
-
-@dataclass
-class Share:
-    """Credit of the decoder."""
-
-    sampling_share: float
-    """The decoder's share `s` of the time, `0 <= s < 1`. With 0 it runs only while training is idle."""
-    credit_s: float = 0.0
-    """Remaining credit in s; negative after a decode step that took longer than the credit."""
-
-    @property
-    def may_decode(self) -> bool:
-        """True if the decoder may run one more step before training continues."""
-        return self.credit_s > 0
-
-    def trained(self, seconds: float) -> None:
-        """Add the credit for this training time."""
-        self.credit_s += seconds * self.sampling_share / (1 - self.sampling_share)
-
-    def decoded(self, seconds: float) -> None:
-        """Subtract decoding time for which training waited."""
-        self.credit_s -= seconds
-
-    def forfeit(self) -> None:
-        """Drop unused credit, because the decoder has nothing to do. An overdraft stays."""
-        self.credit_s = min(0.0, self.credit_s)

@@ -2,12 +2,19 @@
 
 The scheduler writes the plan, and the worker never changes it. Every operation is idempotent:
 after a crash, the next process re-executes the open step from the log.
+
+`WorkerLoop.execute` is one step from begin to end:
+
+1. load its runs into memory (`recovery/run_lifecycle.py`)
+2. read and decode its bodies, and run its ops on the engine (`step_runner.py`, `op_codec.py`)
+3. make results, records and counters of the outputs (`results.py`)
+4. write these in one commit (`Execution.commit`), then log it and start due recovery copies
 """
 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
 from dataclasses import replace
@@ -18,7 +25,7 @@ import structlog
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import restoring_text
-from cotrain_store.messages.ids import RequestId, RunId
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.monitoring.logs_and_traces import tracer
@@ -31,12 +38,12 @@ from cotrain_workers.engine.coordination import T, Yielding, drive
 from cotrain_workers.engine.device import is_out_of_memory
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.recorder.recorder import Recorder
-from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RolledBack, RunLifecycle
+from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
-from cotrain_workers.worker.membership import Drain, Heartbeat, RunMoves, WorkerReport
+from cotrain_workers.worker.membership import Drain, Heartbeat, WorkerReport, move_runs
 from cotrain_workers.worker.self_check import SelfCheck
 from cotrain_workers.worker.step_runner import Prefetcher, StepRunner
 
@@ -94,16 +101,16 @@ class WorkerLoop:
         self._device_time = DeviceTime()
         self._time_sharing = TimeSharing(sampler, Share(settings.sampling_share), self._stopping, self._device_time)
         self._maintained_at = -math.inf
-        self._handover = Drain(execution.drain, runs, weights, sampler)
-        self._moves = RunMoves(execution, runs)
+        self._drain = Drain(execution.drain, runs, weights, sampler)
+        self._move_runs = partial(move_runs, execution, runs)
         self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
+        self._backpressure = SaveBackpressure(weights, lambda: self._heartbeat.send())
         report = WorkerReport(
             execution, engine, record, runs, weights, sampler,
-            self._throughput, self._device_time, self._handover, self._self_check,
+            self._throughput, self._device_time, self._drain, self._self_check, self._backpressure,
         )  # fmt: skip
         self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
-        self._backpressure = report.backpressure = SaveBackpressure(weights, self._heartbeat.send)
 
     def stop(self) -> None:
         """Finish the current step, then drain and exit."""
@@ -139,40 +146,16 @@ class WorkerLoop:
         if self._heartbeat.was_replaced:
             raise Fenced
         try:
-            self._drain()
+            self._drain_and_leave()
         except PAUSES as pause:
             # remaining runs are replayed by the next process
             log.warning("drain_timed_out", reason=str(pause))
         self._device_time.lap(Phase.IDLE)
 
-    def _drain(self) -> None:
-        self._handover.leaves = True
-        self._heartbeat.send()  # the scheduler stops planning for this worker
-        self._restores_until = self._drain_until
-        try:
-            for step in self._execution.open_steps() if self._handover.could_end else ():
-                self.execute(step)  # runs of an open step could not be handed over
-        except RestoreStopped as stopped:
-            log.info("restore_stopped", progress=str(stopped))
-        self._sampler.drain()
-        # Before snapshots: a snapshot is valid only after the saves that it covers.
-        self._weights.drain(self._left_s())
-        self._runs.copies.drain(self._left_s())
-        self._heartbeat.end()
-        self._execution.leave_in_order()
-        self._handover.end(self._execution.epoch)
-        self._execution.leave()
-
-    def _left_s(self) -> float:
-        return max(0.0, self._drain_until - time.monotonic())
-
     def _tick(self) -> None:
         for weights in self._weights.lost()[:1]:  # the others in later ticks
-            self._time_sharing.training_begins()
-            self._device_time.lap(Phase.IDLE)
-            self._restored(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
-            self._device_time.lap(Phase.TRAIN)
-            self._time_sharing.training_ends()
+            with self._time_sharing.training():
+                self._restored(self._runs.recreate_lost_weights(weights), self._time_sharing.yield_to_decoder)
         steps = self._execution.open_steps()
         if steps and self._backpressure.admits(steps[0]):
             # Copy the adapters to the device while the bodies are read.
@@ -185,62 +168,36 @@ class WorkerLoop:
         if time.monotonic() - self._maintained_at > MAINTAIN_S:
             self._maintain()
 
-    def _maintain(self) -> None:
-        self._sampler.forget(self._weights.maintain())
-        self._backpressure.publish()
-        self._runs.maintain()
-        self._handover.go_on()
-        self._moves.go_on()
-        if self._self_check.go_on(self._run_self_check):
-            self._heartbeat.send()
-        self._maintained_at = time.monotonic()
-
-    def _run_self_check(self, work: Yielding[T]) -> T:
-        self._time_sharing.training_begins()
-        self._device_time.lap(Phase.IDLE)
-        try:
-            return drive(work, self._time_sharing.yield_to_decoder)[0]
-        finally:
-            self._device_time.lap(Phase.TRAIN)
-            self._time_sharing.training_ends()
-
     def execute(self, step: Step) -> None:
         """Execute and commit one step. It may be an open step of a crashed predecessor."""
-        times, began, traces = CycleTimes(self._device_time), time.monotonic(), tracer()
+        traces, times, began = tracer(), CycleTimes(self._device_time), time.monotonic()
         self._time_sharing.training_begins()
         # At the yield points of a step that crashed a process, run nothing. Otherwise a training
         # request could be blamed for the crash of a sample request, or the reverse.
-        has_crashed = self._runner.is_risky(step)
-        at_yield = _nothing if has_crashed else self._at_yield_point
+        is_risky = self._runner.is_risky(step)
+        at_yield = _nothing if is_risky else self._at_yield_point
         runs = self._restored(self._runs.restore(step), at_yield)
         times.note("restore", Phase.TRAIN)
-        if isinstance(runs, RolledBack):
-            # the run was rolled back and its planned ops are void; the step is fetched again
-            return
+        if runs is None:
+            return  # planned ops of a run are void; the step is fetched again
         step = replace(step, ops=runs.ops, worker=self._execution.worker)
-        requests = [op.request_id for op in step.ops]
         try:
             bodies, runs = self._runner.read(step, runs)
             self._recorder.begin(step, bodies)
             times.note("read_bodies")
+            is_over = partial(self._deadline_passed, began + step.limit_s)
+            is_late = partial(self._deadline_passed, time.monotonic() + DECODE_SHARE * step.limit_s)
             # Do not prefetch while re-running a step that crashed a worker, so that bisection
             # stays unambiguous.
-            with nullcontext() if has_crashed else self._prefetcher.during(step):
-                late_at = time.monotonic() + DECODE_SHARE * step.limit_s
-                work = self._runner.run(
-                    step,
-                    bodies,
-                    runs,
-                    partial(self._deadline_passed, began + step.limit_s),
-                    partial(self._deadline_passed, late_at),
-                )
+            with nullcontext() if is_risky else self._prefetcher.during(step):
+                work = self._runner.run(step, bodies, runs, is_over, is_late, is_risky=is_risky)
                 ran, sampling_s = drive(work, times.visited(at_yield) if traces else at_yield)
             self._device_time.optimized(ran.cost.optim_s if ran.cost else 0.0)
             times.note("run", Phase.TRAIN)
-            failpoint("worker.after_run", requests)
+            failpoint("worker.after_run", (op.request_id for op in step.ops))
             took = StepTimes(times.began, time.monotonic() - began, sampling_s)
             commit = commit_of(step, bodies, ran, took, self._record)
-            self._commit(step, commit, requests)
+            self._commit(step, commit)
             times.note("commit")
         except PAUSES:
             # The commit may or may not have reached Redis, so the state in memory may be ahead of
@@ -248,16 +205,16 @@ class WorkerLoop:
             for run in {op.run for op in step.ops}:
                 self._runs.forget_state(run)
             raise
-        self._recorder.finish(step, ran.outputs)
         if ran.cost:
             # Include sampling and decoding, because they count towards the duration of the cycle.
             seconds = ran.decode_s + ran.cost.wave_s + ran.cost.optim_s + sampling_s
             self._throughput.measure(ran.cost.forwards, ran.cost.tokens, seconds)
+        self._recorder.finish(step, ran.outputs)
         count_cycle(self._metrics, step, commit)
         self._runner.committed(commit.device_s)
         self._runs.copies.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
-        log_cycle(step, requests, ran.outputs, commit.record, self._execution.tenant_names)
+        log_cycle(step, ran.outputs, commit.record, self._execution.tenant_names)
         if traces:
             trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
 
@@ -272,11 +229,11 @@ class WorkerLoop:
 
         return drive(work, at_micro_batch)[0]
 
-    def _commit(self, step: Step, commit: StepCommit, requests: Sequence[RequestId]) -> None:
+    def _commit(self, step: Step, commit: StepCommit) -> None:
         """Commit a step. Retry while Redis is unavailable or the disk is full: the results are already computed."""
         counted = {**commit.counted, **self._runs.uncounted}
         records = {at: save.records for at, save in commit.saves.items()}
-        failpoint("worker.before_commit", requests)
+        failpoint("worker.before_commit", (op.request_id for op in step.ops))
         while True:
             try:
                 if commit.saves:
@@ -294,7 +251,7 @@ class WorkerLoop:
                     raise
             else:
                 break
-        failpoint("worker.after_commit", requests)
+        failpoint("worker.after_commit", (op.request_id for op in step.ops))
         self._runs.uncounted.clear()
         for save in commit.saves.values():
             accepted_at = save.accepted_at if save.is_named else None
@@ -319,6 +276,42 @@ class WorkerLoop:
             if not is_out_of_memory(error):
                 raise
             log.warning("prefetch_without_memory")
+
+    def _maintain(self) -> None:
+        self._sampler.forget(self._weights.maintain())
+        self._backpressure.publish()
+        self._runs.maintain()
+        self._drain.hand_over_runs()
+        self._move_runs()
+        if self._self_check.run_if_requested(self._run_self_check):
+            self._heartbeat.send()
+        self._maintained_at = time.monotonic()
+
+    def _run_self_check(self, work: Yielding[T]) -> T:
+        with self._time_sharing.training():
+            return drive(work, self._time_sharing.yield_to_decoder)[0]
+
+    def _drain_and_leave(self) -> None:
+        self._drain.leaves = True
+        self._heartbeat.send()  # the scheduler stops planning for this worker
+        self._restores_until = self._drain_until
+        try:
+            if self._execution.drain.has_successor():
+                for step in self._execution.open_steps():
+                    self.execute(step)  # runs of an open step could not be handed over
+        except RestoreStopped as stopped:
+            log.info("restore_stopped", progress=str(stopped))
+        self._sampler.drain()
+        # Before snapshots: a snapshot is valid only after the saves that it covers.
+        self._weights.drain(self._left_s())
+        self._runs.copies.drain(self._left_s())
+        self._heartbeat.end()
+        self._execution.leave_in_order()
+        self._drain.end(self._execution.epoch)
+        self._execution.leave()
+
+    def _left_s(self) -> float:
+        return max(0.0, self._drain_until - time.monotonic())
 
 
 def _nothing() -> None:

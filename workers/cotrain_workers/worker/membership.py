@@ -70,15 +70,15 @@ def lock_worker_id(folder: Path, pool: str, worker: str, patience_s: float = PAT
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() < until:
-                time.sleep(POLL_S)
-                continue
-            os.close(file)
-            raise WorkerIdInUse(
-                f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
-                "own (COTRAIN_WORKER_ID)."
-            ) from None
-        return file
+            if time.monotonic() >= until:
+                os.close(file)
+                raise WorkerIdInUse(
+                    f"Another process is worker {worker}; it holds {path}. Give each worker an id of its "
+                    "own (COTRAIN_WORKER_ID)."
+                ) from None
+            time.sleep(POLL_S)
+        else:
+            return file
 
 
 def await_absence(holder: Callable[[], WorkerHeartbeat | None], host: str, patience_s: float = PATIENCE_S) -> None:
@@ -196,9 +196,8 @@ class WorkerReport:
     device_time: DeviceTime
     drain: Drain
     self_check: SelfCheck
+    backpressure: SaveBackpressure
     duty: Duty = field(default_factory=Duty)
-    backpressure: SaveBackpressure = field(init=False)
-    """Save backpressure; set before the first heartbeat, because it sends heartbeats itself."""
 
     def describe(self) -> WorkerHeartbeat:
         """Return the current heartbeat. Raises connection errors."""
@@ -283,46 +282,32 @@ class Drain:
             log.info("drain_changed", asked=is_asked, is_handing_over=is_handing_over)
         self.is_asked, self.is_handing_over = is_asked, is_handing_over
 
-    def go_on(self) -> None:
+    def hand_over_runs(self) -> None:
         """Hand over runs between steps during a handover, and claim no samples then."""
         self.sampler.accepts_requests = not self.is_handing_over
         if self.is_handing_over:
             self.runs.hand_over()
 
-    @property
-    def could_end(self) -> bool:
-        """True if another worker can take over this one's work."""
-        return self.own.has_successor()
-
-    def end(self, epoch: int) -> bool:
+    def end(self, epoch: int) -> None:
         """Deregister the worker if another worker can take its runs, so that they can move anywhere at once.
 
-        Return False if no worker can, or if work is left here: the next process with this worker id continues it.
+        If none can, or if work is left here, the next process with this worker id continues it.
         """
-        is_over = self.own.deregister(epoch)
-        log.info("worker_left", runs_go_elsewhere=is_over)
-        return is_over
+        log.info("worker_left", runs_go_elsewhere=self.own.deregister(epoch))
 
 
-@dataclass
-class RunMoves:
-    """Runs to move away from this worker, checked between steps."""
+def move_runs(execution: Execution, runs: RunLifecycle) -> None:
+    """Copy out the runs that must move to another worker, and hand over those with a complete copy.
 
-    execution: Execution
-    runs: RunLifecycle
-
-    def go_on(self) -> None:
-        """Copy out the runs that must move, and hand over those with a complete copy.
-
-        Raises:
-            Fenced: another process took over this worker id.
-        """
-        for move in self.execution.moves.wanted():
-            in_memory = self.runs.done(move.run) >= 0
-            if in_memory and not self.runs.copies.is_copied(move.run):
-                continue
-            failpoint("move.before", move.run)
-            if self.execution.moves.hand_over(move, self.execution.epoch, in_memory=in_memory):
-                failpoint("move.after", move.run)
-                self.runs.forget_state(move.run)
-                log.info("run_moved", run=move.run, to=move.to)
+    Raises:
+        Fenced: another process took over this worker id.
+    """
+    for move in execution.moves.wanted():
+        in_memory = runs.done(move.run) >= 0
+        if in_memory and not runs.copies.is_copied(move.run):
+            continue
+        failpoint("move.before", move.run)
+        if execution.moves.hand_over(move, execution.epoch, in_memory=in_memory):
+            failpoint("move.after", move.run)
+            runs.forget_state(move.run)
+            log.info("run_moved", run=move.run, to=move.to)

@@ -1,9 +1,9 @@
 """Self-check of a live worker at the operator's request, between two steps.
 
 It compares a pass of each adapter alone with the same passes in one mixed cycle. It also compares a sample of each
-adapter, and of the base model, alone with the same samples together. The adapters are temporary and random, of several ranks and
-trained parts, and the lengths differ. A leak from one adapter into the rows, the gradient, the step or the samples of
-another makes the two results differ.
+adapter, and of the base model, alone with the same samples together. The adapters are temporary and random. Their
+ranks, trained parts and lengths differ. A leak from one adapter into the rows, the gradient, the step or the samples
+of another makes the two results differ.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class SelfCheck:
         self.last: dict[str, Any] | None = None
         """Result of the last check in this process: `asked_at`, `at`, `took_s`, `ok` and the fields of MixCheck."""
 
-    def go_on(self, run: Callable[[Yielding[MixCheck]], MixCheck]) -> bool:
+    def run_if_requested(self, run: Callable[[Yielding[MixCheck]], MixCheck]) -> bool:
         """Run a requested check by `run`, and return True if there was one.
 
         The request is removed first, so that a check that crashes the process does not run again. Raises

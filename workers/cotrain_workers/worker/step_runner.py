@@ -3,9 +3,9 @@
 There are three ways, from the fastest to the safest. All ops run in one cycle. After an exception, each run
 executes alone. A step that crashed at least MAX_CRASHES times runs in ever smaller groups (bisection).
 
-While the engine computes a step, a thread reads and decodes the bodies of queued ops, and collects the runs whose
-adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their order. A decoded op is
-used only if its planned body is identical, byte for byte.
+While the engine computes a step, a thread (`Prefetcher`) reads and decodes the bodies of queued ops. It also collects
+the runs whose adapters are likely to be needed next. It decides nothing: the plan selects the next ops and their
+order. A decoded op is used only if its planned body is identical, byte for byte.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import WeightsStore
-from cotrain_workers.engine.coordination import Yielding, timed
+from cotrain_workers.engine.coordination import Yielding, run_to_end, timed
 from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
-from cotrain_workers.op_codec import Decoded, decode_shared_pass, decoding_shared_pass, engine_op
+from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.crashes import MAX_CRASHES, POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
@@ -72,8 +72,7 @@ class StepRunner:
 
     def is_risky(self, step: Step) -> bool:
         """Return True if a process ended during the step or one of its requests. It then runs without other work."""
-        requests = [op.request_id for op in step.ops]
-        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(requests)
+        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(step)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
@@ -99,15 +98,18 @@ class StepRunner:
         bodies: Mapping[tuple[str, int], bytes],
         runs: StepRuns,
         is_over: Callable[[], bool],
-        is_late: Callable[[], bool] = lambda: False,
+        is_late: Callable[[], bool],
+        *,
+        is_risky: bool,
     ) -> Yielding[StepRun]:
-        """Execute a step's ops. Yields while it decodes passes, and where the engine does, while the step runs as a whole.
+        """Execute a step's ops. Yields after each decoded pass, and at the engine's yield points.
 
         If a process ended during a large pass of the step, only some ops run. The others have no output. Passes
         with an allowance may stay open. They pause when the step's time `is_over`. Once `is_late`, only one
         of them is decoded at most: a pass of many short datums takes seconds. The others wait for the next step.
+        An op that runs alone or in a group has no yield points.
 
-        In a step that crashed, every pass runs to its end. A pass that crashes late would otherwise crash in a
+        In a step that `is_risky`, every pass runs to its end. A pass that crashes late would otherwise crash in a
         different step each time, and bisection counts the crashes of one step. Every pass also runs to its end if a
         run's restored bits may differ, because the commit of its next op must record that.
 
@@ -117,7 +119,8 @@ class StepRunner:
         self._execution.begin(step)
         outputs: dict[tuple[str, int], Output] = {}
         runnable: list[Op] = []
-        allowances = _allowances(step) if runs.is_exact and not self.is_risky(step) else {}
+        allowed = step.allowances if runs.is_exact and not is_risky else {}
+        allowances: dict[tuple[str, int], int] = {(run_of(op), seq_of(op)): n for op, n in allowed.items()}
         requests, decode_s = yield from timed(self._requests(step, bodies, runs, allowances, is_late))
         for op, request in requests:
             if isinstance(request, Failure | NoteOutput):
@@ -140,12 +143,14 @@ class StepRunner:
         else:
             failpoint("worker.before_run", (op.request_id for op in step.ops))
             whole = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
-            ran = self._run_alone(step, runnable) if whole is None else whole
+            ran = self._run_each_alone(step, runnable) if whole is None else whole
         outputs |= ran.outputs
-        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
         # An op that does not run waits for an unfinished pass before it, like the others.
         finished = finished_outputs(step.ops, outputs)
-        return replace(ran, outputs=finished, is_exact=runs.is_exact and ran.is_exact, decode_s=decode_s)
+        self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
+        history = history_by(runnable, finished)
+        is_exact = runs.is_exact and ran.is_exact
+        return replace(ran, outputs=finished, is_exact=is_exact, history=history, decode_s=decode_s)
 
     def _requests(
         self,
@@ -161,6 +166,8 @@ class StepRunner:
         waiting: set[RunId] = set()
         has_one = False
         for op in step.ops:
+            if op.run in waiting:
+                continue
             body, kept = bodies[op.run, op.seq], self._open_ops.get((op.run, op.seq))
             request = (
                 runs.stopped.get(op.run)
@@ -170,13 +177,12 @@ class StepRunner:
             if request is None and (op.run, op.seq) in allowances:
                 if has_one and is_late():
                     waiting.add(op.run)
+                    continue
                 has_one = True
-            if op.run in waiting:
-                continue
             if request is None and op.kind in PASSES:
                 request = yield from decoding_shared_pass(op, body, decoded)
                 yield
-            found.append((op, request or engine_op(op, body, self._weights, decoded)))
+            found.append((op, request or engine_op(op, body, self._weights)))
         return found
 
     def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
@@ -208,33 +214,29 @@ class StepRunner:
             log.exception("cycle_failed", cycle=step.cycle)
             return None  # releases the exception, with the tensors that its frames hold
         earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
+        open_tokens = cost.open_tokens
         for request in ops:
-            if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
+            if (op_id := (RunId(request.run), request.seq)) in open_tokens:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
-        return StepRun(cost.outputs, cost, cost.is_exact, history_by(ops, cost.outputs), earlier_s)
+        return StepRun(cost.outputs, cost, cost.is_exact, earlier_s=earlier_s)
 
-    def _run_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
+    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run each run's ops one by one. A request that breaks the engine fails alone."""
         self._engine.check_device()
         answers = Answers()
         for run in dict.fromkeys(op.run for op in ops):
-            answers.add(self._alone(ops, step, None, run))
-        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
+            answers.add(self._run_one(ops, step, None, run))
+        return StepRun(answers.outputs, None, answers.is_exact)
 
     def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> StepRun:
         """Run a step that crashed its processes in groups, without the ops that crash."""
         risks = self.crashes(step).risks
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
-        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._alone, ops, step, risks))
+        answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_one, ops, step, risks))
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
-        return StepRun(answers.outputs, None, answers.is_exact, history_by(ops, answers.outputs))
+        return StepRun(answers.outputs, None, answers.is_exact)
 
-    def committed(self, device_s: Mapping[OpId, float]) -> None:
-        """Update the computing time of each open pass after a step."""
-        for op_id, kept in self._open_ops.items():
-            self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
-
-    def _alone(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
+    def _run_one(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
         run, of_run = RunId(name), [op for op in ops if op.run == name]
         try:
@@ -243,6 +245,11 @@ class StepRunner:
         except (ReplayDiverged, SpoolCorrupt) as broken:
             failure = self._runs.stop(run, step.tenant_by_run[run], broken)
             return Answers(dict.fromkeys(((op.run, op.seq) for op in of_run), failure))
+
+    def committed(self, device_s: Mapping[OpId, float]) -> None:
+        """Update the computing time of each open pass after a step."""
+        for op_id, kept in self._open_ops.items():
+            self._open_ops[op_id] = replace(kept, device_s=device_s.get(op_id, kept.device_s))
 
 
 @dataclass(frozen=True)
@@ -276,11 +283,6 @@ class CrashHistory:
     def is_deadly(self) -> bool:
         """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
         return self.count >= MAX_CRASHES
-
-
-def _allowances(step: Step) -> dict[tuple[str, int], int]:
-    """Return the token allowances of a step's passes, keyed by (run, seq) as in the engine."""
-    return {(run_of(op), seq_of(op)): tokens for op, tokens in step.allowances.items()}
 
 
 def finished_outputs(
@@ -357,7 +359,7 @@ class Prefetcher:
             if body is None:
                 continue
             decoded = {op.ref: shared[1]} if shared else {}
-            self._decoded[op] = body, decode_shared_pass(op, body, decoded)
+            self._decoded[op] = body, run_to_end(decoding_shared_pass(op, body, decoded))
             taken += size
             if op.ref != "inline":
                 known[op.ref] = self._decoded[op]

@@ -11,7 +11,7 @@ from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_workers.checkpoints.files import base_model_of_files, refuse_recipients, write_external
+from cotrain_workers.checkpoints.files import OWNER, base_model_of, refuse_recipients, write_external
 
 REF = WeightsRef("s:train:0:4")
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice"
@@ -33,7 +33,7 @@ def test_only_the_recipients_can_read_the_files(tmp_path: Path) -> None:
             assert plain == CONTENT[file.name.removesuffix(".age")]
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(file.read_bytes(), [eve])
-    assert base_model_of_files(Folder(tmp_path / "external"), folder.name) == "m"
+    assert base_model_of(Folder(tmp_path / "external"), folder.name, OWNER) == "m"
 
 
 def test_files_that_are_already_encrypted_are_not_written_again(tmp_path: Path) -> None:
@@ -76,6 +76,6 @@ def test_an_invalid_recipient_is_named(recipient: str) -> None:
 
 
 def test_a_folder_without_a_valid_owner_file_has_no_base_model(tmp_path: Path) -> None:
-    assert base_model_of_files(Folder(tmp_path), ".") is None
+    assert base_model_of(Folder(tmp_path), ".", OWNER) is None
     (tmp_path / "owner.json").write_text("[]")
-    assert base_model_of_files(Folder(tmp_path), ".") is None
+    assert base_model_of(Folder(tmp_path), ".", OWNER) is None

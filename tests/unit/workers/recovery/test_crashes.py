@@ -179,7 +179,7 @@ def test_every_micro_batch_of_a_dangerous_request_is_recorded() -> None:
     assert counts.seen == [{"r:1@2048/w0": 2}, {"r:1@2048/w0": 2}, {"r:1@2048/w0": 1, "r:1@30/w0": 1}]
     assert counts.found == {"r:1@2048/w0": 1}
     passes.forget(["r:1"])
-    assert not passes.has_kill_of(["r:1"])
+    assert not passes.part_of([a_pass("r", 1, 2048)]).is_alone
 
 
 def test_a_process_that_survives_running_out_of_memory_is_not_a_kill() -> None:

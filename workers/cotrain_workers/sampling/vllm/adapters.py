@@ -4,7 +4,8 @@ The class `VllmAdapters` loads adapters on the server and unloads the least rece
 adapter is the digest of its folder's content, so a name never refers to other weights. An overwritten adapter
 would get stale keys and values, because vLLM's prefix cache identifies adapters by name.
 
-The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server reads files.
+The class `AdapterCopies` copies adapters from an object store to folders of this host, because a vLLM server
+reads files.
 
 The check compares outputs, because vLLM does not report its settings, and a failure names the setting to change.
 Log-probs must be equal at two temperatures. A small adapter, loaded from the shared folder, must change them.
@@ -97,10 +98,9 @@ class VllmAdapters:
         if self._copies:
             await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
 
-    def forget(self, name: str | None = None) -> None:
-        """Mark an adapter as unloaded; with None, all adapters."""
-        for each in [name] if name else list(self._loaded):
-            self._loaded.pop(each, None)
+    def forget(self, name: str) -> None:
+        """Mark an adapter as unloaded."""
+        self._loaded.pop(name, None)
 
     async def drop(self, name: str) -> None:
         """Unload an adapter once no sequence uses it. Idempotent."""

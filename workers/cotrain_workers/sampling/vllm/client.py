@@ -78,10 +78,10 @@ class ServerFacts:
     """Facts about a vLLM server, found by the start-up check."""
 
     version: str
-    model: str  # the name that the base model is served under
-    context_tokens: int  # of prompt and continuation together
-    adapts_unembedding: bool  # whether LoRA on the unembedding takes effect
-    adapts_experts: bool = True  # whether LoRA on experts does; True of a base model without any
+    model: str  # name that the base model is served under
+    context_tokens: int  # maximum of prompt and continuation together
+    adapts_unembedding: bool  # True if LoRA on the unembedding takes effect
+    adapts_experts: bool = True  # True if LoRA on experts takes effect, or the base model has none
 
 
 @dataclass(frozen=True)

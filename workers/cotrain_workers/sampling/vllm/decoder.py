@@ -226,7 +226,7 @@ class VllmSampler:
         self._checking = asyncio.Lock()
 
     async def answer(self, request: SampleRequest, folder: Path | None, begun: Event) -> SampleOutput | Failure:
-        """Return the outcome of a request with the adapter in `folder`. Set `begun` before its first sequence is sent."""
+        """Return the outcome of a request with the adapter in `folder`. Set `begun` before sending a sequence."""
         try:
             await self._refuse(request, folder)
             sequences = [
