@@ -181,7 +181,10 @@ def _broken(store: SyncConnection, folder: Path, before: Places) -> Iterator[str
     prefix = redis_keys.weights(WeightsRef(""))
     for name in sorted(store.scan_iter(f"{prefix}*")):
         if store.type(name) == b"hash":
-            row = {k.decode(): v.decode() for k, v in store.hgetall(name).items()}
+            fields = ("digest", "optimizer", "record", "size")  # other fields are bytes
+            row = {
+                field: value.decode() for field, value in zip(fields, store.hmget(name, fields), strict=True) if value
+            }
             yield from _wrong_weights(WeightsRef(name.decode().removeprefix(prefix)), row, folder)
 
 

@@ -75,13 +75,13 @@ def test_a_delta_that_reaches_the_rows_of_another_adapter_is_found(
 
 
 def test_a_sample_with_the_adapter_of_a_neighbour_is_found(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = step.runs
+    sound = step.adapter_rows
 
-    def off_by_one(slots: Sequence[Any]) -> list[step.Run]:
+    def off_by_one(slots: Sequence[Any]) -> list[step.AdapterRows]:
         found = list(sound(slots))
         return [*found[:1], *(b._replace(slot=a.slot) for a, b in pairwise(found))]
 
-    monkeypatch.setattr(step, "runs", off_by_one)
+    monkeypatch.setattr(step, "adapter_rows", off_by_one)
     found = checked(engine)
     assert found.problem.startswith("The samples of self-check:")
     assert found.samples
