@@ -134,9 +134,9 @@ class _Variables(PydanticBaseSettingsSource):
 class ClockMode(StrEnum):
     """Start condition of a cycle."""
 
-    #: As soon as a worker is idle and a request is queued.
+    #: A worker is idle, and a request is queued.
     EAGER = "eager"
-    #: On multiples of the period, as the hosted services document it.
+    #: The time is a multiple of the period, as the hosted services document it.
     METRONOME = "metronome"
 
 

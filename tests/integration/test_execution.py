@@ -414,7 +414,7 @@ async def test_a_scheduler_leads_while_it_renews_and_the_next_one_has_a_newer_ep
 
 
 async def ran(log: Log, run: RunRecord, seq: int) -> int:
-    """Commit an op once somebody has planned it, and name its cycle."""
+    """Wait until a scheduler has planned an op, commit it, and return its cycle."""
     async with asyncio.timeout(PATIENCE_S):
         while not (steps := log.execution.open_steps()):
             await asyncio.to_thread(log.execution.wait, 1.0)

@@ -283,8 +283,6 @@ def with_a_failing_disk(url: str) -> Iterator[None]:
 @contextlib.contextmanager
 def as_a_folder(file: str) -> Iterator[None]:
     """Replace a file that Redis writes by a folder, so that writing fails."""
-    from pathlib import Path
-
     path = Path(file)
     path.unlink(missing_ok=True)
     path.mkdir()
