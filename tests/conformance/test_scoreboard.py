@@ -78,6 +78,19 @@ def test_rendering_is_deterministic_and_reasons_are_shared() -> None:
     assert "| 1.0 | 1 | 2 | 0 | 1 |" in page
 
 
+def test_a_future_with_the_results_of_its_client_is_one_sentence_whatever_the_request_ids() -> None:
+    refusal = "Error code: 400 - {'detail': 'Not here.', 'request_id': '%s'}"
+    rows = {
+        "TrainingClient.forward": (SUPPORTED, ""),
+        "TrainingClient.step": (REFUSED, refusal % "1"),
+        "BackcompatTrainingClientFuture.forward": (SUPPORTED, ""),
+        "BackcompatTrainingClientFuture.step": (REFUSED, refusal % "2"),
+    }
+    page = render([found("1.0", {}), found("2.0", rows)], TODAY)
+    assert "Every member of `TrainingClient` in 2.0 has the same result here." in page
+    assert read(page)["BackcompatTrainingClientFuture.step"] == ["", "no (1)"]
+
+
 def found(sdk: str, results: dict[str, tuple[str, str]]) -> dict[str, Any]:
     return {"version": sdk, "rows": results, "unpassed": {}}
 

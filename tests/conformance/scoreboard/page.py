@@ -155,11 +155,15 @@ def _client_of(owner: str, founds: Sequence[HistoryEntries]) -> str | None:
         return None
     rows = founds[-1]["rows"]
     prefix = f"{future['client']}."
-    members = {name: outcome for name, outcome in rows.items() if name.startswith(prefix)}
-    is_same = all(
-        rows.get(f"{owner}.{name.removeprefix(prefix)}", (ABSENT, "")) == outcome for name, outcome in members.items()
-    )
+    members = [name for name in rows if name.startswith(prefix)]
+    is_same = all(_result(rows, name) == _result(rows, f"{owner}.{name.removeprefix(prefix)}") for name in members)
     return future["client"] if members and is_same else None
+
+
+def _result(rows: Mapping[str, tuple[str, str]], name: str) -> tuple[str, str]:
+    """Return the outcome of a row, and its reason without ids."""
+    what, words = rows.get(name, (ABSENT, ""))
+    return what, reason(words)
 
 
 def _twins(names: Sequence[str]) -> Iterator[str]:
