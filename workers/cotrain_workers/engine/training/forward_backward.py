@@ -11,7 +11,7 @@ from weakref import WeakSet
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.lora.backend import LoraBackend
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import ReverseKl, UpcomingBatch
@@ -44,7 +44,7 @@ class ForwardBackward:
         *,
         micro_batch_tokens: int,
         head_chunk_rows: int,
-        recompute: Choice = "auto",
+        recompute: RecomputePolicy = "auto",
         keep_tokens: int = sys.maxsize,
         save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
@@ -127,8 +127,7 @@ class ForwardBackward:
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
         """Run slices, those of one pass in their order; stop between two micro-batches once `is_over` returns True."""
-        order = [self._lora.order(state.adapter) for state in passes]
-        waiting = deque(fill(op_slices, self.limits.tokens, self._lora.align, order))
+        waiting = deque(fill(op_slices, self.limits.tokens))
         while waiting:
             if self._must_wait(waiting[0], passes):
                 _drop(waiting, waiting[0].op_slices[0].owner)
