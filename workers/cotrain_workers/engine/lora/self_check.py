@@ -14,8 +14,8 @@ from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.routing import LinearWeights, Segment, TrainingLora
 from cotrain_workers.engine.spec import AdapterSpec, Layout, Pair, Target, plan_layout
 
-# Relative to the largest value. fp32: another order of summation; measured 4e-7 at most on CPU. 16 bits: `seg` rounds
-# the base model's product before it adds LoRA's, `fused` only their sum.
+# Relative to the largest value. In fp32 only the order of summation differs, by 4e-7 at most on a CPU. In 16 bits `seg`
+# rounds the base model's product before it adds LoRA's, and `fused` rounds only their sum.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 SPECS = (
     *(AdapterSpec(rank, seed=0) for rank in (8, 1, 5)),
