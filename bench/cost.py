@@ -1,9 +1,9 @@
 """Cost per layer of a training pass and a decode step: launches, bytes and kept memory, without a GPU.
 
-    python -m bench cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,grouped,seg] [--json]
+    python -m bench cost [--sizes 0.6b,8b] [--tenants 4] [--length 2048] [--lora fused,seg] [--json]
 
-The size `30b-a3b` is a mixture of experts, which has no `grouped`; `seg` takes minutes of CPU time. Each of its
-experts has equally many tokens.
+The size `30b-a3b` is a mixture of experts, where `seg` takes minutes of CPU time. Each of its experts has equally
+many tokens.
 
 The engine itself runs on a CUDA device with shapes but without values (`tests/support/fake_cuda.py`, which
 needs a C++ compiler). Two layer counts are compared, so the cost of any number of layers follows by scaling. The
@@ -40,7 +40,7 @@ PAGE = 256
 LAYERS = (2, 3)  # with a single layer, memory would peak in the head
 
 OPTIONS: Options = {
-    "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "grouped", "seg"],
+    "sizes": ["8b"], "tenants": 4, "length": 2048, "rank": 16, "lora": ["fused", "seg"],
     "rows": 128, "adapters": 64, "context": 1024,
     "json": (False, "print JSON, which has launches, KB and us per token of each op in training"),
 }  # fmt: skip
@@ -76,11 +76,8 @@ def count(settings: Args) -> None:
 def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
     """Yield the cost of training with each LoRA backend, then of a decode step."""
     shape = (SHAPES | MIXTURES)[size]
-    is_mixture = isinstance(shape, Mixture)
     tokens = settings.tenants * settings.length
     for name in settings.lora:
-        if is_mixture and name == "grouped":
-            continue
         own = Args(**{**vars(settings), "backend": name})
         (one, step), (two, _) = (train(shape, layers, own) for layers in LAYERS)
         layer, outside = split(cost_of(one.log), cost_of(two.log))
@@ -101,7 +98,7 @@ def report(size: str, settings: Args) -> Iterator[dict[str, Any]]:
                 for where, found in zip(("", "_outside"), by_op(one.log, two.log), strict=True)
             },
         }  # fmt: skip
-    own = Args(**{**vars(settings), "backend": "seg" if is_mixture else "grouped"})
+    own = Args(**{**vars(settings), "backend": "seg"})
     head_s = shape.hidden * shape.vocab * BF16.itemsize / COPY_BYTES
     one, two = (decode(shape, layers, own) for layers in LAYERS)
     layer, _ = split(cost_of(one.log), cost_of(two.log))

@@ -17,7 +17,7 @@ import dataclasses
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ OPTIONS: Options = {
     **DEVICE,
     "preset": (Choice(tuple(PRESETS)), "by default from the device's memory"),
     "sizes": (names, f"of {', '.join(SHAPES)}"), "parts": Some(("tenants", "memory", "phases", "by_hand")),
-    "lora_backend": (["auto"], "of auto, seg, grouped, fused"),
+    "lora_backend": (["auto"], "of auto, seg, fused"),
     "rounds": (0, "0: of the preset"), "limit_s": (float, "no round or part begins near it"),
 }  # fmt: skip
 
@@ -101,25 +101,23 @@ class Bench:
         """Measure and yield one part after the other while time is left."""
         device, asked, preset = self.args.device, self.args.parts, self.preset
         backends: list[str] = self.args.lora_backend
-        # On a CPU, engines of two backends are loaded together, so that they alternate, too.
-        together = [backends] if device == "cpu" else [[backend] for backend in backends]
         kept_tokens: int | None = None
-        for some in together:
-            engines = {backend: self.engine(model, backend) for backend in some}
-            yield "numerics", [dataclasses.asdict(each.facts.numerics) for each in engines.values()]
+        for backend in backends:
+            engine = self.engine(model, backend)
+            yield "numerics", [dataclasses.asdict(engine.facts.numerics)]
             for load in preset.loads if "tenants" in asked else ():
-                until = self.until("tenants", len(together) * len(preset.loads))
-                yield "tenants", measure_tenants(engines, load, device, preset.rounds, until)
-            engine = engines[some[0]]
+                until = self.until("tenants", len(backends) * len(preset.loads))
+                rows = measure_tenants(engine, load, device, preset.rounds, until)
+                yield "tenants", [{"backend": backend, **row} for row in rows]
             # An engine loaded next to PEFT would measure the memory that PEFT leaves on the device.
             if device == "cuda" and kept_tokens is None and not engine.recomputes:
                 kept_tokens = engine.facts.numerics.micro_batch_tokens
             if "phases" in asked and self.has_time():
                 shapes = [(load, each(load.tenants)) for load in preset.loads for each in (min, max)]
-                yield "phases", [{"backend": some[0], **measure_phases(engine, *each, device)} for each in shapes]
+                yield "phases", [{"backend": backend, **measure_phases(engine, *each, device)} for each in shapes]
             if "memory" in asked and device == "cuda" and self.has_time():
                 yield "memory", [measure_memory(engine, size, self.dtype)]
-            del engine, engines
+            del engine
             forget(device)
         if "by_hand" in asked and self.has_time():
             yield "by_hand", measure_by_hand(
@@ -159,35 +157,29 @@ class Bench:
         return False
 
 
-def measure_tenants(
-    engines: Mapping[str, Engine], load: Load, device: str, rounds: int, until: float
-) -> list[dict[str, Any]]:
-    """Time cycles of every LoRA backend and number of tenants in alternation; many and one have equal tokens."""
-    forwards: dict[tuple[str, int], int] = {}
+def measure_tenants(engine: Engine, load: Load, device: str, rounds: int, until: float) -> list[dict[str, Any]]:
+    """Time cycles of every number of tenants in alternation; many and one have equal tokens."""
+    forwards: dict[int, int] = {}
 
-    def counted(work: Callable[[], CycleOutput], key: tuple[str, int]) -> Work:
+    def counted(work: Callable[[], CycleOutput], tenants: int) -> Work:
         def run() -> None:
-            forwards[key] = work().forwards
+            forwards[tenants] = work().forwards
 
         return run
 
-    ways: dict[tuple[str, int], Work] = {}
-    for backend, engine in engines.items():
-        create_runs(engine, max(load.tenants))
-        for tenants in load.tenants:
-            ways[backend, tenants] = counted(cycle(engine, load, tenants), (backend, tenants))
+    create_runs(engine, max(load.tenants))
+    ways = {tenants: counted(cycle(engine, load, tenants), tenants) for tenants in load.tenants}
     took = fastest(ways, device, rounds=rounds, until=until)
-    rows = []
-    for (backend, tenants), best in took.items():
-        one = took[backend, min(load.tenants)]
-        row = {
-            "backend": backend, "tenants": tenants, "length": load.length, "tokens": load.tokens,
-            "forwards": forwards[backend, tenants], "wall_s": best.wall_s, "cpu_s": best.cpu_s,
+    one = took[min(load.tenants)]
+    return [
+        {
+            "tenants": tenants, "length": load.length, "tokens": load.tokens,
+            "forwards": forwards[tenants], "wall_s": best.wall_s, "cpu_s": best.cpu_s,
             "tokens_per_s": load.tokens / best.wall_s, "many_over_one": best.wall_s / one.wall_s,
             "many_over_one_cpu": best.cpu_s / one.cpu_s,
-        }  # fmt: skip
-        rows.append(row)
-    return rows
+        }
+        for tenants, best in took.items()
+    ]  # fmt: skip
 
 
 def beside_ceiling(row: dict[str, Any], size: str, rates: Rates) -> dict[str, Any]:

@@ -57,7 +57,7 @@ kernels() {
 }
 
 training() {
-    engine 150 training --lora-backend fused,grouped --parts tenants,phases --rounds 2
+    engine 150 training --lora-backend fused --parts tenants,phases --rounds 2
 }
 
 decoding() {
@@ -87,14 +87,14 @@ sanitizer() {
 import torch
 from cotrain_workers.engine.model import kernel_check
 from cotrain_workers.engine.lora.self_check import disagreement
-print(disagreement(torch.device("cuda"), torch.bfloat16, backend="fused"))
+print(disagreement(torch.device("cuda"), torch.bfloat16))
 print(kernel_check.disagreement(torch.device("cuda"), torch.bfloat16))'
     done
 }
 
 rehearse() {
     gpu_tests 300 gpu_tests --collect-only tests/gpu
-    part 300 engine_tiny "$python" -m bench engine --device cpu --preset smoke --lora-backend seg,grouped --out "$out"
+    part 300 engine_tiny "$python" -m bench engine --device cpu --preset smoke --out "$out"
     part 300 decode_tiny "$python" -m bench decode --device cpu --sizes tiny --batches 2 --rounds 1 \
         --ceiling-size tiny --ceiling-batch 8 --ceiling-adapters 4 --out "$out"
     part 120 refresh_tiny "$python" -m bench sampler_refresh --device cpu --size tiny --tenants 3 --rounds 1 --out "$out"

@@ -52,7 +52,7 @@ def phase_of(op: Op) -> str:
         return "attention"
     if op.name.startswith("cotrain::lora_expand"):
         return "base GEMM"  # LoRA is fused with it
-    if "grouped_mm" in op.name or op.name.startswith("cotrain::lora_"):
+    if op.name.startswith("cotrain::lora_"):
         return "LoRA"
     if op.name in GEMMS:
         matrices = [shape for shape in op.shapes if len(shape) >= 2]

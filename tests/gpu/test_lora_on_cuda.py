@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import Choice, find_backend, slow, unfused
+from cotrain_workers.engine.lora.backend import BackendChoice, find_backend, unfused
 from cotrain_workers.engine.lora.fused.fused_lora import FusedLora
 from cotrain_workers.engine.lora.fused.tables import plan_groups
-from cotrain_workers.engine.lora.grouped import GroupedLora
+from cotrain_workers.engine.lora.segmented import SegmentLora
 from cotrain_workers.engine.lora.self_check import (
     SPECS,
     TARGETS,
     WIDE_TARGETS,
     disagreement,
-    lora_of,
     random_adapter,
     random_linears,
     run,
@@ -32,10 +30,8 @@ from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Target
 from tests.support.engine_checks import (
     bf16_gradient_cosine,
-    gradient_passes,
     mixed_against_alone,
     parity_with_peft,
-    warmed_up,
 )
 from tests.support.tiny_models import FAMILIES, build_tiny
 from tests.support.training import MIX, relative_error, same_bits
@@ -68,12 +64,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("targets", [TARGETS, WIDE_TARGETS])
-@pytest.mark.parametrize("backend", ["grouped", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_self_test_passes(
-    dtype: torch.dtype, backend: Literal["grouped", "fused"], targets: Sequence[Target]
-) -> None:
-    assert disagreement(torch.device("cuda"), dtype, backend=backend, targets=targets) is None
+def test_the_self_test_passes(dtype: torch.dtype, targets: Sequence[Target]) -> None:
+    assert disagreement(torch.device("cuda"), dtype, targets) is None
 
 
 def test_auto_is_fused() -> None:
@@ -83,18 +76,18 @@ def test_auto_is_fused() -> None:
     assert find_backend("auto", TARGETS, weight).name == "fused"
 
 
-@pytest.mark.parametrize("backend", ["grouped", "fused"])
-def test_a_backend_equals_seg_in_fp32(backend: str) -> None:
-    device, results = torch.device("cuda"), []
+def test_fused_equals_seg_in_fp32() -> None:
+    device = torch.device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
-    for name in ("seg", backend):
-        generator = torch.Generator().manual_seed(3)
-        sources = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
-        segments = segments_of(sources, (1, 9, 40, 8, 30, 70))
-        lora = lora_of(name, segments, 192, device, torch.float32)
-        results.append(run(lora, segments, 192, device, torch.float32))
+    generator = torch.Generator().manual_seed(3)
+    sources = [random_adapter(spec, device, torch.float32, generator) for spec in SPECS]
+    linears = random_linears(device, torch.float32)
+    looped, fused = segments_of(sources), segments_of(sources)
 
-    for name, theirs, ours in zip(results[0][0], results[0][1], results[1][1], strict=True):
+    expected = run(SegmentLora(looped), looped, 192, linears)
+    found = run(FusedLora(fused, 192, plan_groups(TARGETS), linears), fused, 192, linears)
+
+    for (name, theirs), (_, ours) in zip(expected, found, strict=True):
         assert relative_error(ours, theirs) < 2e-6, name
 
 
@@ -106,9 +99,8 @@ def test_the_softmax_of_a_real_vocabulary_is_in_two_passes(softcap: float | None
     assert find_softmax(weight, softcap) is KernelSoftmax
 
 
-@pytest.mark.parametrize("lora", ["grouped", "fused"])
-def test_a_mixed_cycle_equals_plain_peft(folder: Path, lora: Choice) -> None:
-    assert parity_with_peft(folder, "cuda", torch.float32, lora).gradient_error < 1e-5
+def test_a_mixed_cycle_equals_plain_peft(folder: Path) -> None:
+    assert parity_with_peft(folder, "cuda", torch.float32, "fused").gradient_error < 1e-5
 
 
 def test_a_tenant_alone_has_the_bits_it_has_among_others_when_fused() -> None:
@@ -130,16 +122,16 @@ def test_a_tenant_alone_has_the_bits_it_has_among_others_when_fused() -> None:
 
 def test_a_run_among_others_equals_the_run_alone(folder: Path) -> None:
     # Not to the bit: cuBLAS chooses kernels by shape.
-    assert mixed_against_alone(folder, "cuda", torch.float32, "grouped").gradient_error < 1e-5
+    assert mixed_against_alone(folder, "cuda", torch.float32, "seg").gradient_error < 1e-5
 
 
-@pytest.mark.parametrize("lora", ["seg", "grouped", "fused"])
-def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(tmp_path: Path, lora: Choice) -> None:
+@pytest.mark.parametrize("lora", ["seg", "fused"])
+def test_gradients_on_a_bf16_base_point_where_those_of_seg_on_fp32_do(tmp_path: Path, lora: BackendChoice) -> None:
     assert bf16_gradient_cosine(build_tiny("qwen3", tmp_path), "cuda", lora) > 0.999
 
 
-@pytest.mark.parametrize("lora", ["grouped", "fused"])
-def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, lora: Choice) -> None:
+@pytest.mark.parametrize("lora", ["seg", "fused"])
+def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, lora: BackendChoice) -> None:
     model = build_tiny("qwen3", tmp_path)
     first, second = (Engine.load(str(model), device="cuda", lora_backend=lora) for _ in range(2))
 
@@ -149,21 +141,3 @@ def test_the_same_cycles_twice_give_the_same_bits(tmp_path: Path, lora: Choice) 
 
     for tenant in MIX:
         assert same_bits(first.adapters.state(tenant.run), second.adapters.state(tenant.run))
-
-
-def test_grouped_products_do_not_wait_for_the_device(tmp_path: Path) -> None:
-    """bf16 has a kernel that reads the ends of its groups on the device."""
-    engine = warmed_up(build_tiny("qwen3", tmp_path), "cuda", torch.bfloat16, "grouped")
-    assert slow(torch.zeros(1, device="cuda", dtype=torch.bfloat16)) is None
-    real = GroupedLora.linear
-
-    def watched(self: GroupedLora, *args: object) -> torch.Tensor:
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return real(self, *args)  # type: ignore[arg-type]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupedLora, "linear", watched)
-        engine.run(gradient_passes())

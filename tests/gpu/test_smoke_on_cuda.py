@@ -14,8 +14,7 @@ import torch
 
 from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import slow, unfused
-from cotrain_workers.engine.lora.self_check import disagreement
+from cotrain_workers.engine.lora.backend import unfused
 from cotrain_workers.engine.model.attention import flash_in_use, needs_copies, varlen_is_right
 from cotrain_workers.engine.model.configuration import KvShape
 from cotrain_workers.engine.ops import Failure, HostWeights, Save, SaveOutput
@@ -61,11 +60,6 @@ def test_flash_attention_copies_no_keys_and_values(window: int | None) -> None:
 @pytest.mark.parametrize("softcap", [None, 50.0])
 def test_a_kernel_decodes_over_pages(softcap: float | None) -> None:
     assert kernel_is_right(KvShape(1, 8, 128), 32, 256, CUDA, torch.bfloat16, softcap)
-
-
-def test_grouped_products_have_a_kernel_and_are_those_of_a_loop() -> None:
-    assert slow(torch.zeros(1, device=CUDA, dtype=torch.bfloat16)) is None
-    assert disagreement(CUDA, torch.bfloat16) is None
 
 
 def test_lora_is_fused_with_the_base_models_products() -> None:

@@ -45,7 +45,7 @@ TYPES = {
     **dict.fromkeys(["tile_count", "block_count", "width", "heads", "half"], "i32"),
     **dict.fromkeys(["logits", "norms", "logprobs", "slopes"], "*fp32"),
     **{"targets": "*i64", "first": "i32", "count": "i32", "cap": "fp32", "eps": "fp32"},
-    **dict.fromkeys(["partial", "sums", "sinks"], "*fp32"),
+    **dict.fromkeys(["partial", "sums"], "*fp32"),
     **{"lengths": "*i32", "pages": "*i32", "scale": "fp32"},
     **dict.fromkeys(["row_stride", "head_stride", "page_count", "capacity", "window"], "i32"),
 }
@@ -120,7 +120,7 @@ def attentions(dtype: str) -> Iterator[tuple[str, dict[str, Any], Tiles]]:
         for is_prompt in (False, True):
             size = page_kernel.sizes(group, width, 256, item, is_prompt=is_prompt)
             fixed = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split, "MOST": size.most}
-            fixed |= {"SINKS": True, "WIDTH": width}
+            fixed["WIDTH"] = width
             own = {"HEADS": kv_heads, "GROUP": group, "PAGE": 256, "M": size.rows, "WIDE": False}
             tiles = Tiles(size.keys, depth=1, warps=page_kernel.WARPS, stages=page_kernel.STAGES)
             yield "attend", {**fixed, **own, "CAPPED": True}, tiles

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.lora.backend import Choice
+from cotrain_workers.engine.lora.backend import BackendChoice
 from cotrain_workers.engine.model.base_model import load_base_model
 from cotrain_workers.engine.ops import Pass, PassOutput
 from cotrain_workers.engine.training.losses import LOSSES
@@ -35,13 +35,13 @@ class Alone:
     gradient_error: float  # relative to the largest value, from equal states
 
 
-def engine_of(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice) -> Engine:
+def engine_of(folder: Path, device: str, dtype: torch.dtype | None, lora: BackendChoice) -> Engine:
     """Return a fresh engine. On a CPU, all engines share one copy of the base model."""
     load_base = shared_base if device == "cpu" else load_base_model
     return Engine.load(str(folder), device=device, dtype=dtype, lora_backend=lora, load_base=load_base)
 
 
-def warmed_up(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto") -> Engine:
+def warmed_up(folder: Path, device: str, dtype: torch.dtype | None, lora: BackendChoice = "auto") -> Engine:
     """Return an engine whose tenants have taken one step, so that no B is zero."""
     engine = engine_of(folder, device, dtype, lora)
     engine.run([op for tenant in MIX for op in tenant.ops(0)])
@@ -60,7 +60,7 @@ def unclipped(op: Pass) -> Pass:
     return replace(op, loss_config={name: bounds[name] for name in bounds if name in known})
 
 
-def parity_with_peft(folder: Path, device: str, dtype: torch.dtype, lora: Choice = "auto") -> Parity:
+def parity_with_peft(folder: Path, device: str, dtype: torch.dtype, lora: BackendChoice = "auto") -> Parity:
     """Run one mixed cycle, then the same passes in PEFT, one tenant and one sequence at a time."""
     engine = warmed_up(folder, device, dtype, lora)
     before = {tenant.run: engine.adapters.state(tenant.run).weights for tenant in MIX}
@@ -84,7 +84,7 @@ def parity_with_peft(folder: Path, device: str, dtype: torch.dtype, lora: Choice
     return Parity(max(logprob_errors), max(gradient_errors), max(loss_errors))
 
 
-def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None, lora: Choice = "auto") -> Alone:
+def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None, lora: BackendChoice = "auto") -> Alone:
     """Run two cycles of all tenants together, and of each alone in an engine of the same kind.
 
     Then run one more forward and backward of both from equal states.
@@ -107,7 +107,7 @@ def mixed_against_alone(folder: Path, device: str, dtype: torch.dtype | None, lo
     return Alone(is_bit_equal, max(errors))
 
 
-def bf16_gradient_cosine(folder: Path, device: str, lora: Choice = "auto") -> float:
+def bf16_gradient_cosine(folder: Path, device: str, lora: BackendChoice = "auto") -> float:
     """Return the minimum cosine between a tenant's gradient on a bf16 base and that of `seg` in
     fp32.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.engine import Engine
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.ops import Create, KlDatum, Op, OptimStep, Pass, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.engine import GroupEngine, Trainer
@@ -30,12 +30,12 @@ from tests.support.training import MIX, Tenant, random_datum
 MICRO_BATCH = 256
 
 
-def main(folder: str, out: str, size: str, recompute: Choice, *names: str) -> int:
+def main(folder: str, out: str, size: str, recompute: RecomputePolicy, *names: str) -> int:
     """Run one group to its end."""
     return launch(int(size), partial(member, folder, Path(out), recompute, names))
 
 
-def member(folder: str, out: Path, recompute: Choice, names: Sequence[str]) -> None:
+def member(folder: str, out: Path, recompute: RecomputePolicy, names: Sequence[str]) -> None:
     """Run one member."""
     torch.set_num_threads(1)
     links = Links("cpu", timeout_s=60)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cotrain_workers.engine.decoding import page_kernel
+from cotrain_workers.engine.decoding.page_kernel import PagesCall
 
 CPU = torch.device("cpu")
 PAGE = 64
@@ -23,7 +24,6 @@ class Rule:
 
     window: int | None = None
     cap: float = 0.0
-    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,7 @@ class Case:
         back = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
         seen = (back >= 0) & (back < (rule.window or len(k)))
         scores = scores.masked_fill(~seen, -torch.inf)
-        if rule.sinks is not None:
-            sink = rule.sinks.double()[:, None, None].expand(-1, len(q), 1)
-            scores = torch.cat([scores, sink], -1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
 
 
 def sequence(length: int, queries: int = 1, heads: tuple[int, int] = (4, 1), width: int = 16,
@@ -65,7 +62,7 @@ def problem(
     seed: int = 0,
     longest: int | None = None,
     device: torch.device = CPU,
-) -> list[Any]:
+) -> PagesCall:
     """Return arguments of the kernel for pages that lie at random; memory of no sequence is NaN."""
     g = torch.Generator().manual_seed(seed)
     counts = [-(-len(each.k) // PAGE) for each in given]
@@ -90,16 +87,16 @@ def problem(
     tables = torch.tensor(blocks, dtype=torch.int32)
     spans, lengths = tables[:, :3].contiguous(), tables[:, 3].contiguous()
     longest = longest or max(len(each.k) for each in given)
-    args = [q, *memory, torch.full_like(q, torch.nan), rule.sinks, spans, lengths, table]
-    on_device = [None if each is None else each.to(device) for each in args]
-    return [*on_device, step, longest, rule.window, q.shape[2] ** -0.5, rule.cap]
+    tensors = [q, *memory, torch.full_like(q, torch.nan), spans, lengths, table]
+    scale = q.shape[2] ** -0.5
+    return PagesCall._make([*(each.to(device) for each in tensors), step, longest, rule.window, scale, rule.cap])
 
 
 def attend(given: Sequence[Case], rule: Rule, **settings: Any) -> list[torch.Tensor]:
     """Return the attention of sequences by the kernel."""
-    args = problem(given, rule, **settings)
-    page_kernel.attend(*args)
-    return list(args[3].cpu().split([len(each.q) for each in given]))
+    call = problem(given, rule, **settings)
+    page_kernel.attend(*call)
+    return list(call.out.cpu().split([len(each.q) for each in given]))
 
 
 def assert_dense(given: Sequence[Case], rule: Rule, device: torch.device = CPU) -> None:
@@ -108,8 +105,3 @@ def assert_dense(given: Sequence[Case], rule: Rule, device: torch.device = CPU) 
         expected = each.dense(rule)
         gap = (found.double() - expected).abs().amax((1, 2)) / expected.abs().amax((1, 2))
         assert float(gap.max()) < TOLERANCE[each.k.dtype], len(each.k)
-
-
-def sinks(heads: int) -> torch.Tensor:
-    """Return sinks of very different size."""
-    return torch.linspace(-1, 4, heads)

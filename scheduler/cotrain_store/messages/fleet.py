@@ -35,7 +35,7 @@ class WorkerHeartbeat:
     safe_tokens: int = 0
     """Token limit of one pass of the base model by memory; lower than configured after memory ran out."""
     halvings: int = 0  # number of times that memory ran out and halved `safe_tokens`
-    lora: str = ""  # Implementation that computes LoRA, as named in its numerics: fused, auto, grouped or seg
+    lora: str = ""  # Implementation that computes LoRA, as named in its numerics: fused or seg
     lora_fallback: str = ""
     """Reason why `lora` is not the fastest implementation for a GPU; empty if it is."""
     host: str = ""

@@ -14,7 +14,7 @@ def test_one_call_measures_and_writes_every_part(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine, "measure_rates", lambda *_: Rates(1e11, 1e10))  # otherwise it takes seconds
-    call = ["engine", "--device", "cpu", "--preset", "smoke", "--lora-backend", "seg,grouped"]
+    call = ["engine", "--device", "cpu", "--preset", "smoke", "--lora-backend", "seg"]
 
     assert main([*call, "--out", str(tmp_path)]) == 0
 
@@ -22,7 +22,7 @@ def test_one_call_measures_and_writes_every_part(
     report = json.loads(written.read_text())
     tiny = report["sizes"]["tiny"]
     measured = {(row["backend"], row["tenants"]) for row in tiny["tenants"]}
-    assert measured == {("seg", 1), ("seg", 4), ("grouped", 1), ("grouped", 4)}
+    assert measured == {("seg", 1), ("seg", 4)}
     assert {row["tenants"] for row in tiny["by_hand"]} == {4}
     assert tiny["phases"]
     assert {"command", "date", "torch", "load"} <= report["machine"].keys()

@@ -27,10 +27,10 @@ from cotrain_workers.engine.device import (
     resident_bytes,
 )
 from cotrain_workers.engine.facts import ModelFacts, model_facts, numerics_of
-from cotrain_workers.engine.lora.backend import Choice, find_backend
+from cotrain_workers.engine.lora.backend import BackendChoice, find_backend
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.model import kernel_check
-from cotrain_workers.engine.model.activation_checkpointing import Choice as Recomputing
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.model.attention import use_flash_3
 from cotrain_workers.engine.model.base_model import BaseModel, load_base_model, saved_with_adapters
 from cotrain_workers.engine.model.fused_layers import fuse_layers
@@ -80,8 +80,8 @@ class Engine:
         dtype: torch.dtype | None = None,
         micro_batch_tokens: int | Literal["auto"] = "auto",
         head_chunk_rows: int = 1024,
-        recompute: Recomputing = "auto",
-        lora_backend: Choice = "auto",
+        recompute: RecomputePolicy = "auto",
+        lora_backend: BackendChoice = "auto",
         fusion: bool = True,
         adapter_bytes: int | None = None,
         host_bytes: int | None = None,
@@ -113,10 +113,9 @@ class Engine:
         if where.type != "cuda" and not base.lock_step.sharding:
             # not with sharding: memory freed by one layer would not fit the next one
             keep_freed_memory()
-        # Members of a group must take the same backend, so times do not decide there.
         lora = find_backend(
             lora_backend, base.targets, base.head_weight, base.router.linears,
-            times=not base.lock_step.sharding, unfused_experts=base.router.unfused_experts,
+            unfused_experts=base.router.unfused_experts,
             check_experts=kernel_check.wrong_result if has_experts(base.targets) else None,
         )  # fmt: skip
         fused: tuple[str, ...] = ()

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from cotrain_workers.engine import routing
-from cotrain_workers.engine.lora.backend import Choice
+from cotrain_workers.engine.lora.backend import BackendName
 from cotrain_workers.engine.model import attention as attn
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.expert_choice import ExpertChoices
@@ -92,7 +92,7 @@ class Numerics:
     padding: str
     micro_batch_tokens: int
     head_chunk_rows: int
-    lora: Choice = "seg"  # the backend; old recordings lack it
+    lora: BackendName = "seg"  # the backend; old recordings lack it
     adapter_bytes: int = 0  # of a GPU, where the grouping of adapters moves bits; 0 on a CPU
     fused: str = ""  # layers of the base model with kernels: "norms heads mlp"
     # Processes that hold the base model: "fsdp2/4" for four. It is reported but not compared:
@@ -137,7 +137,7 @@ def numerics_of(
     micro_batch_tokens: int,
     save_tokens: int,
     head_chunk_rows: int,
-    lora: Choice,
+    lora: BackendName,
     adapter_bytes: int | None,
     fused: Sequence[str],
     quantization: str,

@@ -17,7 +17,7 @@ from cotrain_workers.engine.engine import Engine
         ("aten::mm", [[16, 512], [512, 64]], "LoRA"),
         ("aten::mm", [[48, 512], [512, 64]], "LoRA"),  # q, k and v in one product
         ("aten::addmm_", [[64, 512], [64, 16], [16, 512]], "LoRA"),
-        ("aten::_grouped_mm", [[4096, 512], [64, 512, 16]], "LoRA"),
+        ("cotrain::lora_shrink", [[4096, 512]], "LoRA"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", [[1, 8, 64, 64]], "attention"),
         ("torch_attn::_varlen_attn", [[4096, 8, 64]], "attention"),
         ("aten::embedding", [[4096, 512], [1, 4096]], "embed"),

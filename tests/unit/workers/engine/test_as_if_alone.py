@@ -92,9 +92,8 @@ def test_two_threads_change_no_bit(new_engine: NewEngine) -> None:
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_the_division_of_ops_into_cycles_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
-    one_cycle, op_by_op = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
+def test_the_division_of_ops_into_cycles_changes_no_bit(new_engine: NewEngine) -> None:
+    one_cycle, op_by_op = new_engine(), new_engine()
 
     for cycle in range(2):
         ops = MIX[0].ops(cycle)
@@ -138,10 +137,9 @@ def test_a_neighbour_with_nan_inputs_changes_no_bit(new_engine: NewEngine) -> No
     assert mixed.outputs[neighbour.run, 2] == Failure("Loss is not finite (seq 2).", "user", "not_finite")
 
 
-@pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine, lora: str) -> None:
+def test_a_neighbour_with_nan_weights_changes_no_bit(new_engine: NewEngine) -> None:
     victim, neighbour = MIX[4], MIX[0]
-    among, alone = new_engine(lora_backend=lora), new_engine(lora_backend=lora)
+    among, alone = new_engine(), new_engine()
     among.run([Create(neighbour.run, 0, neighbour.spec)])
     ruined = among.adapters.state(neighbour.run)
     among.adapters.restore(neighbour.run, replace(ruined, weights=torch.full_like(ruined.weights, np.nan)))

@@ -22,7 +22,7 @@ from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.requests import SampleOutput
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import attention
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.ops import CycleOutput, Failure, HostWeights, Op, ReverseKl, Save, SaveOutput
 from cotrain_workers.engine.spec import AdapterSpec, Target
 from cotrain_workers.engine.training import batch_runner, memory_model
@@ -61,7 +61,7 @@ def succeeded(done: CycleOutput) -> CycleOutput:
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
-        ("qwen3", {"lora_backend": "grouped"}),
+        ("qwen3", {"lora_backend": "seg"}),
         pytest.param("mistral", {"lora_backend": "seg", "recompute": "always"}, marks=pytest.mark.variants),
         pytest.param("qwen3_5", {"lora_backend": "seg"}, marks=pytest.mark.variants),
     ],
@@ -143,7 +143,7 @@ def test_sequences_of_any_length_fit_into_the_measured_memory(
 
     found = memory_model.measure(base, passes, bank, peak)
 
-    choices: dict[Choice, Any] = {"never": found.kept, "always": found.recomputed}
+    choices: dict[RecomputePolicy, Any] = {"never": found.kept, "always": found.recomputed}
     for (choice, model), length in product(choices.items(), (256, 32)):
         sizes = {"length": length, "tokens": 256, "vocab": base.vocab_size}
         used = peak(partial(memory_model.probe, passes, bank, choice, **sizes))

@@ -28,7 +28,7 @@ ROWS = 64  # per call: the cumulative sums of a row take 8 bytes per token of th
 Logits = Callable[[torch.Tensor, list[Slot | None]], torch.Tensor]
 
 
-class Choice(NamedTuple):
+class DrawParams(NamedTuple):
     """Sampling parameters of the next token of one row."""
 
     temperature: float  # 0: the most probable token, the lowest id among equals
@@ -133,7 +133,7 @@ def choose_next(ready: Ready, logits_of: Logits, slot_of: SlotOf, chunk_rows: in
         sequences = ready.sequences[at : at + chunk_rows]
         slots = [slot_of(sequence.group.request.weights) for sequence in sequences]
         logits = logits_of(ready.hidden[at : at + chunk_rows], slots)
-        chosen = choose(_constrained(logits, sequences), [_choice_of(each) for each in sequences])
+        chosen = choose(_constrained(logits, sequences), [_draw_params(each) for each in sequences])
         found, _ = picked_logprobs(logits[: len(sequences)], chosen[:, None])
         tokens.append(chosen)
         logprobs.append(found[:, 0])
@@ -149,13 +149,13 @@ def choose_next(ready: Ready, logits_of: Logits, slot_of: SlotOf, chunk_rows: in
     return NextTokens(ready.sequences, every, tops, carry_out(copies, arenas))
 
 
-def _choice_of(sequence: SequenceState) -> Choice:
+def _draw_params(sequence: SequenceState) -> DrawParams:
     """Return the sampling parameters of the next token of a sequence."""
     request = sequence.group.request
     if not request.temperature:
-        return Choice(0.0, request.top_k, request.top_p, 0.0)
+        return DrawParams(0.0, request.top_k, request.top_p, 0.0)
     point = uniform(request.seed, sequence.index, len(sequence.tokens) + sequence.unread)
-    return Choice(request.temperature, request.top_k, request.top_p, point)
+    return DrawParams(request.temperature, request.top_k, request.top_p, point)
 
 
 def _constrained(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
@@ -188,24 +188,24 @@ def uniform(seed: int, sequence: int, token: int) -> float:
     return (bits >> 11) * 2.0**-53
 
 
-def choose(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
-    """Return a token for each of the first rows of `logits` `[>= len(choices), V]`: int64 `[n]`."""
+def choose(logits: torch.Tensor, params: Sequence[DrawParams]) -> torch.Tensor:
+    """Return a token for each of the first rows of `logits` `[>= len(params), V]`: int64 `[n]`."""
     parts = [
-        _choose_some(logits[start : start + ROWS], choices[start : start + ROWS])
-        for start in range(0, len(choices), ROWS)
+        _choose_some(logits[start : start + ROWS], params[start : start + ROWS])
+        for start in range(0, len(params), ROWS)
     ]
     return torch.cat(parts)
 
 
-def _choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
+def _choose_some(logits: torch.Tensor, params: Sequence[DrawParams]) -> torch.Tensor:
     """Return the tokens of at most `ROWS` rows."""
-    likeliest = logits[: len(choices)].argmax(dim=-1)
-    drawn = [at for at, choice in enumerate(choices) if choice.temperature > 0]
+    likeliest = logits[: len(params)].argmax(dim=-1)
+    drawn = [at for at, each in enumerate(params) if each.temperature > 0]
     if not drawn:
         return likeliest
     device = logits.device
     rows = to_device(torch.tensor(drawn), device)
-    wanted = [choices[at] for at in drawn]
+    wanted = [params[at] for at in drawn]
     temperatures = to_device(torch.tensor([c.temperature for c in wanted], dtype=logits.dtype), device)
     temperatures.clamp_(min=torch.finfo(logits.dtype).tiny)  # a value rounded to 0 would give 0 / 0
     some = logits.index_select(0, rows)
@@ -218,18 +218,18 @@ def _choose_some(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tenso
         return likeliest.index_copy_(0, rows, found)
 
 
-def _keep_most_probable(weights: torch.Tensor, choices: Sequence[Choice]) -> None:
+def _keep_most_probable(weights: torch.Tensor, params: Sequence[DrawParams]) -> None:
     """Zero `weights` `[rows, V]` excluded by top_k, then by top_p; equal weights are treated alike."""
-    for k in {choice.top_k for choice in choices if 0 < choice.top_k < weights.shape[1]}:
-        rows = _matching(weights, [choice.top_k == k for choice in choices])
+    for k in {each.top_k for each in params if 0 < each.top_k < weights.shape[1]}:
+        rows = _matching(weights, [each.top_k == k for each in params])
         some = weights.index_select(0, rows)
         least = some.topk(k, dim=-1).values[:, -1:]
         with unordered_writes():
             weights.index_copy_(0, rows, some.where(some >= least, 0))
-    narrow = [choice.top_p < 1 for choice in choices]
+    narrow = [each.top_p < 1 for each in params]
     if any(narrow):
         rows = _matching(weights, narrow)
-        given = torch.tensor([choice.top_p for choice in choices if choice.top_p < 1])
+        given = torch.tensor([each.top_p for each in params if each.top_p < 1])
         shares = to_device(given, weights.device).double()
         kept = _nucleus(weights.index_select(0, rows), shares)
         with unordered_writes():

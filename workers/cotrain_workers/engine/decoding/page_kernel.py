@@ -118,19 +118,33 @@ class KernelAttention:
         if n < len(q):
             out[n:] = 0
         for each in tables.launches:
-            attend(
-                q, *self._cache.paged(layer), out, None, each.spans, each.lengths, tables.pages,
+            call = PagesCall(
+                q, *self._cache.paged(layer), out, each.spans, each.lengths, tables.pages,
                 each.queries, each.longest, rule.window, rule.scaling, rule.softcap or 0.0,
             )  # fmt: skip
+            attend(*call)
         return out
 
 
-# Queries and `out` are [T, heads, d]. Keys and values are [pages, page tokens, key-value heads, d].
-# Sinks are [heads]. Spans, int32 [b, 3], have the first row of a block, its number of queries and its row of `pages`.
-# Lengths, int32 [b], have the keys that its first query sees, itself included. They are `longest` at most.
-# Pages are int32 [sequences, columns]. A cap of 0 is no cap.
+class PagesCall(NamedTuple):
+    """Arguments of the op `cotrain::attend_pages`, in the order of its schema."""
+
+    q: torch.Tensor  # [T, heads, d]
+    keys: torch.Tensor  # [pages, page tokens, key-value heads, d]
+    values: torch.Tensor
+    out: torch.Tensor  # [T, heads, d], written
+    spans: torch.Tensor  # int32 [b, 3]: first row of a block, number of its queries, row of `pages`
+    lengths: torch.Tensor  # int32 [b]: keys that the first query of a block sees, itself included
+    pages: torch.Tensor  # int32 [sequences, columns]
+    queries: int  # per block at most; 1: generated tokens
+    longest: int  # bound of `lengths`
+    window: int | None
+    scale: float
+    cap: float  # 0: none
+
+
 _SCHEMA = (
-    "(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor? sinks, Tensor spans, Tensor lengths, "
+    "(Tensor q, Tensor keys, Tensor values, Tensor(a!) out, Tensor spans, Tensor lengths, "
     "Tensor pages, int queries, int longest, int? window, float scale, float cap) -> ()"
 )
 
@@ -161,46 +175,34 @@ def queries_per_block(group: int, item: int) -> int:
     return max(1, sizes(group, 16, LEAST_KEYS, item, is_prompt=True).rows // group)
 
 
-def attend_pages(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    out: torch.Tensor,
-    sinks: torch.Tensor | None,
-    spans: torch.Tensor,
-    lengths: torch.Tensor,
-    pages: torch.Tensor,
-    queries: int,
-    longest: int,
-    window: int | None,
-    scale: float,
-    cap: float,
-) -> None:
-    """Write the attention of blocks of `queries` queries at most to `out`; other rows stay.
+def attend_pages(*args: Any) -> None:
+    """Write the attention of blocks of queries to `out`, given a `PagesCall`; other rows stay.
 
     Blocks of one query are generated tokens, whose keys are cut into parts. No part depends on the others' number.
     """
     from cotrain_workers.engine.decoding import page_programs
 
-    heads, width = q.shape[1:]
+    call = PagesCall(*args)
+    keys, values, pages, out = call.keys, call.values, call.pages, call.out
+    heads, width = call.q.shape[1:]
     page, kv_heads = keys.shape[1:3]
-    q = q if q.stride(2) == 1 else q.contiguous()
+    q = call.q if call.q.stride(2) == 1 else call.q.contiguous()
     assert keys.is_contiguous()
     assert values.is_contiguous()
     group = heads // kv_heads
-    size = sizes(group, width, page, q.element_size(), is_prompt=queries > 1)
-    blocks, capacity = len(spans), min(size.most, -(-longest // size.split))
+    size = sizes(group, width, page, q.element_size(), is_prompt=call.queries > 1)
+    blocks, capacity = len(call.spans), min(size.most, -(-call.longest // size.split))
     across = min(capacity, max(1, PROGRAMS // (blocks * kv_heads)))
     # Also for a single part: another type of an unused argument would be another variant of the kernel.
     parts = (blocks, heads, capacity) if size.most > 1 else (0,)
     partial, sums = (out.new_empty(*parts, each, dtype=torch.float32) for each in (width, 2))
     fixed: dict[str, Any] = {"N": size.keys, "BLOCK": size.columns, "SPLIT": size.split}
-    fixed |= {"MOST": size.most, "SINKS": sinks is not None, "WIDTH": width}
-    seen = window or ALL_KEYS
-    given = out, partial, sums, out if sinks is None else sinks, spans, lengths
+    fixed |= {"MOST": size.most, "WIDTH": width}
+    seen = call.window or ALL_KEYS
+    given = out, partial, sums, call.spans, call.lengths
     page_programs.attend[(blocks, kv_heads, across)](
         q, keys, values, *given, pages, q.stride(0), q.stride(1), pages.stride(0), capacity, seen,
-        scale, cap, HEADS=kv_heads, GROUP=group, PAGE=page, M=size.rows, CAPPED=cap > 0,
+        call.scale, call.cap, HEADS=kv_heads, GROUP=group, PAGE=page, M=size.rows, CAPPED=call.cap > 0,
         WIDE=page_programs.INTERPRETED, **fixed, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     if capacity > 1:

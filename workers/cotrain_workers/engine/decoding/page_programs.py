@@ -39,21 +39,13 @@ def cut(length, count, window, N: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.co
     return begin, step, tl.cdiv(keys, step)
 
 
-@triton.jit
-def normalised(total, top, mass, sink):
-    """Return weighted values divided by the sum of weights, which includes a sink; all in base 2 relative to `top`."""
-    peak = tl.maximum(top, sink)
-    share = tl.exp2(top - peak)
-    return total * (share / (mass * share + tl.exp2(sink - peak)))[:, None]
-
-
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def attend(
-    q, keys, values, out, partial, sums, sinks, spans, lengths, pages,
+    q, keys, values, out, partial, sums, spans, lengths, pages,
     row_stride, head_stride, page_count, capacity, window, scale, cap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
-    CAPPED: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr,
+    CAPPED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of a block of queries to `out`, or its sums to `partial` and `sums` if it has several parts.
 
@@ -105,11 +97,8 @@ def attend(
                 total = plus_product(total * fading[:, None], weights.to(v.dtype), v, WIDE)
                 top = peak
             if parts == 1:
-                sink = tl.full((M,), float("-inf"), tl.float32)
-                if SINKS:
-                    sink = tl.load(sinks + of_head).to(tl.float32) * LOG2_E
                 cell = (rows * (HEADS * GROUP) + of_head)[:, None] * WIDTH + columns[None, :]
-                found = normalised(total, top, mass, sink)
+                found = total * (1.0 / mass)[:, None]
                 tl.store(out + cell, found.to(out.dtype.element_ty), mask=live)
             elif MOST > 1:
                 own = (block.to(tl.int64) * (HEADS * GROUP) + of_head) * capacity + part
@@ -120,9 +109,9 @@ def attend(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def combine(
-    out, partial, sums, sinks, spans, lengths, capacity, window,
+    out, partial, sums, spans, lengths, capacity, window,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr, MOST: tl.constexpr, SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Write the attention of one query of one head from the sums of its parts, unless it has a single part."""
     block, head = tl.program_id(0), tl.program_id(1)
@@ -140,10 +129,6 @@ def combine(
         )  # fmt: skip
         top = tl.max(tops, 0)
         share = tl.exp2(tops - top)
-        sink = tl.full((1,), float("-inf"), tl.float32)
-        if SINKS:
-            sink = tl.zeros((1,), tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total, mass = tl.sum(totals * share[:, None], 0), tl.sum(masses * share, 0)
-        found = normalised(total[None, :], top + tl.zeros_like(sink), mass, sink)
-        cell = (tl.load(spans + 3 * block).to(tl.int64) * HEADS + head) * WIDTH + columns[None, :]
-        tl.store(out + cell, found.to(out.dtype.element_ty), mask=inside[None, :])
+        cell = (tl.load(spans + 3 * block).to(tl.int64) * HEADS + head) * WIDTH + columns
+        tl.store(out + cell, (total * (1.0 / mass)).to(out.dtype.element_ty), mask=inside)

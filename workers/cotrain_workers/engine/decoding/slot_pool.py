@@ -16,10 +16,12 @@ from itertools import groupby
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.grouped import MIN_RANK, padded_rank, shared_input
+from cotrain_workers.engine.lora.siblings import shared_input
 from cotrain_workers.engine.spec import AdapterSpec, Target, aligned, matrices, own_matrices, plan_layout
 
 ZERO_SLOTS = 2  # per pool
+#: 16 bytes of a 16-bit type. Strides of a grouped product must be multiples of that.
+MIN_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,11 @@ def slot_per_row(slots: Sequence[Slot | None], pool: Pool, left: int) -> list[in
         before = before and not is_own
         found.append(slot.index if slot is not None and is_own else 0 if before else last)
     return found + [last] * left
+
+
+def padded_rank(rank: int) -> int:
+    """Return the rank padded to a power of two, at least 8, which limits the number of pools."""
+    return max(MIN_RANK, 1 << (rank - 1).bit_length())
 
 
 def slot_layout(targets: Sequence[Target], rank: int, *, per_expert: bool = False) -> SlotLayout:

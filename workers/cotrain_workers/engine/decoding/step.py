@@ -18,7 +18,7 @@ from cotrain_workers.engine.decoding.paged_attention import Span
 from cotrain_workers.engine.decoding.sequence_pages import Plan, Work
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.grouped import SiblingResults
+from cotrain_workers.engine.lora.siblings import SiblingResults
 from cotrain_workers.engine.model.attention import NARROW
 from cotrain_workers.engine.model.experts import of_expert
 from cotrain_workers.engine.routing import AttentionRule, ExpertRows, StatefulRows, bucket

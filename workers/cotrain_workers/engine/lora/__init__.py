@@ -1,1 +1,1 @@
-"""LoRA on a row of many adapters: the reference loop, grouped products, and checks of both."""
+"""LoRA on a row of many adapters: the reference loop, kernels, and their check."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cotrain_workers.engine.routing import Route, Router
 
-Choice = Literal["auto", "always", "never"]
+RecomputePolicy = Literal["auto", "always", "never"]
 
 #: Rows of a chunk. Reading the weights of an 8B model takes 5 % of its time on an H200.
 CHUNK_ROWS = 2048

@@ -299,9 +299,9 @@ class TokenRow:
 
 
 def token_row(
-    slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, align: int = 1, shared: Iterable[Sequence[int]] = ()
+    slices: Iterable[Iterable[np.ndarray]], padded_tokens: int, shared: Iterable[Sequence[int]] = ()
 ) -> TokenRow:
-    """Put the sequences of some slices into one row of `padded_tokens`; each slice begins at a multiple of `align`.
+    """Put the sequences of some slices into one row of `padded_tokens`, which filler completes.
 
     `shared` holds, for each slice, the first tokens of each sequence whose rows are those of an earlier sequence.
     """
@@ -316,9 +316,6 @@ def token_row(
                 first = rows
             sequences.append(tokens[prompt:])
             rows += len(tokens) - prompt
-        if filler := -rows % align:
-            sequences.append(np.zeros(filler, np.int64))
-            rows += filler
     if rows < padded_tokens:
         sequences.append(np.zeros(padded_tokens - rows, np.int64))
     lengths = [len(tokens) for tokens in sequences]

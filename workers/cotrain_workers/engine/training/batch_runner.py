@@ -96,7 +96,6 @@ class BatchRunner:
         row = token_row(
             ([datum.tokens for datum in each] for each in datums),
             batch.padded_tokens,
-            batch.align,
             [passes[each.owner].shared_in(each) for each in batch.op_slices],
         )
         segments = self._segments(batch, passes)

@@ -11,7 +11,7 @@ from weakref import WeakSet
 from cotrain_workers.engine.coordination import Yielding
 from cotrain_workers.engine.device import is_out_of_memory, release_memory
 from cotrain_workers.engine.lora.backend import LoraBackend
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.model.unembedding import NewSoftmax, PlainSoftmax
 from cotrain_workers.engine.ops import ReverseKl, UpcomingBatch
@@ -44,7 +44,7 @@ class ForwardBackward:
         *,
         micro_batch_tokens: int,
         head_chunk_rows: int,
-        recompute: Choice = "auto",
+        recompute: RecomputePolicy = "auto",
         keep_tokens: int = sys.maxsize,
         save_tokens: int = sys.maxsize,
         new_softmax: NewSoftmax = PlainSoftmax,
@@ -127,8 +127,7 @@ class ForwardBackward:
         is_over: Callable[[], bool] = lambda: False,
     ) -> Yielding[None]:
         """Run slices, those of one pass in their order; stop between two micro-batches once `is_over` returns True."""
-        order = [self._lora.order(state.adapter) for state in passes]
-        waiting = deque(fill(op_slices, self.limits.tokens, self._lora.align, order))
+        waiting = deque(fill(op_slices, self.limits.tokens))
         while waiting:
             if self._must_wait(waiting[0], passes):
                 _drop(waiting, waiting[0].op_slices[0].owner)
@@ -201,7 +200,7 @@ class ForwardBackward:
                 raise
             long = work = None
         while long is not None and work is not None:
-            before, ran_out = long.done_tokens, False
+            ran_out = False
             with cost.measured():
                 try:
                     with self.watch(upcoming_batch(batch, passes)):
@@ -209,17 +208,18 @@ class ForwardBackward:
                 except StopIteration as end:
                     owner.long = owner.long_work = owner.gradient_before = None
                     self._long.discard(long)
-                    cost.tokens += batch.tokens - before
-                    cost.padded_tokens += batch.padded_tokens
+                    cost.padded_tokens += batch.padded_tokens - batch.tokens
+                    _count(owner, batch.tokens, cost)
+                    owner.long_counted = 0
                     collect(batch, passes, {batch.op_slices[0]: end.value})
                     return
                 except (RuntimeError, MemoryError) as error:
                     if not is_out_of_memory(error):
                         raise
                     ran_out = True
-            cost.tokens += long.done_tokens - before
             if ran_out:
                 break
+            _count(owner, long.done_tokens, cost)
             if may_suspend and long.may_stop and is_over():
                 long.suspend()
                 return
@@ -227,14 +227,13 @@ class ForwardBackward:
         # Memory ran out. Here the exception is released, and with it the tensors that its frames held.
         del long, work
         with cost.measured():
-            self._undo_long(owner, cost)
+            self._undo_long(owner)
             self._requeue(batch, passes, waiting, cost)
         yield
 
-    def _undo_long(self, owner: PassState, cost: PassesCost) -> None:
+    def _undo_long(self, owner: PassState) -> None:
         """Undo a long datum that ran out of memory."""
         if owner.long is not None:
-            cost.tokens -= owner.long.done_tokens
             self._long.discard(owner.long)
         owner.undo_long()
         release_memory(self._device)
@@ -302,6 +301,14 @@ class ForwardBackward:
         """
         keep_tokens = tokens - 1 if self._may_recompute else sys.maxsize
         self.limits.lower_plan(tokens=max(1, tokens // 2), keep_tokens=keep_tokens)
+
+
+def _count(owner: PassState, done_tokens: int, cost: PassesCost) -> None:
+    """Add the progress of a long datum to the cost. What ran before memory ran out counts once."""
+    more = max(0, done_tokens - owner.long_counted)
+    owner.long_counted += more
+    cost.tokens += more
+    cost.padded_tokens += more
 
 
 def _drop(waiting: deque[MicroBatch], owner: int) -> None:

@@ -313,8 +313,7 @@ class References:
             for at, own in enumerate(datums)
             for op_slice in cut(at, [len(datum.reference) for datum in own], [1] * len(own), limit, needs_grad=False)
         ]
-        order = [self._lora.order(adapter) for adapter in adapters]
-        batches = fill(op_slices, limit, self._lora.align, order)
+        batches = fill(op_slices, limit)
         hidden: list[list[torch.Tensor]] = [[] for _ in asked]
         for batch in batches:
             for op_slice, found in zip(batch.op_slices, self._run_batch(batch, datums, adapters), strict=True):
@@ -330,7 +329,7 @@ class References:
     ) -> list[torch.Tensor]:
         """Return the hidden states of the weighted targets of each slice, `[m, d]`."""
         datums = [asked[op_slice.owner][op_slice.first : op_slice.last] for op_slice in batch.op_slices]
-        row = token_row(([datum.reference for datum in each] for each in datums), batch.padded_tokens, batch.align)
+        row = token_row(([datum.reference for datum in each] for each in datums), batch.padded_tokens)
         segments = [
             Segment(start, stop, adapters[op_slice.owner], adapters[op_slice.owner].scale, None)
             for (start, stop), op_slice in zip(batch.spans, batch.op_slices, strict=True)

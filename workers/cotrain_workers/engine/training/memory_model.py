@@ -19,7 +19,7 @@ import torch
 from cotrain_workers.engine.adapters.bank import AdapterBank
 from cotrain_workers.engine.coordination import run_to_end
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
-from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS, Choice
+from cotrain_workers.engine.model.activation_checkpointing import CHUNK_ROWS, RecomputePolicy
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.ops import Datum, Failure, Pass
 from cotrain_workers.engine.routing import up_to
@@ -49,10 +49,6 @@ CPU_TOKENS = 2048
 #: Shares of the memory next to the base model: key-value memory takes a quarter (`kv_cache.py`),
 #: CUDA 2 GB.
 KV_SHARE, OWN_BYTES = 0.25, 2 * 10**9
-#: A micro-batch stacks its adapters' weights in 16 bits (`lora/grouped.py`). Each parameter has 16
-#: bytes on the device (weights, gradient, m, v). Stacking adds two more if all adapters are in the
-#: batch, and more where ranks are padded.
-STACKED_SHARE = 1 / 8
 #: Gradients of earlier slices are copied before each micro-batch, so that it can be undone. That
 #: takes 4 of the 18 bytes of each parameter, if all adapters have earlier slices.
 UNDO_SHARE = 4 / 18
@@ -77,7 +73,12 @@ class NewForwardBackward(Protocol):
     """Factory of `ForwardBackward`."""
 
     def __call__(
-        self, *, micro_batch_tokens: int, recompute: Choice, save_tokens: int = sys.maxsize, head_chunk_rows: int = 1024
+        self,
+        *,
+        micro_batch_tokens: int,
+        recompute: RecomputePolicy,
+        save_tokens: int = sys.maxsize,
+        head_chunk_rows: int = 1024,
     ) -> ForwardBackward:
         """Return a new one."""
 
@@ -89,7 +90,7 @@ def size_micro_batches(
     base: BaseModel,
     new_forward_backward: NewForwardBackward,
     asked: int | Literal["auto"],
-    choice: Choice,
+    policy: RecomputePolicy,
     *,
     adapter_bytes: int,
 ) -> Budget:
@@ -99,7 +100,7 @@ def size_micro_batches(
     """
     weight = base.head_weight
     device = weight.device
-    unmeasured = 0 if choice == "always" else sys.maxsize
+    unmeasured = 0 if policy == "always" else sys.maxsize
     if device.type != "cuda":
         return Budget(CPU_TOKENS if asked == "auto" else asked, unmeasured)
     taken = torch.cuda.memory_allocated(device)
@@ -107,7 +108,7 @@ def size_micro_batches(
     # Run first-use checks here and not within a checkpoint, which would record them.
     first_use = partial(probe, new_forward_backward, bank, "never", vocab=base.vocab_size, needs_grad=False)
     first_use(length=FIRST_LENGTH, tokens=FIRST_LENGTH)
-    if asked != "auto" and choice != "auto":
+    if asked != "auto" and policy != "auto":
         return Budget(asked, unmeasured)
     peak = partial(cuda_peak, device)
     found = measure(base, new_forward_backward, bank, peak)
@@ -117,12 +118,12 @@ def size_micro_batches(
     total = torch.cuda.get_device_properties(device).total_memory
     free_bytes = micro_batch_bytes(total, taken, adapter_bytes, tower_bytes)
     longest, save_tokens = longest_datum(
-        found, micro_batch_bytes(total, taken, 0, tower_bytes), choice, host_tokens(base)
+        found, micro_batch_bytes(total, taken, 0, tower_bytes), policy, host_tokens(base)
     )
     if asked == "auto":
-        sized = budget(found, free_bytes, choice)
+        sized = budget(found, free_bytes, policy)
         return replace(sized, longest_datum=longest, save_tokens=save_tokens)
-    return Budget(asked, kept_tokens(found, free_bytes, choice), longest, save_tokens)
+    return Budget(asked, kept_tokens(found, free_bytes, policy), longest, save_tokens)
 
 
 def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int, tower_bytes: int = 0) -> int:
@@ -132,7 +133,7 @@ def micro_batch_bytes(device_bytes: int, taken_bytes: int, adapter_bytes: int, t
     based on all memory instead of the free memory: sizes move bits, so a restart must find the same size.
     """
     left = device_bytes - taken_bytes - OWN_BYTES
-    adapters = adapter_bytes * (1 + STACKED_SHARE + UNDO_SHARE)
+    adapters = adapter_bytes * (1 + UNDO_SHARE)
     free = (left * (1 - KV_SHARE) - adapters) * MARGIN
     return int(free - min(tower_bytes, max(0.0, free) * TOWER_SHARE))
 
@@ -155,13 +156,13 @@ def measure(base: BaseModel, new_forward_backward: NewForwardBackward, bank: Ada
     # Below these lengths of a datum that saves memory, the constant memory of one chunk of an MLP may be the peak.
     long = [8 * CHUNK_ROWS, 12 * CHUNK_ROWS]
 
-    def line(sizes: Sequence[int], chunk_rows: int, choice: Choice, *, saves: bool) -> Line | None:
+    def line(sizes: Sequence[int], chunk_rows: int, policy: RecomputePolicy, *, saves: bool) -> Line | None:
         new = partial(new_forward_backward, head_chunk_rows=chunk_rows)
         measured: list[tuple[int, int]] = []
         for size in sizes:
             length = min(size, base.context_length)
             tokens = up_to(size, length)
-            run = partial(probe, new, bank, choice, vocab=base.vocab_size, length=length, tokens=tokens, saves=saves)
+            run = partial(probe, new, bank, policy, vocab=base.vocab_size, length=length, tokens=tokens, saves=saves)
             if not measured and not saves:
                 run()  # libraries allocate their workspaces in the first call
             if (peak_bytes := peak(run)) is None:
@@ -169,10 +170,10 @@ def measure(base: BaseModel, new_forward_backward: NewForwardBackward, bank: Ada
             measured.append((tokens, peak_bytes))
         return fit(measured)
 
-    def model(sizes: Sequence[int], choice: Choice, *, saves: bool = False) -> ActivationModel | None:
+    def model(sizes: Sequence[int], policy: RecomputePolicy, *, saves: bool = False) -> ActivationModel | None:
         # From one chunk on, the head's share hardly grows. With far smaller chunks, the peak is in the layers.
-        head = line(sizes, chunk, choice, saves=saves)
-        layers = line(sizes, max(1, chunk // SMALL_CHUNKS), choice, saves=saves)
+        head = line(sizes, chunk, policy, saves=saves)
+        layers = line(sizes, max(1, chunk // SMALL_CHUNKS), policy, saves=saves)
         return ActivationModel(head, layers) if head and layers else None
 
     saving = model(long, "always", saves=True) if long[-1] <= base.context_length else None
@@ -206,7 +207,7 @@ def measure_tower(base: BaseModel, peak: Peak) -> tuple[int, float]:
 def probe(
     new_forward_backward: NewForwardBackward,
     bank: AdapterBank,
-    choice: Choice,
+    policy: RecomputePolicy,
     *,
     vocab: int,
     length: int,
@@ -224,7 +225,7 @@ def probe(
     op = Pass("probe", 1, datums, "cross_entropy", {}, needs_grad=needs_grad)
     adapter = bank.create("probe", AdapterSpec(PROBE_RANK, seed=0))
     forward_backward = new_forward_backward(
-        micro_batch_tokens=tokens - saves, recompute=choice, save_tokens=0 if saves else sys.maxsize
+        micro_batch_tokens=tokens - saves, recompute=policy, save_tokens=0 if saves else sys.maxsize
     )
     state, cost = PassState(op, adapter), PassesCost()
     try:
@@ -317,28 +318,30 @@ def fit(measured: Sequence[tuple[int, int]]) -> Line:
     return Line(max(0.0, few - slope * tokens), slope)
 
 
-def budget(activations: Activations, free_bytes: int, choice: Choice) -> Budget:
+def budget(activations: Activations, free_bytes: int, policy: RecomputePolicy) -> Budget:
     """Choose the faster way to run micro-batches of at most `free_bytes`, and their size.
 
     Raises TooLittleMemory.
     """
-    kept = rounded(kept_tokens(activations, free_bytes, choice))
+    kept = rounded(kept_tokens(activations, free_bytes, policy))
     model = activations.recomputed
     recomputed = min(rounded(model.tokens_in(free_bytes)), ENOUGH_TOKENS) if model else 0
-    if choice == "never" or kept_is_faster(kept, recomputed):
+    if policy == "never" or kept_is_faster(kept, recomputed):
         return Budget(enough(kept, activations.kept, free_bytes), kept)
     return Budget(enough(recomputed, model, free_bytes), kept)
 
 
-def longest_datum(activations: Activations, free_bytes: int, choice: Choice, host_tokens: int = 0) -> tuple[int, int]:
+def longest_datum(
+    activations: Activations, free_bytes: int, policy: RecomputePolicy, host_tokens: int = 0
+) -> tuple[int, int]:
     """Return the tokens of the longest datum in `free_bytes`, and the length above which a datum must save memory.
 
     The host has memory for the layer inputs of `host_tokens`. A datum is recomputed if possible. (0, sys.maxsize): not
     measured.
     """
-    model = activations.kept if choice == "never" else activations.recomputed
+    model = activations.kept if policy == "never" else activations.recomputed
     plain = max(0, model.tokens_in(free_bytes)) if model else 0
-    if choice == "never" or activations.saving is None:
+    if policy == "never" or activations.saving is None:
         return plain, sys.maxsize
     saving = min(activations.saving.tokens_in(free_bytes), host_tokens)
     # The length moves bits, so another measurement on the same hardware must yield it.
@@ -364,9 +367,9 @@ def time_of_token(tokens: int) -> float:
     return 1 + FIXED_TOKENS / filled if filled > 0 else inf
 
 
-def kept_tokens(activations: Activations, free_bytes: int, choice: Choice) -> int:
+def kept_tokens(activations: Activations, free_bytes: int, policy: RecomputePolicy) -> int:
     """Return how many tokens fit without recomputing; 0 with "always"."""
-    if choice == "always" or activations.kept is None:
+    if policy == "always" or activations.kept is None:
         return 0
     return max(0, activations.kept.tokens_in(free_bytes))
 

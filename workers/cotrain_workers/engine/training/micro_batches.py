@@ -17,11 +17,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, pairwise
 
 from cotrain_workers.engine.ops import Datum
-from cotrain_workers.engine.routing import bucket, up_to
+from cotrain_workers.engine.routing import bucket
 
 #: Tokens of a shorter prompt are computed again: each group takes more calls of the attention.
 LEAST_SHARED = 64
@@ -58,21 +57,20 @@ class OpSlice:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Slices that run together, each from a row that is a multiple of `align`."""
+    """Slices that run together, one after the other in the packed row."""
 
     op_slices: tuple[OpSlice, ...]
-    align: int = 1
     tokens: int = field(init=False)  # rows with a tenant's token
     padded_tokens: int = field(init=False)  # rows including the filler sequences
     spans: Sequence[tuple[int, int]] = field(init=False)  # first row of each slice, and the row after its last token
     needs_grad: bool = field(init=False)  # True if a slice needs a gradient
 
     def __post_init__(self) -> None:
-        *starts, rows = accumulate((up_to(p.tokens, self.align) for p in self.op_slices), initial=0)
+        ends = list(accumulate((p.tokens for p in self.op_slices), initial=0))
         vars(self).update(  # the class is frozen; these are read often
-            tokens=sum(p.tokens for p in self.op_slices),
-            padded_tokens=bucket(rows),
-            spans=[(at, at + p.tokens) for at, p in zip(starts, self.op_slices, strict=True)],
+            tokens=ends[-1],
+            padded_tokens=bucket(ends[-1]),
+            spans=list(pairwise(ends)),
             needs_grad=any(p.needs_grad for p in self.op_slices),
         )
 
@@ -137,27 +135,18 @@ def of_one_kind(op_slices: Sequence[OpSlice]) -> list[list[OpSlice]]:
     return [[each for each in op_slices if each.needs_grad == kind] for kind in kinds]
 
 
-def fill(
-    op_slices: Sequence[OpSlice], limit: int, align: int = 1, order_by_owner: Sequence[Any] | None = None
-) -> list[MicroBatch]:
-    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go last.
-
-    Each micro-batch is sorted by the owners' keys in `order_by_owner`; equals keep their order.
-    """
+def fill(op_slices: Sequence[OpSlice], limit: int) -> list[MicroBatch]:
+    """Put slices, in order, into micro-batches of at most `limit` rows; forward-only slices go last."""
     in_order = [p for p in op_slices if p.needs_grad] + [p for p in op_slices if not p.needs_grad]
     bins: list[list[OpSlice]] = []
     rows = 0
     for op_slice in in_order:
-        more = up_to(op_slice.tokens, align)
-        if not bins or rows + more > limit:
+        if not bins or rows + op_slice.tokens > limit:
             bins.append([])
             rows = 0
         bins[-1].append(op_slice)
-        rows += more
-    if order_by_owner is not None:
-        for each in bins:
-            each.sort(key=lambda op_slice: order_by_owner[op_slice.owner])
-    return [MicroBatch(tuple(each), align) for each in bins]
+        rows += op_slice.tokens
+    return [MicroBatch(tuple(each)) for each in bins]
 
 
 def shared_prompts(datums: Sequence[Datum]) -> list[int]:

@@ -53,6 +53,7 @@ class PassState:
     rows_before: int = 0  # of those, in earlier cycles
     long: LongSlice | None = None  # the first of `slices`, part of which ran
     long_work: Yielding[HeadResult] | None = None  # the rest of its computation
+    long_counted: int = 0  # tokens of that datum that count in the cost of some cycle
     gradient: Gradient | None = None  # destination of its weight gradients, once a slice has run
     gradient_before: torch.Tensor | None = None  # copy from before the long datum in work, which other slices precede
     results: list[HeadResult] = field(default_factory=list)  # of its slices, on the device
@@ -93,8 +94,8 @@ class PassState:
 
     @property
     def rows_now(self) -> int:
-        """Number of tokens that have run in this cycle."""
-        return self.done_rows - self.rows_before
+        """Number of tokens that have run in this cycle; 0 if a long datum of earlier cycles begins anew."""
+        return max(0, self.done_rows - self.rows_before)
 
     def shared_in(self, op_slice: OpSlice) -> Sequence[int]:
         """Return the tokens of each datum of a slice whose rows belong to an earlier datum of it."""

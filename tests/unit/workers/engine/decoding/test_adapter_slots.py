@@ -50,6 +50,11 @@ def product(slot: Slot | None) -> torch.Tensor:
     return found
 
 
+def test_ranks_up_to_a_power_of_two_share_a_pool() -> None:
+    ranks = (1, 8, 9, 16, 40, 64, 100)
+    assert [slot_layout(TARGETS, rank).rank for rank in ranks] == [8, 8, 16, 16, 64, 64, 128]
+
+
 @pytest.mark.parametrize("rank", [1, 5, 8, 20])
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_slot_computes_what_its_adapter_computes(rank: int, target: Target) -> None:

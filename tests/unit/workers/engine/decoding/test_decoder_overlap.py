@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
-from cotrain_workers.engine.decoding.next_tokens import Choice, choose
+from cotrain_workers.engine.decoding.next_tokens import DrawParams, choose
 from cotrain_workers.engine.decoding.requests import Progress
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import HostWeights
@@ -149,6 +149,6 @@ def test_a_token_chosen_from_non_finite_logits_is_in_the_vocabulary() -> None:
     logits = torch.full((3, 5), torch.nan)
     logits[1] = torch.inf
 
-    found = choose(logits, [Choice(1.0, -1, 1.0, point) for point in (0.0, 0.5, 0.999)])
+    found = choose(logits, [DrawParams(1.0, -1, 1.0, point) for point in (0.0, 0.5, 0.999)])
 
     assert ((found >= 0) & (found < 5)).all()

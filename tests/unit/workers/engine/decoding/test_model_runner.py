@@ -20,7 +20,7 @@ from cotrain_workers.engine.decoding import model_runner, page_kernel
 from cotrain_workers.engine.decoding.adapter_slots import WeightSlots
 from cotrain_workers.engine.decoding.decoder import EngineDecoder
 from cotrain_workers.engine.decoding.model_runner import CudaRecorder, Inputs
-from cotrain_workers.engine.decoding.page_kernel import kernel_takes
+from cotrain_workers.engine.decoding.page_kernel import PagesCall, kernel_takes
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
 from cotrain_workers.engine.decoding.slot_pool import Pool, Slot, slot_layout, slot_per_row
 from cotrain_workers.engine.decoding.step import RowLora, grouped_lora, slot_order
@@ -250,22 +250,18 @@ def test_grouped_lora_equals_row_lora(new_engine: NewEngine) -> None:
 def test_a_kernel_over_pages_with_wrong_results_is_not_used(
     new_engine: NewEngine, as_on_cuda: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lengths, queries, window = 6, 8, 10
-
     def forgets_the_window(*args: Any) -> None:
-        given = list(args)
-        given[window] = None
-        plain_pages(*given)
+        plain_pages(*PagesCall(*args)._replace(window=None))
 
     def loses_a_token_key(*args: Any) -> None:
-        given = list(args)
-        given[lengths] = args[lengths] - ((args[lengths] > 1000) & (args[queries] == 1)).int()
-        plain_pages(*given)
+        call = PagesCall(*args)
+        lost = (call.lengths > 1000) & (call.queries == 1)
+        plain_pages(*call._replace(lengths=call.lengths - lost.int()))
 
     def loses_a_prompt_key(*args: Any) -> None:
-        given = list(args)
-        given[lengths] = args[lengths] - ((args[lengths] > 16) & (args[queries] > 1)).int()
-        plain_pages(*given)
+        call = PagesCall(*args)
+        lost = (call.lengths > 16) & (call.queries > 1)
+        plain_pages(*call._replace(lengths=call.lengths - lost.int()))
 
     def cannot(*args: Any) -> None:
         raise RuntimeError("page size")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain_workers.engine.decoding.next_tokens import Choice, choose, uniform
+from cotrain_workers.engine.decoding.next_tokens import DrawParams, choose, uniform
 
 VOCAB = 50
 
@@ -16,7 +16,7 @@ def logits(rows: int, seed: int = 0) -> torch.Tensor:
 def drawn(row: torch.Tensor, *, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> np.ndarray:
     """Return the frequencies of the tokens drawn with 20,000 evenly spread numbers."""
     count = 20_000
-    choices = [Choice(temperature, top_k, top_p, (at + 0.5) / count) for at in range(count)]
+    choices = [DrawParams(temperature, top_k, top_p, (at + 0.5) / count) for at in range(count)]
     tokens = choose(row.expand(count, -1), choices)
     return torch.bincount(tokens, minlength=VOCAB).numpy() / count
 
@@ -69,7 +69,7 @@ def test_equally_probable_tokens_are_kept_or_dropped_together() -> None:
 def test_greedy_chooses_the_lowest_of_equal_tokens() -> None:
     row = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
 
-    assert choose(row, [Choice(0.0, -1, 1.0, 0.99)]).tolist() == [1]
+    assert choose(row, [DrawParams(0.0, -1, 1.0, 0.99)]).tolist() == [1]
 
 
 @pytest.mark.parametrize("point", [0.0, 1 - 2.0**-53])
@@ -77,12 +77,12 @@ def test_the_ends_of_the_unit_interval_draw_a_possible_token(point: float) -> No
     row = torch.full((1, VOCAB), -torch.inf)
     row[0, 7] = 0.0
 
-    assert choose(row, [Choice(1.0, -1, 1.0, point)]).tolist() == [7]
+    assert choose(row, [DrawParams(1.0, -1, 1.0, point)]).tolist() == [7]
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-310, 5e-324])
 def test_a_tiny_temperature_draws_the_most_probable_token(temperature: float) -> None:
-    choice = Choice(temperature, -1, 0.9, 0.5)
+    choice = DrawParams(temperature, -1, 0.9, 0.5)
     assert choose(logits(1), [choice]).tolist() == [int(logits(1).argmax())]
 
 
@@ -90,7 +90,7 @@ def test_a_row_is_sampled_as_if_it_were_alone() -> None:
     rows = logits(200)
     rng = np.random.default_rng(0)
     choices = [
-        Choice(
+        DrawParams(
             float(rng.choice([0.0, 0.5, 1.0])),
             int(rng.choice([-1, 3, 20])),
             float(rng.choice([1.0, 0.7])),

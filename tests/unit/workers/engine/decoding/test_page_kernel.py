@@ -12,7 +12,7 @@ from cotrain_workers.engine.decoding import page_kernel
 from cotrain_workers.engine.decoding.page_kernel import kernel_is_right
 from cotrain_workers.engine.model.configuration import KvShape
 from tests.support.lora_problem import needs_kernels
-from tests.support.page_problem import CPU, LENGTHS, Rule, assert_dense, attend, sequence, sinks
+from tests.support.page_problem import CPU, LENGTHS, Rule, assert_dense, attend, sequence
 
 pytestmark = [
     needs_kernels,
@@ -37,12 +37,11 @@ def test_query_heads_share_keys(heads: tuple[int, int], width: int) -> None:
         Rule(window=1),
         Rule(window=20),
         Rule(window=1100),
-        Rule(sinks=sinks(4)),
-        Rule(1100, 3.0, sinks(4)),
+        Rule(1100, 3.0),
     ],
     ids=str,
 )
-def test_caps_windows_and_sinks(rule: Rule) -> None:
+def test_caps_and_windows(rule: Rule) -> None:
     assert_dense([sequence(length) for length in (1, 17, 1025, 2300)], rule)
 
 
@@ -50,11 +49,11 @@ def test_caps_windows_and_sinks(rule: Rule) -> None:
 def test_sixteen_bits(dtype: torch.dtype) -> None:
     given = [sequence(length, width=32, dtype=dtype) for length in (1, 17, 1025)]
 
-    assert_dense(given, Rule(cap=20.0, sinks=sinks(4)))
+    assert_dense(given, Rule(cap=20.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [Rule(), Rule(20, 3.0, sinks(4))], ids=str)
+@pytest.mark.parametrize("rule", [Rule(), Rule(20, 3.0)], ids=str)
 def test_prompts(dtype: torch.dtype, rule: Rule) -> None:
     given = [sequence(length, n, dtype=dtype) for length, n in ((1, 1), (64, 64), (150, 22))]
 
@@ -64,7 +63,7 @@ def test_prompts(dtype: torch.dtype, rule: Rule) -> None:
 @pytest.mark.parametrize("queries", [1, 5])
 def test_bits_depend_on_the_sequence_alone(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = sequence(2100, queries)
-    rule = Rule(1900, 30.0, sinks(4))
+    rule = Rule(1900, 30.0)
     alone = attend([mine], rule)[0]
     broken = replace(sequence(1500, queries), k=torch.full((1500, 1, 16), torch.nan))
     others = [sequence(1024, queries), sequence(70, queries), broken]

@@ -50,9 +50,8 @@ def test_running_out_of_memory_in_a_group_is_an_error(new_engine: NewEngine, mon
         engine.run(passes(0))
 
 
-@pytest.mark.parametrize("lora", ["seg", "grouped"])
-def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine, lora: str) -> None:
-    small, large = (new_engine(lora_backend=lora) for _ in range(2))
+def test_a_micro_batch_too_large_for_memory_is_halved(new_engine: NewEngine) -> None:
+    small, large = new_engine(), new_engine()
     limit_rows(small, 128)
 
     out = small.run(passes(0))

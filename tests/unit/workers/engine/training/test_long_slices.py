@@ -15,7 +15,7 @@ import torch
 from typing_extensions import override
 
 from cotrain_workers.engine import engine as engine_module
-from cotrain_workers.engine.coordination import drive
+from cotrain_workers.engine.coordination import Yielding, drive
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model import activation_checkpointing
 from cotrain_workers.engine.ops import Create, Op, OptimStep, Pass, PassOutput
@@ -24,6 +24,7 @@ from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.engine.training import batch_runner
 from cotrain_workers.engine.training.batch_runner import BatchRunner
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
+from cotrain_workers.engine.training.heads import HeadResult
 from cotrain_workers.engine.training.long_slices import MAX_SUSPENDED, HostInputs, LongSlice
 from cotrain_workers.engine.training.micro_batches import Budget
 from tests.support import tiny_models
@@ -193,6 +194,29 @@ def test_a_long_datum_without_memory_runs_again_and_saves_memory(
         exact.append(output.is_exact)
     assert kinds == [list, HostInputs, HostInputs]
     assert exact == [False, True]
+
+
+@pytest.mark.parametrize("recompute", ["always", "never"])  # the datum then saves memory, or fails
+def test_tokens_count_once_if_memory_runs_out_in_a_later_cycle(new_engine: NewEngine, recompute: str) -> None:
+    engine, op = begun(new_engine, recompute=recompute), long_pass()
+    cycles = [_cycle(engine, [op]) for _ in range(3)]
+    (state,) = engine.open_passes._state_by_run.values()
+
+    def run_out() -> Yielding[HeadResult]:
+        yield from ()
+        raise torch.OutOfMemoryError
+
+    state.long_work = run_out()
+    while (op.run, op.seq) not in cycles[-1].outputs:
+        cycles.append(_cycle(engine, [op]))
+
+    assert isinstance(cycles[-1].outputs[op.run, op.seq], PassOutput) == (recompute == "always")
+    assert sum(cycle.tokens for cycle in cycles) <= 50
+    assert all(0 <= cycle.tokens <= cycle.padded_tokens for cycle in cycles)
+    assert all(cycle.divided[op.run, op.seq].now >= 0 for cycle in cycles)
+    if recompute == "always":
+        assert sum(cycle.tokens for cycle in cycles) == 50
+        assert sum(cycle.padded_tokens for cycle in cycles) == 64
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])

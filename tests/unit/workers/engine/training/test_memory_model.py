@@ -19,7 +19,7 @@ from bench.support.roofline import adapter_bytes, adapter_parameters, flops_per_
 from cotrain_workers.engine.adapters.bank import AdapterBank, adapter_budget
 from cotrain_workers.engine.decoding.kv_cache import CUDA_SHARE, sampler_bytes
 from cotrain_workers.engine.lora.backend import find_backend
-from cotrain_workers.engine.model.activation_checkpointing import Choice
+from cotrain_workers.engine.model.activation_checkpointing import RecomputePolicy
 from cotrain_workers.engine.model.base_model import BaseModel
 from cotrain_workers.engine.training.forward_backward import ForwardBackward
 from cotrain_workers.engine.training.memory_model import (
@@ -28,7 +28,6 @@ from cotrain_workers.engine.training.memory_model import (
     MAX_TOKENS,
     OWN_BYTES,
     RECOMPUTED_TIME,
-    STACKED_SHARE,
     TOWER_SHARE,
     UNDO_SHARE,
     ActivationModel,
@@ -102,7 +101,7 @@ def bytes_of(tokens: int) -> int:
         (100, "auto", Budget(1536, 0)),
     ],
 )
-def test_layers_are_recomputed_where_that_is_faster(fitting: int, choice: Choice, expected: Budget) -> None:
+def test_layers_are_recomputed_where_that_is_faster(fitting: int, choice: RecomputePolicy, expected: Budget) -> None:
     assert budget(BOTH, bytes_of(fitting), choice) == expected
 
 
@@ -125,7 +124,7 @@ def test_few_kept_tokens_are_faster_than_many_recomputed_ones(kept: int, recompu
 
 
 @pytest.mark.parametrize(("choice", "expected"), [("auto", 16_000), ("never", 685)])
-def test_the_longest_datum_is_recomputed_if_it_may_be(choice: Choice, expected: int) -> None:
+def test_the_longest_datum_is_recomputed_if_it_may_be(choice: RecomputePolicy, expected: int) -> None:
     longest, save_tokens = longest_datum(BOTH, 6 * GB, choice)
     assert longest == pytest.approx(expected, abs=30)
     assert save_tokens == sys.maxsize
@@ -142,7 +141,7 @@ def test_the_longest_datum_is_recomputed_if_it_may_be(choice: Choice, expected: 
     ],
 )
 def test_a_longer_datum_has_its_layer_inputs_on_the_host(
-    choice: Choice, host_tokens: int, expected: tuple[int, int]
+    choice: RecomputePolicy, host_tokens: int, expected: tuple[int, int]
 ) -> None:
     each = replace(BOTH, saving=ActivationModel(HEAD, Line(GB, 100_000)))
     longest, save_tokens = longest_datum(each, 6 * GB, choice, host_tokens)
@@ -168,7 +167,7 @@ def test_the_micro_batch_of_a_large_device_is_limited() -> None:
 
 
 @pytest.mark.parametrize("choice", ["auto", "always"])
-def test_a_probe_that_fits_only_with_recomputation_is_sufficient(choice: Choice) -> None:
+def test_a_probe_that_fits_only_with_recomputation_is_sufficient(choice: RecomputePolicy) -> None:
     found = budget(Activations(None, RECOMPUTED), 4 * GB, choice)
 
     assert (found.tokens, found.keep_tokens) == (ENOUGH_TOKENS, 0)
@@ -178,7 +177,7 @@ def test_a_probe_that_fits_only_with_recomputation_is_sufficient(choice: Choice)
 @pytest.mark.parametrize("both", [BOTH, Activations(None, None)])
 @pytest.mark.parametrize("free_bytes", [GB, -GB])
 def test_too_little_memory_is_an_error_that_names_the_micro_batch(
-    choice: Choice, both: Activations, free_bytes: int
+    choice: RecomputePolicy, both: Activations, free_bytes: int
 ) -> None:
     with pytest.raises(TooLittleMemory, match="micro-batch"):
         budget(both, free_bytes, choice)
@@ -203,9 +202,7 @@ def test_a_given_size_determines_only_the_tokens_kept() -> None:
 def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     free = micro_batch_bytes(141 * GB, 17 * GB, 0)
 
-    assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(
-        free - 9.5 * (1 + STACKED_SHARE + UNDO_SHARE) * GB
-    )
+    assert micro_batch_bytes(141 * GB, 17 * GB, 10 * GB) == pytest.approx(free - 9.5 * (1 + UNDO_SHARE) * GB)
     assert 0.7 < free / (124 * GB) < 0.75
     assert micro_batch_bytes(141 * GB, 17 * GB, 0, 3 * GB) == free - 3 * GB
     assert micro_batch_bytes(141 * GB, 17 * GB, 0, 60 * GB) == int(free * (1 - TOWER_SHARE))
@@ -213,8 +210,8 @@ def test_adapters_and_key_value_memory_are_subtracted_first() -> None:
     assert rows == Activations(
         ActivationModel(Line(GB, 1e5 + 1), Line(GB, 7.1e6)), ActivationModel(Line(GB, 1e5 + 1), Line(1.2 * GB, 4e5))
     )
-    # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 6,144 tokens are kept.
-    assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 6144
+    # Qwen3-8B on an H200 with 24 GB of adapters: 7 MB per token, and 8,192 tokens are kept.
+    assert budget(BOTH, micro_batch_bytes(141 * GB, 17 * GB, 24 * GB), "auto").keep_tokens == 8192
 
 
 @pytest.mark.parametrize(
@@ -340,7 +337,9 @@ def test_the_tower_is_measured_with_the_largest_image_that_fits(
         (512, "always", Budget(512, 0)),
     ],
 )
-def test_on_a_cpu_nothing_is_measured(new_engine: NewEngine, asked: int, choice: Choice, expected: Budget) -> None:
+def test_on_a_cpu_nothing_is_measured(
+    new_engine: NewEngine, asked: int, choice: RecomputePolicy, expected: Budget
+) -> None:
     base = new_engine()._base
 
     assert size_micro_batches(base, waves(base), asked, choice, adapter_bytes=0) == expected

@@ -15,8 +15,8 @@ import torch
 from cotrain_workers.engine.lora.fused import operators  # noqa: F401  # it registers the ops
 from cotrain_workers.engine.lora.fused.fused_experts import ExpertProducts, FusedExperts, find_probes, sort_rows
 from cotrain_workers.engine.lora.fused.tables import A, B, ModuleGroup, Tables, make_tables
-from cotrain_workers.engine.lora.grouped import SiblingResults
 from cotrain_workers.engine.lora.segmented import SegmentLora, anchor
+from cotrain_workers.engine.lora.siblings import SiblingResults
 from cotrain_workers.engine.routing import ExpertWeights, LinearWeights, Part, Segment
 
 

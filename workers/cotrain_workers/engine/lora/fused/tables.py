@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from cotrain_workers.engine.device import to_device
-from cotrain_workers.engine.lora.grouped import shared_input
+from cotrain_workers.engine.lora.siblings import shared_input
 from cotrain_workers.engine.routing import Segment
 from cotrain_workers.engine.spec import Layout, Pair, Target, lay_out_matrices
 

@@ -24,7 +24,7 @@ TENANTS = (
 )
 
 
-def engine(folder: Path, lora: backend.Choice) -> Engine:
+def engine(folder: Path, lora: backend.BackendChoice) -> Engine:
     return Engine.load(str(folder), dtype=torch.float32, lora_backend=lora)
 
 

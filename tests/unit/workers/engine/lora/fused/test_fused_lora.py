@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain_workers.engine.lora import backend as lora_backend
 from cotrain_workers.engine.lora.backend import BackendUnfit, find_backend
 from cotrain_workers.engine.lora.fused import fused_lora, operators
 from cotrain_workers.engine.lora.fused.operators import GELU, SILU
@@ -142,7 +141,6 @@ def corrupt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_on_cuda_is_fused_if_the_kernels_are_correct(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lora_backend, "slow", lambda weight: "it is slow")
     assert find_backend("auto", TARGETS, on_cuda()).name == "fused"
 
     corrupt(monkeypatch)
@@ -165,4 +163,4 @@ def test_a_kernel_that_fails_to_run_is_not_used(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_self_check_finds_no_difference_in_bf16() -> None:
-    assert disagreement(CPU, torch.bfloat16, backend="fused") is None
+    assert disagreement(CPU, torch.bfloat16) is None
