@@ -254,6 +254,12 @@ def shared_connection(settings: ClientSettings) -> Connection:
 # ---- Results ---------------------------------------------------------------------------------------------
 
 
+async def call(transport: Transport, path: str, request: BaseModel, result: type[Result]) -> Result:
+    """POST a request that the server queues, and wait for its result. Raises RequestFailed or APIError."""
+    future = await transport.post(path, request, reader(UntypedAPIFuture))
+    return await wait_for_result(transport, future.request_id, result)
+
+
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
     """Wait for the result of a forward or forward_backward. Raises RequestFailed or APIError."""
     return await wait_for_result(transport, request_id, ForwardBackwardOutput, decode_pass_output)
