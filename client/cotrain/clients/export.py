@@ -1,14 +1,14 @@
 """Export of a checkpoint for other programs: download, conversion, and comparison with the server."""
 
+from __future__ import annotations
+
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
-from cotrain.clients.rest import RestClient
-from cotrain.clients.sampling import SamplingClient
 from cotrain.errors import ExportFailed
 from cotrain.export import scores
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
@@ -19,24 +19,8 @@ from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.sampling import SamplingParams
 
-
-class Service(Protocol):
-    """The methods of ServiceClient that an export needs."""
-
-    def create_rest_client(self) -> RestClient:
-        """Return a client for records."""
-        ...
-
-    @property
-    def create_sampling_client(self) -> Callable[..., SamplingClient]:
-        """Factory of samplers."""
-        ...
-
-    @property
-    def download_checkpoint(self) -> Callable[..., list[str]]:
-        """Download of PEFT files."""
-        ...
-
+if TYPE_CHECKING:  # ServiceClient imports this module
+    from cotrain.clients.service import ServiceClient
 
 Form = Literal["merged", "peft", "vllm", "tinker", "gguf"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -125,7 +109,7 @@ def plan_export(options: Options, base: BaseFolder, adapter: Adapter) -> _Plan:
     return _Plan(kind, adapter, notes)
 
 
-def export(service: Service, options: Options, progress: ExportProgress) -> Exported:
+def export(service: ServiceClient, options: Options, progress: ExportProgress) -> Exported:
     """Export a checkpoint. The folder appears complete, after the comparison with the server.
 
     With `check`, an existing export of the checkpoint is compared again and not written.
@@ -175,7 +159,13 @@ class _Comparison:
     """Log-probs of the server for a few texts, and the comparisons with them."""
 
     def __init__(
-        self, service: Service, path: str, base_model: str, base: BaseFolder, limit: float, progress: ExportProgress
+        self,
+        service: ServiceClient,
+        path: str,
+        base_model: str,
+        base: BaseFolder,
+        limit: float,
+        progress: ExportProgress,
     ) -> None:
         sampler = service.create_sampling_client(model_path=path)
         prompts = scores.prompts(base.vocab_size)

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import httpx
 from google.protobuf.message import Message
 from pydantic import BaseModel
+from typing_extensions import override
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
 from cotrain.settings import proxy_of, through_proxy, trusted
@@ -78,20 +79,16 @@ class Transport:
         self.compresses = False
         """True if passes are compressed, as the server requests of a client on another host."""
         self._contact = Contact(base_url)
-        proxy = None if network else proxy_of(base_url)
-        self._pools = ConnectionPools(
-            lambda: httpx.AsyncClient(
-                base_url=f"{base_url.rstrip('/')}/api/v1/",
-                headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
-                timeout=TIMEOUT,
-                limits=LIMITS,
-                transport=network,
-                verify=trusted(),
-                proxy=proxy,
-                trust_env=False,
-            )
+        if network is None:
+            proxy = proxy_of(base_url)
+            network = ConnectionPools(lambda: httpx.AsyncHTTPTransport(verify=trusted(), limits=LIMITS, proxy=proxy))
+        self._http = httpx.AsyncClient(
+            base_url=f"{base_url.rstrip('/')}/api/v1/",
+            headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
+            timeout=TIMEOUT,
+            transport=network,
+            trust_env=False,
         )
-        self._http = self._pools.first
 
     @property
     def is_known(self) -> bool:
@@ -207,7 +204,7 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._pools.close()
+        await self._http.aclose()
 
     async def _request(
         self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None
@@ -245,7 +242,7 @@ class Transport:
     async def _send(self, request: httpx.Request, reads: Callable[[httpx.Response], T]) -> T:
         request.headers.update(trace_headers())
         try:
-            response = await self._pools.send(request)
+            response = await self._http.send(request)
         except httpx.TransportError as error:
             through = through_proxy(str(request.url))
             raise connection_error(error, request.url, through, is_known=self.is_known) from error
@@ -263,38 +260,30 @@ class Transport:
 
 @dataclass
 class _Pool:
-    http: httpx.AsyncClient
+    network: httpx.AsyncBaseTransport
     in_flight: int = 0
 
 
-class ConnectionPools:
-    """Pools of connections to one server; a request uses the first pool that is not full.
+class ConnectionPools(httpx.AsyncBaseTransport):
+    """Pools of connections to one server; a request uses the first pool that is not full."""
 
-    Runs on the client's own loop.
-    """
-
-    def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
+    def __init__(self, make_pool: Callable[[], httpx.AsyncBaseTransport]) -> None:
         self._make_pool = make_pool
         self._pools = [_Pool(make_pool())]
 
-    @property
-    def first(self) -> httpx.AsyncClient:
-        """The pool that always exists, used to build requests."""
-        return self._pools[0].http
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and return its response. Raises the errors of httpx."""
+    @override
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         pool = self._free_pool()
         pool.in_flight += 1
         try:
-            return await pool.http.send(request)
-        finally:
+            return await pool.network.handle_async_request(request)
+        finally:  # at the head of the response, whose body follows soon
             pool.in_flight -= 1
 
-    async def close(self) -> None:
-        """Close every connection."""
+    @override
+    async def aclose(self) -> None:
         for pool in self._pools:
-            await pool.http.aclose()
+            await pool.network.aclose()
 
     def _free_pool(self) -> _Pool:
         for pool in self._pools:
