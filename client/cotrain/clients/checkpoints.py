@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from cotrain.clients.run_results import joined
 from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop, wait_for_result
 from cotrain.requests.futures import Future
@@ -222,5 +223,4 @@ def then_prune(
             log.warning("older checkpoints of %s were not deleted: %s", run, error)
         return answer
 
-    accepted = loop.start(saved.accepted_async())
-    return Future(accepted, loop.start(finish()), what=f"a save of {run}")
+    return joined(loop, [saved], finish(), what=f"a save of {run}")

@@ -53,7 +53,7 @@ def joined_step(
     async def finish() -> TrainOutput:
         return TrainOutput(await passed, await stepped)
 
-    return _joined(loop, (passed, stepped), finish(), what="a train call")
+    return joined(loop, (passed, stepped), finish(), what="a train call")
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ def _evaluated(
         whole = combine(outputs)
         return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
 
-    return _joined(loop, (*bounds, *passes), finish(), what="an evaluation")
+    return joined(loop, (*bounds, *passes), finish(), what="an evaluation")
 
 
-def _joined(
+def joined(
     loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
 ) -> Future[T]:
     """Return a future that is accepted when all parts are. It fails with the first failure of a part."""

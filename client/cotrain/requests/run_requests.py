@@ -176,12 +176,22 @@ class RunRequests:
         outcome = self._outcome(accepted, partial(self._polled, wait))
         return Future(accepted, outcome, what=f"{what} of run {self.model_id}")
 
-    async def fill(self, seq_id: int, error: APIError) -> None:
-        """Fill the `seq_id` of a request that failed with this error."""
-        if is_transient(error):
-            await self._fill_once(seq_id)
-        else:
-            await self._fill_gap(seq_id)
+    async def fill(self, seq_id: int, *, is_abandoned: bool) -> None:
+        """Send an empty request in place of one that failed. Otherwise the server would block all later ones.
+
+        An abandoned request may have been lost, and later ones may already wait for it. So the empty one is tried
+        only once. If it may be lost too, the next request sends it first.
+        """
+        if is_abandoned:
+            self._lost.add(seq_id)
+        post = self._transport.post_once if is_abandoned else self._transport.post
+        try:
+            await post("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
+        except APIError as error:
+            if is_transient(error):
+                self._lost.add(seq_id)
+                return
+        self._lost.discard(seq_id)
 
     async def fill_lost(self) -> None:
         """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
@@ -248,36 +258,12 @@ class RunRequests:
         except RateLimitError:
             raise
         except APIError as error:
-            await self.fill(request.seq_id, error)
+            await self.fill(request.seq_id, is_abandoned=is_transient(error))
             raise
 
     async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
         future = await self._transport.post(path, request, reader(UntypedAPIFuture), raises_busy=raises_busy)
         return future.request_id
-
-    async def _fill_once(self, seq_id: int) -> None:
-        """Try once to fill the `seq_id` of an abandoned request: later requests may already wait for it.
-
-        If that fails too, the next request fills it first.
-        """
-        self._lost.add(seq_id)
-        try:
-            await self._transport.post_once("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
-        except APIError as error:
-            if is_transient(error):
-                return
-        self._lost.discard(seq_id)
-
-    async def _fill_gap(self, seq_id: int) -> None:
-        """Send an empty request with the `seq_id` of a rejected one.
-
-        Otherwise the server would wait for this `seq_id`, and block every later request of the run.
-        """
-        try:
-            await self._accepted("forward_backward", self._nothing_at(seq_id))
-        except APIError as error:
-            if is_transient(error):
-                self._lost.add(seq_id)
 
     def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
         return self._cross_entropy(seq_id, [], forward_only=True)
@@ -309,7 +295,7 @@ class RunRequests:
             outputs = await asyncio.gather(*(wait_for_pass(self._transport, request_id) for request_id in request_ids))
             datums = encode_datums(await asyncio.to_thread(custom.datums, combine(outputs)))
         except Exception:  # also any exception of the caller's loss
-            await asyncio.gather(*map(self._fill_gap, seq_ids))
+            await asyncio.gather(*(self.fill(seq_id, is_abandoned=False) for seq_id in seq_ids))
             raise
         # Split like the forward, whatever the sizes are now, because that many `seq_id`s were taken.
         remaining = iter(datums)

@@ -17,7 +17,7 @@ from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport
-from cotrain.transport.responses import reader
+from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
 from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
 from cotrain.wire.proto import wire_pb2 as wire
@@ -140,7 +140,7 @@ class SweepRequests:
         except APIError as error:
             for run, first in zip(runs, seq_ids, strict=True):
                 for seq_id in range(first, first + 1 + request.runs.HasField("adam")):
-                    await run.fill(seq_id, error)
+                    await run.fill(seq_id, is_abandoned=is_transient(error))
             raise
         if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
             raise MalformedMessage("sweep_pass did not answer for the runs of the request")
