@@ -11,15 +11,16 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import (
     APIError,
     APIStatusError,
+    Category,
     CheckpointNotFound,
     ClientClosed,
     ForeignAnswer,
@@ -37,7 +38,7 @@ from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
 from cotrain.wire.datums import ForwardBackwardOutput
-from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
+from cotrain.wire.runs import FutureRetrieveRequest, UntypedAPIFuture
 from cotrain.wire.sampling import CancelFutureRequest, SampleRequest, SampleResponse
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
 
@@ -312,13 +313,10 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
         raise MalformedMessage("retrieve_future did not answer a JSON object")
     if not {"error", "category"} <= answer.keys():
         return
-    try:
-        failure = RequestFailedResponse.model_validate(answer)
-    except ValidationError:
-        raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
-    if failure.error == NOT_FOUND:
-        raise CheckpointNotFound(failure.error, request_id)
-    raise RequestFailed(failure.error, request_id, failure.category)
+    error, category = str(answer["error"]), answer["category"]
+    if error == NOT_FOUND:
+        raise CheckpointNotFound(error, request_id)
+    raise RequestFailed(error, request_id, category if category in get_args(Category) else "unknown")
 
 
 class SampleRequests:

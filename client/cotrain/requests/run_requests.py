@@ -87,8 +87,7 @@ class RunRequests:
 
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
-            async with self._polls:
-                return await wait_for_result(self._transport, request_id, answer)
+            return await self._polled(partial(wait_for_result, result=answer), request_id)
 
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
         return self._send(path, [request(model_id=self.model_id, seq_id=1, **fields)], wait)

@@ -8,6 +8,7 @@ import concurrent.futures
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
@@ -159,15 +160,14 @@ class SweepRequests:
         async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
             return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
-        async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-            return await wait_for_result(transport, request_id, OptimStepResponse)
-
         def accepted(position: int) -> concurrent.futures.Future[str]:
             return self._loop.start(_request_id(answer, number, position))
 
         passed = run.result_of(accepted(0), wait, "a pass")
-        stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
-        return RunStep(passed, stepped)
+        if not has_step:
+            return RunStep(passed, None)
+        wait_for_step = partial(wait_for_result, result=OptimStepResponse)
+        return RunStep(passed, run.result_of(accepted(1), wait_for_step, "an optim_step"))
 
 
 def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:

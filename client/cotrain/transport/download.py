@@ -24,31 +24,31 @@ NOTHING_LEFT = 416
 
 
 async def size_of(http: httpx.AsyncClient, url: str) -> int:
-    """Return the bytes behind a link; 0 if the server sends no size. Raises the errors of httpx.
+    """Return the bytes behind a link; 0 if the server sends no size, or does not respond.
 
     It requests the first byte, because a link signed for GET rejects other methods.
     """
     request = _request(http, url, {"Range": "bytes=0-0"})
-    async with aclosing(await http.send(request, stream=True)) as answer:
-        if answer.status_code == PART:
-            whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
-        else:
-            whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    try:
+        async with aclosing(await http.send(request, stream=True)) as answer:
+            if answer.status_code == PART:
+                whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            else:
+                whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    except httpx.TransportError:  # the download itself reports it better
+        return 0
     return int(whole) if whole.isdecimal() else 0
 
 
 class Download:
     """Download of a URL to a file, which is complete or missing."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, url: str, target: Path, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, target: Path, on_bytes: Callable[[int, int], None]) -> None:
+        """Prepare a download; `on_bytes` is called with the bytes that have arrived and the total."""
         self._http = http
         self._url = url
         self._target = target
-        self._progress = progress
-        self._arrived = 0
-        self._arrived_before = 0
+        self._on_bytes = on_bytes
 
     async def resume(self) -> None:
         """Download the remaining bytes. Raises OSError, or APIError, which may be transient."""
@@ -72,11 +72,6 @@ class Download:
             raise APIConnectionError(f"{self._target.name} broke off: {error}") from error
         await asyncio.to_thread(part.replace, self._target)
 
-    def has_advanced(self) -> bool:
-        """Return True if bytes have arrived since the last call."""
-        before, self._arrived_before = self._arrived_before, self._arrived
-        return self._arrived > before
-
     def _request(self, part: Path | None) -> httpx.Request:
         if part is None:
             return _request(self._http, self._url, {})
@@ -95,9 +90,7 @@ class Download:
             async for chunk in answer.aiter_bytes():
                 await asyncio.to_thread(file.write, chunk)
                 had += len(chunk)
-                self._arrived = had
-                if self._progress:
-                    self._progress(had, total)
+                self._on_bytes(had, total)
         size = part.stat().st_size
         if "Content-Length" in answer.headers and size != total:
             await asyncio.to_thread(part.unlink)  # another process has also written to it

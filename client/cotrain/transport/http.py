@@ -111,7 +111,8 @@ class Transport:
         """
         body, content_headers = await self._encoded(message)
         all_headers = {**(headers or {}), **content_headers, "Accept": JSON}
-        return await self._until_answered(lambda: self._post(path, body, reads, all_headers), raises_busy=raises_busy)
+        send = partial(self._post, path, body, reads, all_headers)
+        return await self._until_answered(send, self.patience(), raises_busy=raises_busy)
 
     async def put(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PUT until there is a response. A field that is None is sent as null, which clears it.
@@ -147,19 +148,18 @@ class Transport:
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        return await self._until_answered(
-            lambda: self._send(
-                self._http.build_request(
-                    "POST",
-                    path,
-                    params=query.model_dump(exclude_none=True),
-                    content=content(),
-                    headers={"Content-Length": str(size), "Content-Type": BINARY},
-                    timeout=STREAM_TIMEOUT,
-                ),
-                reads,
+
+        def request() -> httpx.Request:
+            return self._http.build_request(
+                "POST",
+                path,
+                params=query.model_dump(exclude_none=True),
+                content=content(),
+                headers={"Content-Length": str(size), "Content-Type": BINARY},
+                timeout=STREAM_TIMEOUT,
             )
-        )
+
+        return await self._until_answered(lambda: self._send(request(), reads), self.patience())
 
     async def fetch(self, url: str, target: Path, progress: Callable[[int, int], None] | None = None) -> None:
         """Download a link of the server to a file, atomically.
@@ -167,24 +167,19 @@ class Transport:
         Resumes where an earlier attempt stopped, also one of another process. The link needs no key, so the
         key is not sent. Raises OSError or APIError.
         """
-        download = Download(self._http, url, target, progress)
         patience = self.patience()
-        while True:
-            try:
-                await download.resume()
-            except APIError as error:
-                if download.has_advanced():
-                    patience.renew()
-                await patience.wait_out(error)
-            else:
-                return
+
+        def on_bytes(arrived: int, total: int) -> None:
+            patience.renew()
+            if progress:
+                progress(arrived, total)
+
+        download = Download(self._http, url, target, on_bytes)
+        await self._until_answered(download.resume, patience)
 
     async def size_of(self, url: str) -> int:
         """Return the bytes behind a link; 0 if the server sends no size, or does not respond."""
-        try:
-            return await size_of(self._http, url)
-        except httpx.TransportError:  # the download itself reports it better
-            return 0
+        return await size_of(self._http, url)
 
     async def post_once(
         self, path: str, message: BaseModel | Message, reads: Callable[[httpx.Response], T], *, accept: str = JSON
@@ -211,10 +206,11 @@ class Transport:
     ) -> T:
         headers = {} if body is None else {"Content-Type": JSON}
         build = partial(self._http.build_request, method, path, content=body, headers=headers)
-        return await self._until_answered(lambda: self._send(build(), reads))
+        return await self._until_answered(lambda: self._send(build(), reads), self.patience())
 
-    async def _until_answered(self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False) -> T:
-        patience = self.patience()
+    async def _until_answered(
+        self, call: Callable[[], Awaitable[T]], patience: Patience, *, raises_busy: bool = False
+    ) -> T:
         while True:
             try:
                 return await call()
