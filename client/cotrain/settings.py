@@ -6,14 +6,13 @@ It also supports no networks in NO_PROXY, which container tools and VPNs write t
 
 import os
 import ssl
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass_environment
+from urllib.request import getproxies
 
 import httpx
 
@@ -135,8 +134,17 @@ def _shown(url: str) -> str:
 
 def _is_meant(entry: str, host: str, port: int | None) -> bool:
     """Return True if an entry of NO_PROXY matches a host: by name, as part of a domain, or of a network."""
+    if entry == "*":
+        return True
     entry = entry.rpartition("://")[2]
-    with suppress(ValueError):  # one of them is a name, or has a port
+    try:
         return ip_address(host) in ip_network(entry.replace("[", "").replace("]", ""), strict=False)
-    name = entry if entry == "*" else entry.removeprefix("*")
-    return bool(proxy_bypass_environment(f"{host}:{port or ''}", {"no": name}))
+    except ValueError:  # one of them is a name, or has a port
+        pass
+    name, colon, its_port = entry.rpartition(":")
+    if colon and its_port.isdecimal():
+        if int(its_port) != port:
+            return False
+        entry = name
+    domain = entry.strip("[]").removeprefix("*").removeprefix(".")
+    return host == domain or host.endswith(f".{domain}")

@@ -313,10 +313,10 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
         raise MalformedMessage("retrieve_future did not answer a JSON object")
     if not {"error", "category"} <= answer.keys():
         return
-    error, category = str(answer["error"]), answer["category"]
-    if error == NOT_FOUND:
-        raise CheckpointNotFound(error, request_id)
-    raise RequestFailed(error, request_id, category if category in get_args(Category) else "unknown")
+    message, category = str(answer["error"]), answer["category"]
+    if message == NOT_FOUND:
+        raise CheckpointNotFound(message, request_id)
+    raise RequestFailed(message, request_id, category if category in get_args(Category) else "unknown")
 
 
 class SampleRequests:
