@@ -371,7 +371,7 @@ class ServiceClient(ExplainsAbsent):
             prove=prove,
             check=check,
         )
-        return export.export(self, options, progress)
+        return export.export(self._session, options, progress)
 
     @wraps(export_checkpoint)
     async def export_checkpoint_async(self, *args: Any, **kwargs: Any) -> export.Exported:

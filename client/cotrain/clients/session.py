@@ -48,7 +48,7 @@ class Session:
         project_id: str | None = None,
         display_name: str | None = None,
     ) -> None:
-        self._connection = connection
+        self.connection = connection
         self._transport = connection.transport
         self._create_request = CreateSessionRequest(
             sdk_version=f"cotrain-{__version__}",
@@ -91,7 +91,7 @@ class Session:
 
     async def reserve_run(self) -> tuple[str, int]:
         """Return the `session_id` and the next `model_seq_id`."""
-        await self._connection.config()  # first, because it checks that this is a compatible server
+        await self.connection.config()  # first, because it checks that this is a compatible server
         return await self.id(), next(self.run_numbers)
 
     async def create_sampler(self, *, model_path: str | None = None, base_model: str | None = None) -> SamplingClient:
@@ -111,9 +111,9 @@ class Session:
 
     async def sampler(self, sampler_id: str, base_model: str) -> SamplingClient:
         """Return the client of an existing sampler."""
-        config = await self._connection.config()
+        config = await self.connection.config()
         return SamplingClient(
-            self._connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
+            self.connection, sampler_id, base_model, polls_in_batches=config.sample_use_retrieve_futures
         )
 
     async def _send_heartbeats(self, session_id: str) -> None:
