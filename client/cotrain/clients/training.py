@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from cotrain.clients.checkpoints import rules_of, then_prune
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
-from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
+from cotrain.clients.run_results import RunRecords, TrainOutput, joined
 from cotrain.clients.sampling import SamplingClient
 from cotrain.clients.session import Session
 from cotrain.clients.sweep import Sweep, Trial
@@ -235,13 +235,13 @@ class TrainingClient(Ready, RunRecords):
         `n` as many as rates. All are made in one cycle, from the memory of the worker. This run continues.
         Blocks until they exist. Raises UnsupportedInput, RequestFailed or APIError.
         """
-        return self._loop.run(self._forked(*self._save_for_forks(n, lr), name))
+        return self._loop.run(self._fork(n, lr, name))
 
     def fork_async(
         self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
     ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
         """Copy this run to new ones; see `fork`."""
-        return self._loop.run_async(self._forked(*self._save_for_forks(n, lr), name))
+        return self._loop.run_async(self._fork(n, lr, name))
 
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
@@ -312,7 +312,12 @@ class TrainingClient(Ready, RunRecords):
         if learning_rate is not None:
             params = AdamParams(**{**dict(params), "learning_rate": learning_rate})
         passed = self.forward_backward(data, loss_fn, loss_fn_config)
-        return joined_step(self._loop, passed, self.optim_step(params))
+        stepped = self.optim_step(params)
+
+        async def finish() -> TrainOutput:
+            return TrainOutput(await passed, await stepped)
+
+        return joined(self._loop, (passed, stepped), finish(), what="a train call")
 
     train_async = submitted(train)
 
@@ -334,12 +339,13 @@ class TrainingClient(Ready, RunRecords):
 
     forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
 
-    def _save_for_forks(
-        self, n: int | None, lr: Sequence[float] | None
-    ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
+    def _fork(
+        self, n: int | None, lr: Sequence[float] | None, name: str | None
+    ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
+        """Save the run at once, and return the work that makes copies of it."""
         adams = _fork_rates(n, lr)  # before the save, which takes a position
         number = next(self._session.sampler_numbers)
-        return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
+        return self._forked(self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams, name)
 
     async def _forked(
         self, saved: Future[SaveWeightsForSamplerResponse], adams: Sequence[AdamParams], name: str | None

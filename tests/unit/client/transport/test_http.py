@@ -38,7 +38,7 @@ from cotrain.types import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain.wire.codec import encode_pass_request
+from cotrain.wire.codec import encode_datums, wrap_datums
 from tests.support.fake_api import Answer, FakeApi, refusal
 from tests.support.swapping_proxy import FOREIGN
 from tests.support.waiting import until
@@ -194,7 +194,7 @@ def test_a_proxy_page_during_a_restart_is_retried() -> None:
 def send_pass(*data: Datum, compresses: bool = True, tokens: int = 4_000) -> httpx.Request:
     """Send a pass of this data, or of `tokens` tokens. Return the request that the server received."""
     datum = Datum(model_input=ModelInput.from_ints([7] * tokens), loss_fn_inputs={})
-    message = encode_pass_request("m", 1, data or [datum], "x", None, forward_only=True)
+    message = wrap_datums("m", 1, encode_datums(data or [datum]), "x", None, forward_only=True)
     api = FakeApi(answers={"forward_backward": [httpx.Response(200, json={})]})
 
     async def once() -> None:
@@ -244,7 +244,7 @@ def test_a_small_request_is_not_compressed() -> None:
 
 def test_a_pass_is_encoded_once_for_all_attempts() -> None:
     api = FakeApi(answers={"forward_backward": [refusal(503), refusal(503)]})
-    message = encode_pass_request("m", 1, [], "x", None, forward_only=True)
+    message = wrap_datums("m", 1, encode_datums([]), "x", None, forward_only=True)
 
     async def change_message(_: float) -> None:
         message.seq_id += 1
