@@ -6,9 +6,10 @@ All clients of one `ServiceClient` share a `Connection`. Other clients share one
 import asyncio
 import atexit
 import json
+import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar, get_args
@@ -37,10 +38,12 @@ from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
-from cotrain.wire.datums import ForwardBackwardOutput
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted
 from cotrain.wire.runs import FutureRetrieveRequest, UntypedAPIFuture
 from cotrain.wire.sampling import CancelFutureRequest, SampleRequest, SampleResponse
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
+
+log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
@@ -193,6 +196,7 @@ class Connection:
         self.dispatch = Dispatch()
         self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
+        self._has_warned = False
 
     @override
     def __repr__(self) -> str:
@@ -215,6 +219,15 @@ class Connection:
                 self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
+
+    def warn_of_unshifted(self, data: Sequence[Datum]) -> None:
+        """Log once if the targets of a datum equal its input."""
+        if not self._has_warned and any(map(is_unshifted, data)):
+            self._has_warned = True
+            log.warning(
+                "target_tokens equal the input: not shifted? The target of a token is the next one "
+                "(model_input tokens[:-1], target_tokens tokens[1:])"
+            )
 
     async def _fetch_config(self) -> ClientConfigResponse:
         was_known = self.transport.is_known

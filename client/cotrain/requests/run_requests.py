@@ -6,7 +6,6 @@ Each request takes its `seq_id`, its position in the run's order, when it is cre
 
 import asyncio
 import concurrent.futures
-import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from cotrain.requests.futures import Future
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
-from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, total_weight
 from cotrain.wire.model import SequencedRequest
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import UntypedAPIFuture
@@ -35,8 +34,6 @@ POLLS_AT_ONCE = 16
 """Maximum number of a run's futures that are polled at once; each poll holds a connection."""
 SMALL_BYTES = 1_000
 """Size that the limits count for a JSON request."""
-
-log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
 Accepted = TypeVar("Accepted")
@@ -66,7 +63,6 @@ class RunRequests:
         self._ordering = threading.Lock()
         self._pid = os.getpid()
         self._next_seq_id = 1
-        self._has_warned = False
         self._lost = set[int]()
         """Positions of abandoned requests that the server may not have received."""
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
@@ -110,12 +106,7 @@ class RunRequests:
             wrap_datums(self.model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only)
             for chunk in self._cut(data)
         ]
-        if not self._has_warned and any(map(is_unshifted, data)):
-            self._has_warned = True
-            log.warning(
-                "target_tokens equal the input: not shifted? The target of a token is the next one "
-                "(model_input tokens[:-1], target_tokens tokens[1:])"
-            )
+        self._connection.warn_of_unshifted(data)
         weight_sum = total_weight(data) if loss_fn == "cross_entropy" else 0.0
 
         async def wait(request_ids: list[str]) -> ForwardBackwardOutput:

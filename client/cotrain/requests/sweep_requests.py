@@ -5,7 +5,6 @@ Each run reserves a `seq_id` of its own. So its order, back-pressure and results
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,14 +19,12 @@ from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
-from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, total_weight
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, OptimStepResponse, SweepFuture, SweepFutures
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")
-
-log = logging.getLogger("cotrain")
 
 
 class RunStep(NamedTuple):
@@ -75,7 +72,6 @@ class SweepRequests:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._has_warned = False
 
     def pass_over(
         self,
@@ -95,9 +91,7 @@ class SweepRequests:
         if len(chunks) > 1:
             raise UnsupportedInput("this server trains no sweeps: create the runs one by one")
         batch = wrap_datums("", 0, chunks[0], loss_fn, loss_fn_config, forward_only=forward_only)
-        if not self._has_warned and any(map(is_unshifted, data)):
-            self._has_warned = True
-            log.warning("target_tokens equal the input: not shifted? See docs/guide/sweeps.md")
+        self._connection.warn_of_unshifted(data)
         weight = total_weight(data) if loss_fn == "cross_entropy" else 0.0
         request = wire.SweepPassRequest(pass_request=batch.SerializeToString(deterministic=True))
         size_bytes = request.ByteSize()
