@@ -87,14 +87,9 @@ class BackgroundLoop:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self._is_closed = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        """True after `close` was called."""
-        return self._is_closed
 
     def is_this_thread(self) -> bool:
         """Return True on the loop's own thread, which must not wait for work that runs on it."""
@@ -108,7 +103,7 @@ class BackgroundLoop:
             work.close()
             raise
         with self._closing:
-            if self._is_closed:
+            if self.is_closed:
                 work.close()
                 raise ClientClosed("this client was closed")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -145,9 +140,9 @@ class BackgroundLoop:
         if self._pid != os.getpid():  # a forked process inherits this object, but not the thread
             return
         with self._closing:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
         try:
             asyncio.run_coroutine_threadsafe(cancel_all_and_run(farewell), self._loop).result()
         finally:
