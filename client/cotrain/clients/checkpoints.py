@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from cotrain.clients.run_results import joined
 from cotrain.errors import APIError, MalformedMessage, NotFoundError, UnsupportedInput
 from cotrain.requests.connection import BackgroundLoop, wait_for_result
 from cotrain.requests.futures import Future
@@ -189,13 +190,6 @@ def superfluous(checkpoints: Iterable[Checkpoint], rules: Sequence[Rule]) -> lis
     ]
 
 
-async def prune(transport: Transport, run: str, rules: Sequence[Rule]) -> list[str]:
-    """Delete the superfluous checkpoints of a run; return their paths. Raises APIError."""
-    path = f"training_runs/{run}/checkpoints"
-    found = (await transport.get(path, reader(CheckpointsListResponse))).checkpoints
-    return await delete_all(transport, [each.tinker_path for each in superfluous(found, rules)])
-
-
 async def delete_all(transport: Transport, paths: Sequence[str]) -> list[str]:
     """Delete checkpoints, one after the other; return the paths of those that existed. Raises APIError."""
     urls = {path: checkpoint_url(path) for path in paths}  # a malformed path deletes nothing
@@ -217,10 +211,10 @@ def then_prune(
     async def finish() -> SaveWeightsResponse:
         answer = await saved
         try:
-            await prune(transport, run, rules)
+            found = await transport.get(f"training_runs/{run}/checkpoints", reader(CheckpointsListResponse))
+            await delete_all(transport, [each.tinker_path for each in superfluous(found.checkpoints, rules)])
         except APIError as error:  # the checkpoint is saved, and the next save repeats this
             log.warning("older checkpoints of %s were not deleted: %s", run, error)
         return answer
 
-    accepted = loop.start(saved.accepted_async())
-    return Future(accepted, loop.start(finish()), what=f"a save of {run}")
+    return joined(loop, [saved], finish(), what=f"a save of {run}")

@@ -3,12 +3,14 @@
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
+from cotrain.clients import checkpoints
 from cotrain.clients.rest import RestClient
-from cotrain.clients.sampling import SamplingClient
+from cotrain.clients.session import Session
 from cotrain.errors import ExportFailed
 from cotrain.export import scores
 from cotrain.export.adapter import Adapter, at_tinker, read_adapter, write_adapter
@@ -18,25 +20,6 @@ from cotrain.requests.futures import Future
 from cotrain.wire.checkpoints import ParsedCheckpointTinkerPath
 from cotrain.wire.datums import ModelInput
 from cotrain.wire.sampling import SamplingParams
-
-
-class Service(Protocol):
-    """The methods of ServiceClient that an export needs."""
-
-    def create_rest_client(self) -> RestClient:
-        """Return a client for records."""
-        ...
-
-    @property
-    def create_sampling_client(self) -> Callable[..., SamplingClient]:
-        """Factory of samplers."""
-        ...
-
-    @property
-    def download_checkpoint(self) -> Callable[..., list[str]]:
-        """Download of PEFT files."""
-        ...
-
 
 Form = Literal["merged", "peft", "vllm", "tinker", "gguf"]
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -125,7 +108,7 @@ def plan_export(options: Options, base: BaseFolder, adapter: Adapter) -> _Plan:
     return _Plan(kind, adapter, notes)
 
 
-def export(service: Service, options: Options, progress: ExportProgress) -> Exported:
+def export(session: Session, options: Options, progress: ExportProgress) -> Exported:
     """Export a checkpoint. The folder appears complete, after the comparison with the server.
 
     With `check`, an existing export of the checkpoint is compared again and not written.
@@ -133,8 +116,8 @@ def export(service: Service, options: Options, progress: ExportProgress) -> Expo
     Raises ExportFailed, LibraryMissing, APIError or OSError.
     """
     checks_only = _checks_only(options)
-    rest = service.create_rest_client()
-    base_model = rest.get_weights_info_by_tinker_path(options.path).result().base_model
+    connection = session.connection
+    base_model = RestClient(connection).get_weights_info_by_tinker_path(options.path).result().base_model
     base = find_base(options.base or base_model)
     limit = options.limit if options.limit is not None else scores.limit_of(base, options.dtype)
     comparison = None
@@ -142,11 +125,12 @@ def export(service: Service, options: Options, progress: ExportProgress) -> Expo
     output.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
         downloaded, folder = Path(temporary) / "adapter", Path(temporary) / "export"
-        service.download_checkpoint(options.path, downloaded, lambda done, total: progress("download", done, total))
+        report = partial(progress, "download")
+        connection.loop.run(checkpoints.download(connection.transport, options.path, downloaded, report))
         adapter = read_adapter(downloaded)
         plan = plan_export(options, base, adapter)
         if options.prove or options.check:
-            comparison = _Comparison(service, options.path, base_model, base, limit, progress)
+            comparison = _Comparison(session, options.path, base_model, base, limit, progress)
         if checks_only:
             folder = output
         else:
@@ -175,9 +159,10 @@ class _Comparison:
     """Log-probs of the server for a few texts, and the comparisons with them."""
 
     def __init__(
-        self, service: Service, path: str, base_model: str, base: BaseFolder, limit: float, progress: ExportProgress
+        self, session: Session, path: str, base_model: str, base: BaseFolder, limit: float, progress: ExportProgress
     ) -> None:
-        sampler = service.create_sampling_client(model_path=path)
+        loop = session.connection.loop
+        sampler = loop.run(session.create_sampler(model_path=path))
         prompts = scores.prompts(base.vocab_size)
         continued = [
             sampler.sample(
@@ -188,7 +173,7 @@ class _Comparison:
         self._texts = [
             prompt + future.result().sequences[0].tokens for prompt, future in zip(prompts, continued, strict=True)
         ]
-        unadapted = service.create_sampling_client(base_model=base_model)
+        unadapted = loop.run(session.create_sampler(base_model=base_model))
         sent, sent_unadapted = (
             [client.compute_logprobs(ModelInput.from_ints(text)) for text in self._texts]
             for client in (sampler, unadapted)
@@ -197,7 +182,7 @@ class _Comparison:
         self._unadapted = _logprobs_of(sent_unadapted)
         self._base = base
         self._limit = limit
-        self._progress = progress
+        self._report = partial(progress, "compare")
 
     def prove(self, plan: _Plan, adapter: Adapter, downloaded: Path, folder: Path, notes: list[str]) -> scores.Proof:
         """Compare the folder's model with the server's. Raises ExportFailed above the limit.
@@ -228,9 +213,6 @@ class _Comparison:
 
     def _by_peft(self, folder: Path) -> scores.Scores:
         return scores.score_peft(self._base, folder, self._texts, self._report)
-
-    def _report(self, done: int, total: int) -> None:
-        self._progress("compare", done, total)
 
 
 def _logprobs_of(futures: Sequence[Future[list[float | None]]]) -> list[list[float]]:
@@ -269,7 +251,7 @@ def _write(
     plan: _Plan, base: BaseFolder, downloaded: Path, folder: Path, options: Options, progress: ExportProgress
 ) -> None:
     if plan.kind == "merged":
-        write_merged(base, plan.adapter, folder, options.dtype, lambda done, total: progress("merge", done, total))
+        write_merged(base, plan.adapter, folder, options.dtype, partial(progress, "merge"))
     elif plan.kind == "tinker":
         interleaved = base.family == "gpt_oss"
         write_adapter(at_tinker(plan.adapter, interleaved=interleaved), folder)

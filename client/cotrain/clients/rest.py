@@ -408,10 +408,7 @@ class RestClient:
     async def _whoami(self) -> WhoamiResponse:
         """Return the owner of the API key, from a token that the server issues for it."""
         token = await self._transport.post("auth/token", _EMPTY, reader(AuthTokenResponse))
-        claims = _claims(token.jwt)
-        return WhoamiResponse(
-            user_urn=claims["sub"], org_urn=f"tml:organization:{claims['org_id']}", email=claims.get("email") or None
-        )
+        return _owner_of(token.jwt)
 
     async def _run_ids(self, limit: int, offset: int) -> list[str]:
         page = await self._fetch("training_runs", TrainingRunsResponse, limit=limit, offset=offset)
@@ -438,11 +435,12 @@ class RestClient:
         return answer.url
 
 
-def _claims(jwt: str) -> dict[str, Any]:
+def _owner_of(jwt: str) -> WhoamiResponse:
     """Parse a token without verifying it: it comes directly from the server that issued it."""
     try:
         content = jwt.split(".")[1]
-        claims: dict[str, Any] = json.loads(urlsafe_b64decode(content + "=" * (-len(content) % 4)))
-        return {"sub": claims["sub"], "org_id": claims["org_id"], "email": claims.get("email")}
+        claims = json.loads(urlsafe_b64decode(content + "=" * (-len(content) % 4)))
+        org_urn = f"tml:organization:{claims['org_id']}"
+        return WhoamiResponse(user_urn=claims["sub"], org_urn=org_urn, email=claims.get("email") or None)
     except (IndexError, KeyError, ValueError) as error:
         raise MalformedMessage("auth/token did not answer a token") from error

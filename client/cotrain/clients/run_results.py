@@ -45,17 +45,6 @@ class TrainOutput:
         return {**(self.optim_step.metrics or {}), **self.forward_backward.metrics}
 
 
-def joined_step(
-    loop: BackgroundLoop, passed: Future[ForwardBackwardOutput], stepped: Future[OptimStepResponse]
-) -> Future[TrainOutput]:
-    """Return the future of a pass and an optimizer step together."""
-
-    async def finish() -> TrainOutput:
-        return TrainOutput(await passed, await stepped)
-
-    return _joined(loop, (passed, stepped), finish(), what="a train call")
-
-
 @dataclass(frozen=True)
 class Evaluation:
     """Result of `run.evaluate`."""
@@ -133,7 +122,16 @@ class RunRecords:
         started = self._log(evaluation=metric)
         passes = self._requests.forwards_over(data, loss_fn, loss_fn_config)
         ended = self._log(evaluation=metric, passes=len(passes))
-        return _evaluated(self._loop, data, passes, (started, ended))
+        weight_sum, tokens = _weights_of(data)
+
+        async def finish() -> Evaluation:
+            outputs = [await each for each in passes]
+            await started
+            await ended
+            whole = combine(outputs)
+            return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
+
+        return joined(self._loop, (started, ended, *passes), finish(), what="an evaluation")
 
     evaluate_async = submitted(evaluate)
 
@@ -141,26 +139,7 @@ class RunRecords:
         return self._requests.post("log_metrics", LogMetricsRequest, LogMetricsResponse, **what)
 
 
-def _evaluated(
-    loop: BackgroundLoop,
-    data: Sequence[Datum],
-    passes: Sequence[Future[ForwardBackwardOutput]],
-    bounds: Sequence[Future[LogMetricsResponse]],
-) -> Future[Evaluation]:
-    """Combine the forwards of an evaluation into one future. It fails with the first failure."""
-    weight_sum, tokens = _weights_of(data)
-
-    async def finish() -> Evaluation:
-        outputs = [await each for each in passes]
-        for bound in bounds:
-            await bound
-        whole = combine(outputs)
-        return Evaluation(whole.metrics["loss:sum"], weight_sum, tokens, whole.loss_fn_outputs)
-
-    return _joined(loop, (*bounds, *passes), finish(), what="an evaluation")
-
-
-def _joined(
+def joined(
     loop: BackgroundLoop, parts: Sequence[Future[Any]], result: Coroutine[Any, Any, T], *, what: str
 ) -> Future[T]:
     """Return a future that is accepted when all parts are. It fails with the first failure of a part."""

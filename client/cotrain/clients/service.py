@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -17,19 +18,35 @@ from cotrain.clients import checkpoints, export
 from cotrain.clients.custom_loss import LossHandle, PerDatumLossFn, trace
 from cotrain.clients.rest import RestClient
 from cotrain.clients.sampling import SamplingClient
-from cotrain.clients.session import ClientFactory, Session
-from cotrain.clients.sweep import Sweep
+from cotrain.clients.session import Session
+from cotrain.clients.sweep import Sweep, Trial, read_settings, shown_settings
 from cotrain.clients.training import TrainingClient
 from cotrain.clients.unsupported_arguments import ExplainsAbsent, accepts_hosted
-from cotrain.requests.connection import Connection, wait_for_result
+from cotrain.errors import MalformedMessage, UnsupportedInput
+from cotrain.requests.connection import Connection, call
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.settings import client_settings
 from cotrain.transport.download import archive_of
 from cotrain.transport.responses import RetryPolicy, reader
-from cotrain.wire.checkpoints import CopyWeightsRequest, CopyWeightsResponse, OptimizerChoice, UploadQuery
+from cotrain.wire.checkpoints import (
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    CreateFromWeightsRequest,
+    OptimizerChoice,
+    UploadQuery,
+)
 from cotrain.wire.custom_loss import CreateCustomLossRequest, CreateCustomLossResponse, CustomLossInputRank
 from cotrain.wire.rest import Checkpoint, FinishReasonType
-from cotrain.wire.runs import InterpolateRequest, InterpolateResponse, LoraConfig, OptimizerConfig, UntypedAPIFuture
+from cotrain.wire.runs import (
+    CreateModelRequest,
+    GetInfoRequest,
+    GetInfoResponse,
+    InterpolateRequest,
+    InterpolateResponse,
+    LoraConfig,
+    NewRun,
+    OptimizerConfig,
+)
 from cotrain.wire.sessions import GetServerCapabilitiesResponse
 
 
@@ -57,8 +74,7 @@ class ServiceClient(ExplainsAbsent):
         self._connection = Connection(settings, network=network, policy=policy)
         self._transport = self._connection.transport
         self._loop = self._connection.loop
-        self._session = Session(self._transport, user_metadata, project_id=project_id, display_name=display_name)
-        self._factory = ClientFactory(self._connection, self._session)
+        self._session = Session(self._connection, user_metadata, project_id=project_id, display_name=display_name)
         self._losses = 0
 
     @accepts_hosted("lora_alpha", "lora_rank", "target_modules")
@@ -85,6 +101,10 @@ class ServiceClient(ExplainsAbsent):
         characters) and tags (at most 16, each at most 64 characters). Waits until the server has created the run.
         Raises RequestFailed, APIError, or ValidationError for another dropout or a note or tag that is too long.
         """
+        if not isinstance(optimizer, OptimizerConfig | None):
+            raise UnsupportedInput(
+                f"optimizer must be types.AdamOptimizerConfig() or types.MuonOptimizerConfig(), not {optimizer!r:.80}"
+            )
         lora = LoraConfig(
             rank=rank,
             alpha=alpha,
@@ -94,7 +114,18 @@ class ServiceClient(ExplainsAbsent):
             train_attn=train_attn,
             train_unembed=train_unembed,
         )
-        return await self._factory.create_run(base_model, lora, user_metadata, note, list(tags) or None, optimizer)
+        session_id, seq_id = await self._session.reserve_run()
+        request = CreateModelRequest(
+            session_id=session_id,
+            model_seq_id=seq_id,
+            base_model=base_model,
+            lora_config=lora,
+            user_metadata=user_metadata,
+            optimizer_config=optimizer or OptimizerConfig(),
+            note=note,
+            tags=list(tags) or None,
+        )
+        return self._client_of(await call(self._transport, "create_model", request, NewRun), base_model)
 
     create_lora_training_client, create_lora_training_client_async = both_ways(_create_lora_training_client)
 
@@ -114,7 +145,28 @@ class ServiceClient(ExplainsAbsent):
         They have the tag `sweep:NAME`. Raises UnsupportedInput for an unknown setting, and the errors of
         `create_lora_training_client`; no run stays then. See docs/guide/sweeps.md.
         """
-        return await self._factory.create_sweep(base_model, settings, name, note, tags)
+        read, name = read_settings(settings), name or secrets.token_hex(4)
+        shown = [shown_settings(given, adam) for given, (_, adam) in zip(settings, read, strict=True)]
+        made = await asyncio.gather(
+            *(
+                self._create_lora_training_client(
+                    base_model,
+                    **dict(lora),
+                    user_metadata={"sweep": name, "trial": number, **given},
+                    note=note,
+                    tags=[f"sweep:{name}", *tags],
+                )
+                for number, (given, (lora, _)) in enumerate(zip(shown, read, strict=True))
+            ),
+            return_exceptions=True,
+        )
+        runs = [each for each in made if isinstance(each, TrainingClient)]
+        failed = next((each for each in made if isinstance(each, BaseException)), None)
+        if failed:
+            await asyncio.gather(*(run.unload_async() for run in runs), return_exceptions=True)
+            raise failed
+        trials = [Trial(number, shown[number], run, read[number][1]) for number, run in enumerate(runs)]
+        return Sweep(self._connection, name, trials)
 
     create_sweep, create_sweep_async = both_ways(_create_sweep)
 
@@ -133,9 +185,13 @@ class ServiceClient(ExplainsAbsent):
         that owns the checkpoint, if that is another tenant. Waits until the server has created the run.
         Raises RequestFailed, or NotFoundError if the checkpoint does not exist.
         """
-        choice = OptimizerChoice(type=optimizer.type) if optimizer else None
-        return await self._factory.load_run(
-            path, base_model, user_metadata, weights_access_token, optimizer=False, optimizer_config=choice
+        return await self._load_run(
+            path,
+            optimizer=False,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+            optimizer_config=OptimizerChoice(type=optimizer.type) if optimizer else None,
         )
 
     create_training_client_from_state, create_training_client_from_state_async = both_ways(
@@ -150,7 +206,13 @@ class ServiceClient(ExplainsAbsent):
         weights_access_token: str | None = None,
     ) -> TrainingClient:
         """Create a run that continues where a checkpoint was saved, including the optimizer state."""
-        return await self._factory.load_run(path, base_model, user_metadata, weights_access_token, optimizer=True)
+        return await self._load_run(
+            path,
+            optimizer=True,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            weights_access_token=weights_access_token,
+        )
 
     (create_training_client_from_state_with_optimizer, create_training_client_from_state_with_optimizer_async) = (
         both_ways(_create_training_client_from_state_with_optimizer)
@@ -164,7 +226,7 @@ class ServiceClient(ExplainsAbsent):
 
         Raises NotFoundError if the weights do not exist or belong to another tenant.
         """
-        return await self._factory.create_sampler(model_path=model_path, base_model=base_model)
+        return await self._session.create_sampler(model_path=model_path, base_model=base_model)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
@@ -183,8 +245,7 @@ class ServiceClient(ExplainsAbsent):
         request = CreateCustomLossRequest(
             session_id=await self._session.id(), custom_loss_seq_id=self._losses, name=name, **dict(loss)
         )
-        future = await self._transport.post("create_custom_loss", request, reader(UntypedAPIFuture))
-        made = await wait_for_result(self._transport, future.request_id, CreateCustomLossResponse)
+        made = await call(self._transport, "create_custom_loss", request, CreateCustomLossResponse)
         return LossHandle(name, tuple(loss.inputs), made.loss_id)
 
     create_custom_loss, create_custom_loss_async = both_ways(_create_custom_loss)
@@ -217,7 +278,7 @@ class ServiceClient(ExplainsAbsent):
         bytes sent and the total.
         """
         archive = archive_of(Path(source))
-        session_id, seq_id = await self._factory.reserve_run()
+        session_id, seq_id = await self._session.reserve_run()
         query = UploadQuery(
             base_model=base_model,
             name=name,
@@ -310,7 +371,7 @@ class ServiceClient(ExplainsAbsent):
             prove=prove,
             check=check,
         )
-        return export.export(self, options, progress)
+        return export.export(self._session, options, progress)
 
     @wraps(export_checkpoint)
     async def export_checkpoint_async(self, *args: Any, **kwargs: Any) -> export.Exported:
@@ -372,8 +433,21 @@ class ServiceClient(ExplainsAbsent):
     async def __aexit__(self, error_class: type[BaseException] | None, *_: object) -> None:
         await asyncio.to_thread(self.close, "success" if error_class is None else "errored")
 
+    async def _load_run(self, path: str, **fields: Any) -> TrainingClient:
+        session_id, seq_id = await self._session.reserve_run()
+        request = CreateFromWeightsRequest(session_id=session_id, model_seq_id=seq_id, path=path, **fields)
+        made = await call(self._transport, "load_weights", request, NewRun)
+        info = GetInfoRequest(model_id=made.model_id)
+        found = await self._transport.post("get_info", info, reader(GetInfoResponse))
+        if found.model_data.model_name is None:
+            raise MalformedMessage("get_info did not name a base model")
+        return self._client_of(made, found.model_data.model_name)
+
+    def _client_of(self, run: NewRun, base_model: str) -> TrainingClient:
+        return TrainingClient(self._connection, self._session, run.model_id, base_model)
+
     async def _copy(self, path: str, ttl_seconds: int | None, token: str | None) -> str:
-        session_id, seq_id = await self._factory.reserve_run()
+        session_id, seq_id = await self._session.reserve_run()
         request = CopyWeightsRequest(
             source_path=path,
             session_id=session_id,

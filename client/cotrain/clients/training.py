@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
 from cotrain.clients.checkpoints import rules_of, then_prune
 from cotrain.clients.custom_loss import CustomLoss, LossFn, LossHandle
-from cotrain.clients.run_results import RunRecords, TrainOutput, joined_step
+from cotrain.clients.run_results import RunRecords, TrainOutput, joined
 from cotrain.clients.sampling import SamplingClient
-from cotrain.clients.sweep import Sweep
+from cotrain.clients.session import Session
+from cotrain.clients.sweep import Sweep, Trial
 from cotrain.clients.tokenizer import load_tokenizer
 from cotrain.clients.unsupported_arguments import Ready, accepts_hosted
-from cotrain.errors import MalformedMessage, UnsupportedInput
-from cotrain.requests.connection import Connection, wait_for_result
+from cotrain.errors import MalformedMessage, UnsupportedInput, status_error
+from cotrain.requests.connection import Connection, call, wait_for_result
 from cotrain.requests.futures import Future, both_ways, submitted
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import url_of
@@ -34,37 +37,21 @@ from cotrain.wire.datums import Datum, ForwardBackwardOutput
 from cotrain.wire.rest import TrainingRunHistory
 from cotrain.wire.runs import (
     AdamParams,
+    ForkRunRequest,
     GetInfoRequest,
     GetInfoResponse,
     MuonParams,
+    NewRun,
     OptimStepRequest,
     OptimStepResponse,
     PlacedReverseKlRequest,
     ReverseKlDatum,
     ReverseKlResponse,
+    SweepFutures,
     UnloadModelRequest,
     UnloadModelResponse,
-    UntypedAPIFuture,
 )
 from cotrain.wire.sampling import SaveWeightsForSamplerRequest, SaveWeightsForSamplerResponse
-
-
-class Factory(Protocol):
-    """Factory of clients in the session of a run."""
-
-    def reserve_sampler(self) -> int:
-        """Return the next `sampling_session_seq_id`."""
-
-    async def create_sampler(self, *, model_path: str | None = None) -> SamplingClient:
-        """Create a sampler of saved weights."""
-
-    async def sampler(self, sampler_id: str, base_model: str) -> SamplingClient:
-        """Return the client of an existing sampler."""
-
-    async def fork(
-        self, sampler_id: str, parent: str, base_model: str, adams: Sequence[AdamParams], name: str | None
-    ) -> Sweep[TrainingClient]:
-        """Create a run for each optimizer, from an unnamed save of `parent` with the optimizer state."""
 
 
 class TrainingClient(Ready, RunRecords):
@@ -76,11 +63,11 @@ class TrainingClient(Ready, RunRecords):
     same future once the server has accepted the request; awaiting that future returns the result.
     """
 
-    def __init__(self, connection: Connection, factory: Factory, model_id: str, base_model: str) -> None:
+    def __init__(self, connection: Connection, session: Session, model_id: str, base_model: str) -> None:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._factory = factory
+        self._session = session
         self._model_id = model_id
         self._base_model = base_model
         self._requests = RunRequests(connection, model_id)
@@ -235,7 +222,7 @@ class TrainingClient(Ready, RunRecords):
     @accepts_hosted("record_stability_info", "retry_config")
     async def _create_sampling_client(self, model_path: str) -> SamplingClient:
         """Create a sampler of saved weights of any run."""
-        return await self._factory.create_sampler(model_path=model_path)
+        return await self._session.create_sampler(model_path=model_path)
 
     create_sampling_client, create_sampling_client_async = both_ways(_create_sampling_client)
 
@@ -248,13 +235,13 @@ class TrainingClient(Ready, RunRecords):
         `n` as many as rates. All are made in one cycle, from the memory of the worker. This run continues.
         Blocks until they exist. Raises UnsupportedInput, RequestFailed or APIError.
         """
-        return self._loop.run(self._forked(*self._save_for_forks(n, lr), name))
+        return self._loop.run(self._fork(n, lr, name))
 
     def fork_async(
         self, n: int | None = None, lr: Sequence[float] | None = None, *, name: str | None = None
     ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
         """Copy this run to new ones; see `fork`."""
-        return self._loop.run_async(self._forked(*self._save_for_forks(n, lr), name))
+        return self._loop.run_async(self._fork(n, lr, name))
 
     def get_tokenizer(self) -> Any:
         """Load the base model's tokenizer; needs transformers. Raises TokenizerMissing."""
@@ -281,8 +268,7 @@ class TrainingClient(Ready, RunRecords):
     async def _unload(self) -> None:
         """Close the run and free its memory on the server; pending requests fail."""
         request = UnloadModelRequest(model_id=self._model_id)
-        future = await self._transport.post("unload_model", request, reader(UntypedAPIFuture))
-        await wait_for_result(self._transport, future.request_id, UnloadModelResponse)
+        await call(self._transport, "unload_model", request, UnloadModelResponse)
 
     unload, unload_async = both_ways(_unload)
 
@@ -326,7 +312,12 @@ class TrainingClient(Ready, RunRecords):
         if learning_rate is not None:
             params = AdamParams(**{**dict(params), "learning_rate": learning_rate})
         passed = self.forward_backward(data, loss_fn, loss_fn_config)
-        return joined_step(self._loop, passed, self.optim_step(params))
+        stepped = self.optim_step(params)
+
+        async def finish() -> TrainOutput:
+            return TrainOutput(await passed, await stepped)
+
+        return joined(self._loop, (passed, stepped), finish(), what="a train call")
 
     train_async = submitted(train)
 
@@ -348,12 +339,13 @@ class TrainingClient(Ready, RunRecords):
 
     forward_backward_reverse_kl_async = submitted(forward_backward_reverse_kl)
 
-    def _save_for_forks(
-        self, n: int | None, lr: Sequence[float] | None
-    ) -> tuple[Future[SaveWeightsForSamplerResponse], list[AdamParams]]:
+    def _fork(
+        self, n: int | None, lr: Sequence[float] | None, name: str | None
+    ) -> Coroutine[Any, Any, Sweep[TrainingClient]]:
+        """Save the run at once, and return the work that makes copies of it."""
         adams = _fork_rates(n, lr)  # before the save, which takes a position
-        number = self._factory.reserve_sampler()
-        return self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams
+        number = next(self._session.sampler_numbers)
+        return self._forked(self._save_for_sampler(sampling_session_seq_id=number, optimizer=True), adams, name)
 
     async def _forked(
         self, saved: Future[SaveWeightsForSamplerResponse], adams: Sequence[AdamParams], name: str | None
@@ -361,12 +353,33 @@ class TrainingClient(Ready, RunRecords):
         sampler_id = (await saved).sampling_session_id
         if sampler_id is None:
             raise MalformedMessage("save_weights_for_sampler did not answer with a sampler")
-        return await self._factory.fork(sampler_id, self._model_id, self._base_model, adams, name)
+        name = name or secrets.token_hex(4)
+        settings = [{"lr": adam.learning_rate} for adam in adams]
+        request = ForkRunRequest(
+            session_id=await self._session.id(),
+            sampling_session_id=sampler_id,
+            model_seq_ids=[next(self._session.run_numbers) for _ in adams],
+            user_metadata=[
+                {"sweep": name, "trial": number, "forked_from": self._model_id, **each}
+                for number, each in enumerate(settings)
+            ],
+            tags=[f"sweep:{name}"],
+        )
+        answer = await self._transport.post("fork_run", request, reader(SweepFutures))
+        for refused in answer.runs:
+            if refused.error is not None:
+                raise status_error(refused.status_code, refused.error, None)
+        made = (wait_for_result(self._transport, each.request_ids[0], NewRun) for each in answer.runs)
+        trials = []
+        for number, run in enumerate(await asyncio.gather(*made)):
+            copy = TrainingClient(self._connection, self._session, run.model_id, self._base_model)
+            trials.append(Trial(number, settings[number], copy, adams[number]))
+        return Sweep(self._connection, name, trials)
 
     def _save_for(self, name: str | None) -> Future[SaveWeightsForSamplerResponse]:
         if name is not None:
             return self._save_for_sampler(path=name)
-        return self._save_for_sampler(sampling_session_seq_id=self._factory.reserve_sampler())
+        return self._save_for_sampler(sampling_session_seq_id=next(self._session.sampler_numbers))
 
     def _save_for_sampler(self, **what: Any) -> Future[SaveWeightsForSamplerResponse]:
         return self._requests.post(
@@ -386,8 +399,8 @@ class TrainingClient(Ready, RunRecords):
     async def _sampler_of(self, saved: Future[SaveWeightsForSamplerResponse]) -> SamplingClient:
         answer = await saved
         if answer.sampling_session_id is not None:
-            return await self._factory.sampler(answer.sampling_session_id, self._base_model)
-        return await self._factory.create_sampler(model_path=answer.path)
+            return await self._session.sampler(answer.sampling_session_id, self._base_model)
+        return await self._session.create_sampler(model_path=answer.path)
 
 
 def _fork_rates(n: int | None, lr: Sequence[float] | None) -> list[AdamParams]:

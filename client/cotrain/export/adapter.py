@@ -149,9 +149,8 @@ def _tinker_tensors(tensors: Mapping[str, Any], rank: int, *, interleaved: bool)
     `interleaved`: the rows of gate and up alternate in the model's weight.
     """
     found = {name: each for name, each in tensors.items() if not _is_of_experts(name)}
-    for module in {name.removesuffix(_MATRIX_SUFFIXES[0]) for name in tensors if _is_of_experts(name)}:
-        if module.endswith(_MATRIX_SUFFIXES[1]):
-            continue
+    of_a = [name for name in tensors if _is_of_experts(name) and name.endswith(_MATRIX_SUFFIXES[0])]
+    for module in (name.removesuffix(_MATRIX_SUFFIXES[0]) for name in of_a):
         a, b = (tensors[f"{module}{end}"] for end in _MATRIX_SUFFIXES)
         for product, pair in _products(module, a, b, rank, interleaved=interleaved):
             name = f"{module.removesuffix(_INNER)}.{product}"

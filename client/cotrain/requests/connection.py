@@ -6,20 +6,22 @@ All clients of one `ServiceClient` share a `Connection`. Other clients share one
 import asyncio
 import atexit
 import json
+import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from typing_extensions import override
 
 from cotrain.errors import (
     APIError,
     APIStatusError,
+    Category,
     CheckpointNotFound,
     ClientClosed,
     ForeignAnswer,
@@ -36,10 +38,12 @@ from cotrain.transport.progress import PROGRESS
 from cotrain.transport.responses import RetryPolicy, acknowledged, read, reader
 from cotrain.version import PROTOCOL, __version__
 from cotrain.wire.codec import PROTOBUF, decode_pass_output, decode_sample_response
-from cotrain.wire.datums import ForwardBackwardOutput
-from cotrain.wire.runs import FutureRetrieveRequest, RequestFailedResponse, UntypedAPIFuture
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted
+from cotrain.wire.runs import FutureRetrieveRequest, UntypedAPIFuture
 from cotrain.wire.sampling import CancelFutureRequest, SampleRequest, SampleResponse
 from cotrain.wire.sessions import ClientConfigRequest, ClientConfigResponse
+
+log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
 Result = TypeVar("Result", bound=BaseModel)
@@ -83,14 +87,9 @@ class BackgroundLoop:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._closing = threading.Lock()
-        self._is_closed = False
+        self.is_closed = False
         self._thread = threading.Thread(target=self._run_forever, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def is_closed(self) -> bool:
-        """True after `close` was called."""
-        return self._is_closed
 
     def is_this_thread(self) -> bool:
         """Return True on the loop's own thread, which must not wait for work that runs on it."""
@@ -104,7 +103,7 @@ class BackgroundLoop:
             work.close()
             raise
         with self._closing:
-            if self._is_closed:
+            if self.is_closed:
                 work.close()
                 raise ClientClosed("this client was closed")
             return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -141,9 +140,9 @@ class BackgroundLoop:
         if self._pid != os.getpid():  # a forked process inherits this object, but not the thread
             return
         with self._closing:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
+            self.is_closed = True
         try:
             asyncio.run_coroutine_threadsafe(cancel_all_and_run(farewell), self._loop).result()
         finally:
@@ -192,6 +191,7 @@ class Connection:
         self.dispatch = Dispatch()
         self._config_lock = asyncio.Lock()
         self._config: ClientConfigResponse | None = None
+        self._has_warned = False
 
     @override
     def __repr__(self) -> str:
@@ -214,6 +214,15 @@ class Connection:
                 self.dispatch.limit_bytes = config.fwdbwd_dispatch_bytes_semaphore_size
                 self.samples.limit(config.sample_max_concurrent_requests)
         return self._config
+
+    def warn_of_unshifted(self, data: Sequence[Datum]) -> None:
+        """Log once if the targets of a datum equal its input."""
+        if not self._has_warned and any(map(is_unshifted, data)):
+            self._has_warned = True
+            log.warning(
+                "target_tokens equal the input: not shifted? The target of a token is the next one "
+                "(model_input tokens[:-1], target_tokens tokens[1:])"
+            )
 
     async def _fetch_config(self) -> ClientConfigResponse:
         was_known = self.transport.is_known
@@ -252,6 +261,12 @@ def shared_connection(settings: ClientSettings) -> Connection:
 
 
 # ---- Results ---------------------------------------------------------------------------------------------
+
+
+async def call(transport: Transport, path: str, request: BaseModel, result: type[Result]) -> Result:
+    """POST a request that the server queues, and wait for its result. Raises RequestFailed or APIError."""
+    future = await transport.post(path, request, reader(UntypedAPIFuture))
+    return await wait_for_result(transport, future.request_id, result)
 
 
 async def wait_for_pass(transport: Transport, request_id: str) -> ForwardBackwardOutput:
@@ -306,13 +321,10 @@ def _raise_failure(response: httpx.Response, request_id: str) -> None:
         raise MalformedMessage("retrieve_future did not answer a JSON object")
     if not {"error", "category"} <= answer.keys():
         return
-    try:
-        failure = RequestFailedResponse.model_validate(answer)
-    except ValidationError:
-        raise RequestFailed(str(answer["error"]), request_id, "unknown") from None
-    if failure.error == NOT_FOUND:
-        raise CheckpointNotFound(failure.error, request_id)
-    raise RequestFailed(failure.error, request_id, failure.category)
+    message, category = str(answer["error"]), answer["category"]
+    if message == NOT_FOUND:
+        raise CheckpointNotFound(message, request_id)
+    raise RequestFailed(message, request_id, category if category in get_args(Category) else "unknown")
 
 
 class SampleRequests:

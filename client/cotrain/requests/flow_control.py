@@ -255,7 +255,10 @@ class SendQueue:
             first.started.set()
 
     async def _send_once(self, seq_id: int, size_bytes: int, post: Callable[[], Awaitable[T]]) -> T:
-        await self._wait_to_start(_Waiting(seq_id, size_bytes, asyncio.Event()))
+        request = _Waiting(seq_id, size_bytes, asyncio.Event())
+        heapq.heappush(self._waiting, request)
+        self._dispatch.start_from(self)
+        await request.started.wait()  # only the end of the client cancels it
         try:
             return await post()
         except RateLimitError:
@@ -265,20 +268,6 @@ class SendQueue:
             self._sending.discard(seq_id)
             self._dispatch.end(size_bytes)
             self._dispatch.start_from(self)
-
-    async def _wait_to_start(self, request: _Waiting) -> None:
-        heapq.heappush(self._waiting, request)
-        self._dispatch.start_from(self)
-        try:
-            await request.started.wait()
-        except asyncio.CancelledError:
-            if request.started.is_set():
-                self._sending.discard(request.seq_id)
-                self._dispatch.end(request.size_bytes)
-            else:
-                self._waiting.remove(request)
-                heapq.heapify(self._waiting)
-            raise
 
     def _may_start(self, first: _Waiting) -> bool:
         """Return True if the first waiting request may be sent.

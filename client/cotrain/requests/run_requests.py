@@ -6,7 +6,6 @@ Each request takes its `seq_id`, its position in the run's order, when it is cre
 
 import asyncio
 import concurrent.futures
-import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from cotrain.requests.futures import Future
 from cotrain.transport.http import Transport
 from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
-from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, total_weight
 from cotrain.wire.model import SequencedRequest
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import UntypedAPIFuture
@@ -35,8 +34,6 @@ POLLS_AT_ONCE = 16
 """Maximum number of a run's futures that are polled at once; each poll holds a connection."""
 SMALL_BYTES = 1_000
 """Size that the limits count for a JSON request."""
-
-log = logging.getLogger("cotrain")
 
 T = TypeVar("T")
 Accepted = TypeVar("Accepted")
@@ -66,7 +63,6 @@ class RunRequests:
         self._ordering = threading.Lock()
         self._pid = os.getpid()
         self._next_seq_id = 1
-        self._has_warned = False
         self._lost = set[int]()
         """Positions of abandoned requests that the server may not have received."""
         self._polls = asyncio.Semaphore(POLLS_AT_ONCE)
@@ -87,8 +83,7 @@ class RunRequests:
 
         async def wait(request_ids: list[str]) -> Result:
             (request_id,) = request_ids
-            async with self._polls:
-                return await wait_for_result(self._transport, request_id, answer)
+            return await self._polled(partial(wait_for_result, result=answer), request_id)
 
         # Validated before a `seq_id` is taken, so that an invalid request leaves no gap.
         return self._send(path, [request(model_id=self.model_id, seq_id=1, **fields)], wait)
@@ -111,12 +106,7 @@ class RunRequests:
             wrap_datums(self.model_id, 1, chunk, loss_fn, loss_fn_config, forward_only=forward_only)
             for chunk in self._cut(data)
         ]
-        if not self._has_warned and any(map(is_unshifted, data)):
-            self._has_warned = True
-            log.warning(
-                "target_tokens equal the input: not shifted? The target of a token is the next one "
-                "(model_input tokens[:-1], target_tokens tokens[1:])"
-            )
+        self._connection.warn_of_unshifted(data)
         weight_sum = total_weight(data) if loss_fn == "cross_entropy" else 0.0
 
         async def wait(request_ids: list[str]) -> ForwardBackwardOutput:
@@ -176,12 +166,22 @@ class RunRequests:
         outcome = self._outcome(accepted, partial(self._polled, wait))
         return Future(accepted, outcome, what=f"{what} of run {self.model_id}")
 
-    async def fill(self, seq_id: int, error: APIError) -> None:
-        """Fill the `seq_id` of a request that failed with this error."""
-        if is_transient(error):
-            await self._fill_once(seq_id)
-        else:
-            await self._fill_gap(seq_id)
+    async def fill(self, seq_id: int, *, is_abandoned: bool) -> None:
+        """Send an empty request in place of one that failed. Otherwise the server would block all later ones.
+
+        An abandoned request may have been lost, and later ones may already wait for it. So the empty one is tried
+        only once. If it may be lost too, the next request sends it first.
+        """
+        if is_abandoned:
+            self._lost.add(seq_id)
+        post = self._transport.post_once if is_abandoned else self._transport.post
+        try:
+            await post("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
+        except APIError as error:
+            if is_transient(error):
+                self._lost.add(seq_id)
+                return
+        self._lost.discard(seq_id)
 
     async def fill_lost(self) -> None:
         """Fill the `seq_id`s of abandoned requests, because the server may not have received them."""
@@ -248,36 +248,12 @@ class RunRequests:
         except RateLimitError:
             raise
         except APIError as error:
-            await self.fill(request.seq_id, error)
+            await self.fill(request.seq_id, is_abandoned=is_transient(error))
             raise
 
     async def _accepted(self, path: str, request: Any, *, raises_busy: bool = False) -> str:
         future = await self._transport.post(path, request, reader(UntypedAPIFuture), raises_busy=raises_busy)
         return future.request_id
-
-    async def _fill_once(self, seq_id: int) -> None:
-        """Try once to fill the `seq_id` of an abandoned request: later requests may already wait for it.
-
-        If that fails too, the next request fills it first.
-        """
-        self._lost.add(seq_id)
-        try:
-            await self._transport.post_once("forward_backward", self._nothing_at(seq_id), reader(UntypedAPIFuture))
-        except APIError as error:
-            if is_transient(error):
-                return
-        self._lost.discard(seq_id)
-
-    async def _fill_gap(self, seq_id: int) -> None:
-        """Send an empty request with the `seq_id` of a rejected one.
-
-        Otherwise the server would wait for this `seq_id`, and block every later request of the run.
-        """
-        try:
-            await self._accepted("forward_backward", self._nothing_at(seq_id))
-        except APIError as error:
-            if is_transient(error):
-                self._lost.add(seq_id)
 
     def _nothing_at(self, seq_id: int) -> wire.ForwardBackwardRequest:
         return self._cross_entropy(seq_id, [], forward_only=True)
@@ -309,7 +285,7 @@ class RunRequests:
             outputs = await asyncio.gather(*(wait_for_pass(self._transport, request_id) for request_id in request_ids))
             datums = encode_datums(await asyncio.to_thread(custom.datums, combine(outputs)))
         except Exception:  # also any exception of the caller's loss
-            await asyncio.gather(*map(self._fill_gap, seq_ids))
+            await asyncio.gather(*(self.fill(seq_id, is_abandoned=False) for seq_id in seq_ids))
             raise
         # Split like the forward, whatever the sizes are now, because that many `seq_id`s were taken.
         remaining = iter(datums)

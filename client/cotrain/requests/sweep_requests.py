@@ -5,9 +5,9 @@ Each run reserves a `seq_id` of its own. So its order, back-pressure and results
 
 import asyncio
 import concurrent.futures
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from os.path import commonprefix
 from typing import Generic, NamedTuple, TypeVar
 
@@ -17,16 +17,14 @@ from cotrain.requests.flow_control import chunks_of
 from cotrain.requests.futures import Future
 from cotrain.requests.run_requests import RunRequests
 from cotrain.transport.http import Transport
-from cotrain.transport.responses import reader
+from cotrain.transport.responses import is_transient, reader
 from cotrain.wire.codec import encode_datums, wrap_datums
-from cotrain.wire.datums import Datum, ForwardBackwardOutput, is_unshifted, total_weight
+from cotrain.wire.datums import Datum, ForwardBackwardOutput, total_weight
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, OptimStepResponse, SweepFuture, SweepFutures
 
 Answer = TypeVar("Answer")
 T = TypeVar("T")
-
-log = logging.getLogger("cotrain")
 
 
 class RunStep(NamedTuple):
@@ -74,7 +72,6 @@ class SweepRequests:
         self._connection = connection
         self._loop = connection.loop
         self._transport = connection.transport
-        self._has_warned = False
 
     def pass_over(
         self,
@@ -94,9 +91,7 @@ class SweepRequests:
         if len(chunks) > 1:
             raise UnsupportedInput("this server trains no sweeps: create the runs one by one")
         batch = wrap_datums("", 0, chunks[0], loss_fn, loss_fn_config, forward_only=forward_only)
-        if not self._has_warned and any(map(is_unshifted, data)):
-            self._has_warned = True
-            log.warning("target_tokens equal the input: not shifted? See docs/guide/sweeps.md")
+        self._connection.warn_of_unshifted(data)
         weight = total_weight(data) if loss_fn == "cross_entropy" else 0.0
         request = wire.SweepPassRequest(pass_request=batch.SerializeToString(deterministic=True))
         size_bytes = request.ByteSize()
@@ -140,7 +135,7 @@ class SweepRequests:
         except APIError as error:
             for run, first in zip(runs, seq_ids, strict=True):
                 for seq_id in range(first, first + 1 + request.runs.HasField("adam")):
-                    await run.fill(seq_id, error)
+                    await run.fill(seq_id, is_abandoned=is_transient(error))
             raise
         if [each.model_id for each in answer.runs] != [run.model_id for run in runs]:
             raise MalformedMessage("sweep_pass did not answer for the runs of the request")
@@ -159,15 +154,14 @@ class SweepRequests:
         async def wait(transport: Transport, request_id: str) -> ForwardBackwardOutput:
             return (await wait_for_pass(transport, request_id)).with_total_weight(weight)
 
-        async def wait_for_step(transport: Transport, request_id: str) -> OptimStepResponse:
-            return await wait_for_result(transport, request_id, OptimStepResponse)
-
         def accepted(position: int) -> concurrent.futures.Future[str]:
             return self._loop.start(_request_id(answer, number, position))
 
         passed = run.result_of(accepted(0), wait, "a pass")
-        stepped = run.result_of(accepted(1), wait_for_step, "an optim_step") if has_step else None
-        return RunStep(passed, stepped)
+        if not has_step:
+            return RunStep(passed, None)
+        wait_for_step = partial(wait_for_result, result=OptimStepResponse)
+        return RunStep(passed, run.result_of(accepted(1), wait_for_step, "an optim_step"))
 
 
 def _positions(model_ids: Sequence[str], seq_ids: Sequence[int], steps: Sequence[AdamParams]) -> wire.SweepRuns:

@@ -10,6 +10,7 @@ import tarfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import httpx
@@ -24,37 +25,42 @@ NOTHING_LEFT = 416
 
 
 async def size_of(http: httpx.AsyncClient, url: str) -> int:
-    """Return the bytes behind a link; 0 if the server sends no size. Raises the errors of httpx.
+    """Return the bytes behind a link; 0 if the server sends no size, or does not respond.
 
     It requests the first byte, because a link signed for GET rejects other methods.
     """
     request = _request(http, url, {"Range": "bytes=0-0"})
-    async with aclosing(await http.send(request, stream=True)) as answer:
-        if answer.status_code == PART:
-            whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
-        else:
-            whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    try:
+        async with aclosing(await http.send(request, stream=True)) as answer:
+            if answer.status_code == PART:
+                whole = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            else:
+                whole = answer.headers.get("Content-Length", "") if answer.is_success else ""
+    except httpx.TransportError:  # the download itself reports it better
+        return 0
     return int(whole) if whole.isdecimal() else 0
 
 
 class Download:
     """Download of a URL to a file, which is complete or missing."""
 
-    def __init__(
-        self, http: httpx.AsyncClient, url: str, target: Path, progress: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, target: Path, on_bytes: Callable[[int, int], None]) -> None:
+        """Prepare a download; `on_bytes` is called with the bytes that have arrived and the total."""
         self._http = http
         self._url = url
         self._target = target
-        self._progress = progress
-        self._arrived = 0
-        self._arrived_before = 0
+        self._start = f".{target.name}~"  # of the names of partial files, which end with a tag and `.part`
+        self._on_bytes = on_bytes
 
     async def resume(self) -> None:
         """Download the remaining bytes. Raises OSError, or APIError, which may be transient."""
         part = await asyncio.to_thread(self._find_part)
+        headers = {}
+        if part is not None:
+            headers = {"Range": f"bytes={part.stat().st_size}-", "If-Range": f'"{self._tag_of(part)}"'}
+        request = _request(self._http, self._url, headers)
         try:
-            async with aclosing(await self._http.send(self._request(part), stream=True)) as answer:
+            async with aclosing(await self._http.send(request, stream=True)) as answer:
                 if answer.status_code == NOTHING_LEFT and part is not None:
                     # The file has changed: the next attempt downloads all of it.
                     await asyncio.to_thread(part.unlink)
@@ -72,32 +78,18 @@ class Download:
             raise APIConnectionError(f"{self._target.name} broke off: {error}") from error
         await asyncio.to_thread(part.replace, self._target)
 
-    def has_advanced(self) -> bool:
-        """Return True if bytes have arrived since the last call."""
-        before, self._arrived_before = self._arrived_before, self._arrived
-        return self._arrived > before
-
-    def _request(self, part: Path | None) -> httpx.Request:
-        if part is None:
-            return _request(self._http, self._url, {})
-        tag = f'"{_tag_of(part, self._target)}"'
-        range_left = f"bytes={part.stat().st_size}-"
-        return _request(self._http, self._url, {"Range": range_left, "If-Range": tag})
-
     async def _save(self, answer: httpx.Response, part: Path | None) -> Path:
         if part is None or answer.status_code != PART:
-            await asyncio.to_thread(self._drop_parts)
-            part = _part_of(self._target, answer.headers.get("ETag"))
-            await asyncio.to_thread(part.touch)
+            tag = _STRONG_TAG.fullmatch(answer.headers.get("ETag", ""))
+            part = self._target.with_name(f"{self._start}{tag[1] if tag else ''}.part")
+            await asyncio.to_thread(self._replace_parts, part)
         had = part.stat().st_size
         total = had + int(answer.headers.get("Content-Length", 0))
         with await asyncio.to_thread(part.open, "ab") as file:
             async for chunk in answer.aiter_bytes():
                 await asyncio.to_thread(file.write, chunk)
                 had += len(chunk)
-                self._arrived = had
-                if self._progress:
-                    self._progress(had, total)
+                self._on_bytes(had, total)
         size = part.stat().st_size
         if "Content-Length" in answer.headers and size != total:
             await asyncio.to_thread(part.unlink)  # another process has also written to it
@@ -106,18 +98,20 @@ class Download:
 
     def _find_part(self) -> Path | None:
         """Return the partial download that can be resumed, or None."""
-        tagged = [part for part in self._parts() if _tag_of(part, self._target)]
+        tagged = [part for part in self._parts() if self._tag_of(part)]
         return tagged[0] if len(tagged) == 1 and tagged[0].stat().st_size else None
 
-    def _drop_parts(self) -> None:
+    def _replace_parts(self, new: Path) -> None:
         for part in self._parts():
             part.unlink(missing_ok=True)
+        new.touch()
 
     def _parts(self) -> list[Path]:
-        start = _start_of(self._target)
-        return [
-            each for each in self._target.parent.iterdir() if each.name.startswith(start) and each.suffix == ".part"
-        ]
+        return list(self._target.parent.glob(f"{escape(self._start)}*.part"))
+
+    def _tag_of(self, part: Path) -> str:
+        """Return the tag in the name of a partial file; without a tag it cannot be resumed."""
+        return part.name.removeprefix(self._start).removesuffix(".part")
 
 
 def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> httpx.Request:
@@ -126,20 +120,6 @@ def _request(http: httpx.AsyncClient, url: str, headers: dict[str, str]) -> http
     request = http.build_request("GET", url, headers=headers, timeout=TIMEOUT)
     del request.headers["X-API-Key"]
     return request
-
-
-def _part_of(target: Path, etag: str | None) -> Path:
-    tag = _STRONG_TAG.fullmatch(etag or "")
-    return target.with_name(f"{_start_of(target)}{tag[1] if tag else ''}.part")
-
-
-def _tag_of(part: Path, target: Path) -> str:
-    """Return the tag in the name of a partial file; without a tag it cannot be resumed."""
-    return part.name.removeprefix(_start_of(target)).removesuffix(".part")
-
-
-def _start_of(target: Path) -> str:
-    return f".{target.name}~"
 
 
 TENSORS = "adapter_model.safetensors"

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import httpx
 from google.protobuf.message import Message
 from pydantic import BaseModel
+from typing_extensions import override
 
 from cotrain.errors import APIError, APIStatusError, ForeignAnswer, RateLimitError
 from cotrain.settings import proxy_of, through_proxy, trusted
@@ -78,20 +79,16 @@ class Transport:
         self.compresses = False
         """True if passes are compressed, as the server requests of a client on another host."""
         self._contact = Contact(base_url)
-        proxy = None if network else proxy_of(base_url)
-        self._pools = ConnectionPools(
-            lambda: httpx.AsyncClient(
-                base_url=f"{base_url.rstrip('/')}/api/v1/",
-                headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
-                timeout=TIMEOUT,
-                limits=LIMITS,
-                transport=network,
-                verify=trusted(),
-                proxy=proxy,
-                trust_env=False,
-            )
+        if network is None:
+            proxy = proxy_of(base_url)
+            network = ConnectionPools(lambda: httpx.AsyncHTTPTransport(verify=trusted(), limits=LIMITS, proxy=proxy))
+        self._http = httpx.AsyncClient(
+            base_url=f"{base_url.rstrip('/')}/api/v1/",
+            headers={"X-API-Key": api_key, "User-Agent": f"cotrain/{__version__}"},
+            timeout=TIMEOUT,
+            transport=network,
+            trust_env=False,
         )
-        self._http = self._pools.first
 
     @property
     def is_known(self) -> bool:
@@ -114,7 +111,8 @@ class Transport:
         """
         body, content_headers = await self._encoded(message)
         all_headers = {**(headers or {}), **content_headers, "Accept": JSON}
-        return await self._until_answered(lambda: self._post(path, body, reads, all_headers), raises_busy=raises_busy)
+        send = partial(self._post, path, body, reads, all_headers)
+        return await self._until_answered(send, self.patience(), raises_busy=raises_busy)
 
     async def put(self, path: str, message: BaseModel, reads: Callable[[httpx.Response], T]) -> T:
         """PUT until there is a response. A field that is None is sent as null, which clears it.
@@ -150,19 +148,18 @@ class Transport:
 
         Raises APIError if the server rejects the request or the retries end.
         """
-        return await self._until_answered(
-            lambda: self._send(
-                self._http.build_request(
-                    "POST",
-                    path,
-                    params=query.model_dump(exclude_none=True),
-                    content=content(),
-                    headers={"Content-Length": str(size), "Content-Type": BINARY},
-                    timeout=STREAM_TIMEOUT,
-                ),
-                reads,
+
+        def request() -> httpx.Request:
+            return self._http.build_request(
+                "POST",
+                path,
+                params=query.model_dump(exclude_none=True),
+                content=content(),
+                headers={"Content-Length": str(size), "Content-Type": BINARY},
+                timeout=STREAM_TIMEOUT,
             )
-        )
+
+        return await self._until_answered(lambda: self._send(request(), reads), self.patience())
 
     async def fetch(self, url: str, target: Path, progress: Callable[[int, int], None] | None = None) -> None:
         """Download a link of the server to a file, atomically.
@@ -170,24 +167,19 @@ class Transport:
         Resumes where an earlier attempt stopped, also one of another process. The link needs no key, so the
         key is not sent. Raises OSError or APIError.
         """
-        download = Download(self._http, url, target, progress)
         patience = self.patience()
-        while True:
-            try:
-                await download.resume()
-            except APIError as error:
-                if download.has_advanced():
-                    patience.renew()
-                await patience.wait_out(error)
-            else:
-                return
+
+        def on_bytes(arrived: int, total: int) -> None:
+            patience.renew()
+            if progress:
+                progress(arrived, total)
+
+        download = Download(self._http, url, target, on_bytes)
+        await self._until_answered(download.resume, patience)
 
     async def size_of(self, url: str) -> int:
         """Return the bytes behind a link; 0 if the server sends no size, or does not respond."""
-        try:
-            return await size_of(self._http, url)
-        except httpx.TransportError:  # the download itself reports it better
-            return 0
+        return await size_of(self._http, url)
 
     async def post_once(
         self, path: str, message: BaseModel | Message, reads: Callable[[httpx.Response], T], *, accept: str = JSON
@@ -207,17 +199,18 @@ class Transport:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._pools.close()
+        await self._http.aclose()
 
     async def _request(
         self, method: str, path: str, reads: Callable[[httpx.Response], T], body: str | None = None
     ) -> T:
         headers = {} if body is None else {"Content-Type": JSON}
         build = partial(self._http.build_request, method, path, content=body, headers=headers)
-        return await self._until_answered(lambda: self._send(build(), reads))
+        return await self._until_answered(lambda: self._send(build(), reads), self.patience())
 
-    async def _until_answered(self, call: Callable[[], Awaitable[T]], *, raises_busy: bool = False) -> T:
-        patience = self.patience()
+    async def _until_answered(
+        self, call: Callable[[], Awaitable[T]], patience: Patience, *, raises_busy: bool = False
+    ) -> T:
         while True:
             try:
                 return await call()
@@ -245,7 +238,7 @@ class Transport:
     async def _send(self, request: httpx.Request, reads: Callable[[httpx.Response], T]) -> T:
         request.headers.update(trace_headers())
         try:
-            response = await self._pools.send(request)
+            response = await self._http.send(request)
         except httpx.TransportError as error:
             through = through_proxy(str(request.url))
             raise connection_error(error, request.url, through, is_known=self.is_known) from error
@@ -263,38 +256,30 @@ class Transport:
 
 @dataclass
 class _Pool:
-    http: httpx.AsyncClient
+    network: httpx.AsyncBaseTransport
     in_flight: int = 0
 
 
-class ConnectionPools:
-    """Pools of connections to one server; a request uses the first pool that is not full.
+class ConnectionPools(httpx.AsyncBaseTransport):
+    """Pools of connections to one server; a request uses the first pool that is not full."""
 
-    Runs on the client's own loop.
-    """
-
-    def __init__(self, make_pool: Callable[[], httpx.AsyncClient]) -> None:
+    def __init__(self, make_pool: Callable[[], httpx.AsyncBaseTransport]) -> None:
         self._make_pool = make_pool
         self._pools = [_Pool(make_pool())]
 
-    @property
-    def first(self) -> httpx.AsyncClient:
-        """The pool that always exists, used to build requests."""
-        return self._pools[0].http
-
-    async def send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and return its response. Raises the errors of httpx."""
+    @override
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         pool = self._free_pool()
         pool.in_flight += 1
         try:
-            return await pool.http.send(request)
-        finally:
+            return await pool.network.handle_async_request(request)
+        finally:  # at the head of the response, whose body follows soon
             pool.in_flight -= 1
 
-    async def close(self) -> None:
-        """Close every connection."""
+    @override
+    async def aclose(self) -> None:
         for pool in self._pools:
-            await pool.http.aclose()
+            await pool.network.aclose()
 
     def _free_pool(self) -> _Pool:
         for pool in self._pools:

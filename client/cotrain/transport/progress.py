@@ -21,8 +21,6 @@ log = logging.getLogger("cotrain")
 SHOWN_AFTER_S = 10.0
 DRAWN_EVERY_S = 1.0
 LOGGED_EVERY_S = 60.0
-IDLE_ROUNDS = 60
-"""The drawing thread ends after this many rounds in a row without a wait."""
 
 
 class Wait(NamedTuple):
@@ -111,12 +109,10 @@ class Progress:
                 self._thread.start()
 
     def _run(self) -> None:
-        idle = 0
         while True:
             time.sleep(DRAWN_EVERY_S)
-            idle = 0 if self._waits else idle + 1
             with self._starting:
-                if idle >= IDLE_ROUNDS and not self._waits:
+                if not self._waits:
                     self._thread = None
                     return
             self.show()

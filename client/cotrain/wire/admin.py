@@ -47,8 +47,7 @@ class PauseRequest(Change):
 class MoveRequest(Change):
     """Request to move a run to another worker."""
 
-    worker: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-    """Id of a worker of the run's pool."""
+    worker: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]  # id of a worker of the run's pool
 
 
 class Pause(WireModel):
@@ -69,8 +68,7 @@ class KeyShown(WireModel):
     source: str
     created_at: float
     not_after: float | None
-    last_used_at: float | None
-    """Time of the last use, to within a minute."""
+    last_used_at: float | None  # time of the last use, to within a minute
 
 
 class NewKey(KeyShown):
@@ -86,18 +84,13 @@ class TenantRow(WireModel):
     name: str
     weight: float
     paused: Pause | None
-    runs: int
-    """Live runs."""
+    runs: int  # live runs
     run_bytes: int
-    ops: int
-    """Pending ops in all pools; the next two fields also count all pools."""
+    ops: int  # pending ops in all pools; the next two fields also count all pools
     tokens: int
-    samples: int
-    """Sample requests that are waiting or running."""
-    failed: int = 0
-    """Failed ops and sample requests in the last 15 minutes."""
-    refused: int = 0
-    """Refused requests in the last 15 minutes."""
+    samples: int  # sample requests that are waiting or running
+    failed: int = 0  # failed ops and sample requests in the last 15 minutes
+    refused: int = 0  # refused requests in the last 15 minutes
 
 
 class TenantList(WireModel):
@@ -115,8 +108,7 @@ class QuotaUse(WireModel):
     name: str
     limit: int
     default: int
-    is_own: bool
-    """True if the operator set a limit for this tenant instead of the default."""
+    is_own: bool  # True if the operator set a limit for this tenant instead of the default
     used: int
 
 
@@ -131,8 +123,7 @@ class TenantDetail(TenantRow):
     """Tenant with its limits, keys and usage."""
 
     quotas: list[QuotaUse]
-    usage: list[DayUsage]
-    """Usage of the last days, oldest first; today is counted so far."""
+    usage: list[DayUsage]  # usage of the last days, oldest first; today is counted so far
     keys: list[KeyShown]
     paused_runs: dict[str, Pause]
 
@@ -143,11 +134,9 @@ class WorkerShown(WireModel):
     pool: str
     base_model: str
     id: str
-    state: str
-    """`serving`, `draining`, `drained`, or `away`: no process sends a heartbeat."""
+    state: str  # `serving`, `draining`, `drained`, or `away`: no process sends a heartbeat
     drain_asked_at: float | None
-    drain_waits: bool
-    """The drain waits and the worker keeps its runs, because no other worker serves this base model."""
+    drain_waits: bool  # the drain waits and the worker keeps its runs, because no other worker serves this base model
     heartbeat: dict[str, Any] | None
     open_steps: int
     last_exit: dict[str, Any] | None = None
@@ -157,8 +146,7 @@ class WorkerShown(WireModel):
 class SelfCheckAsked(WireModel):
     """Accepted request for a self-check of a worker."""
 
-    asked_at: float
-    """Time in s since the epoch; the worker reports its result with it."""
+    asked_at: float  # time in s since the epoch; the worker reports its result with it
 
 
 class WorkerList(WireModel):
@@ -194,8 +182,7 @@ class Restoring(WireModel):
 
     runs_done: int
     runs: int
-    ops_done: int
-    """Number of replayed ops of all these runs."""
+    ops_done: int  # number of replayed ops of all these runs
     ops: int
 
     @property
@@ -208,39 +195,28 @@ class FleetWorker(WireModel):
     """Live worker."""
 
     id: str
-    state: str
-    """`serving`, `draining` or `drained`."""
-    is_draining: bool
-    """True if the operator drains the worker, or its process is stopping."""
-    restoring: Restoring | None = None
-    """Progress of a restore; None if it restores no runs."""
+    state: str  # `serving`, `draining` or `drained`
+    is_draining: bool  # True if the operator drains the worker, or its process is stopping
+    restoring: Restoring | None = None  # progress of a restore; None if it restores no runs
     host: str
     device: str
-    tokens_per_s: float
-    """Measured training speed."""
+    tokens_per_s: float  # measured training speed
     runs: int
-    busy: float
-    """Fraction of the last minute in which it computed, from 0 to 1, including sampling."""
-    backlog_s: float
-    """Time in s for the training that was pending for it when a worker of its pool was last idle."""
+    busy: float  # fraction of the last minute in which it computed, from 0 to 1, including sampling
+    backlog_s: float  # time in s for the training that was pending for it when a worker of its pool was last idle
 
 
 class FleetPool(WireModel):
     """Base model that is or was served, or that is configured on this server."""
 
     base_model: str
-    pool: str | None
-    """Pool id; None if no worker has served it yet."""
+    pool: str | None  # pool id; None if no worker has served it yet
     workers_wanted: int
-    workers_unavailable: list[str]
-    """Ids of workers without a heartbeat that still own their runs."""
+    workers_unavailable: list[str]  # ids of workers without a heartbeat that still own their runs
     workers: list[FleetWorker]
-    ops: int
-    """Training requests accepted and not done."""
-    tokens: int
-    """Tokens of training requests accepted and not run."""
-    oldest_s: float
-    """Age in s of the oldest runnable request."""
+    ops: int  # training requests accepted and not done
+    tokens: int  # tokens of training requests accepted and not run
+    oldest_s: float  # age in s of the oldest runnable request
     backlog_s: float
     """Time in s that the live workers need for `tokens`; without workers, one worker at the last measured speed."""
     samples_waiting: int
@@ -261,8 +237,7 @@ class QueueStatus(WireModel):
 
     ops: int
     tokens: int
-    oldest_s: float = 0.0
-    """Age in seconds of the oldest request that may run."""
+    oldest_s: float = 0.0  # age in seconds of the oldest request that may run
 
 
 class SamplesStatus(WireModel):
@@ -276,8 +251,7 @@ class TenantStatus(WireModel):
     """Unfinished requests of one tenant."""
 
     tenant: str
-    tenant_name: str = ""
-    """Name of its first key."""
+    tenant_name: str = ""  # name of its first key
     ops: int
     tokens: int
     bytes: int
@@ -301,10 +275,8 @@ class WorkerStatus(WireModel):
     tokens_per_s: float
     runs: int
     memory_bytes: int
-    restoring: Restoring | None = None
-    """None: it restores no runs."""
-    members: list[MemberStatus] = Field(default=[])
-    """Processes of a group; empty for a worker of one process."""
+    restoring: Restoring | None = None  # None: it restores no runs
+    members: list[MemberStatus] = Field(default=[])  # processes of a group; empty for a worker of one process
 
 
 class CycleRun(WireModel):
@@ -314,8 +286,7 @@ class CycleRun(WireModel):
     tenant: str
     tenant_name: str = ""
     tokens: int
-    ops: dict[str, int]
-    """Number of ops for each kind."""
+    ops: dict[str, int]  # number of ops for each kind
 
 
 class CycleRecord(WireModel):
@@ -334,8 +305,7 @@ class PoolStatus(WireModel):
     """State of a base model and its workers."""
 
     base_model: str
-    workers: int | list[WorkerStatus]
-    """A tenant receives only their number."""
+    workers: int | list[WorkerStatus]  # a tenant receives only their number
     last_cycle: int
     open_cycles: int = 0
     queue: QueueStatus
@@ -343,8 +313,7 @@ class PoolStatus(WireModel):
     duty: dict[str, float] = Field(default={})
     """Fractions of the last minute that the devices spent on each activity (train, optim, sample, idle)."""
     tenants: list[TenantStatus] = Field(default=[])
-    cycles: list[CycleRecord] = Field(default=[])
-    """Last cycles, newest first."""
+    cycles: list[CycleRecord] = Field(default=[])  # last cycles, newest first
 
 
 class ServerStatus(WireModel):
@@ -353,6 +322,5 @@ class ServerStatus(WireModel):
     version: str
     uptime_s: float | None = None
     ready: bool | None = None
-    reasons: list[str] = Field(default=[])
-    """Reasons why it is not ready, as sentences."""
+    reasons: list[str] = Field(default=[])  # reasons why it is not ready, as sentences
     pools: list[PoolStatus]

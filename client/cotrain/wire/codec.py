@@ -51,23 +51,6 @@ _EMPTY_CELL = (0, -99999.0)
 # ---- Requests of passes ---------------------------------------------------------------------------
 
 
-def encode_pass_request(
-    model_id: str,
-    seq_id: int,
-    data: Sequence[Datum],
-    loss_fn: str,
-    loss_fn_config: Mapping[str, float | str] | None,
-    *,
-    forward_only: bool,
-) -> wire.ForwardBackwardRequest:
-    """Build the message of a forward or forward_backward request.
-
-    Equal arguments give equal bytes under `SerializeToString(deterministic=True)`. Raises
-    UnsupportedInput, which names the datum, if a chunk is not text.
-    """
-    return wrap_datums(model_id, seq_id, encode_datums(data), loss_fn, loss_fn_config, forward_only=forward_only)
-
-
 def encode_datums(data: Sequence[Datum]) -> list[wire.Datum]:
     """Encode every datum. Raises UnsupportedInput, which names the datum, if it is invalid or not text."""
     return [_encode_datum(datum, index) for index, datum in enumerate(datums_of(data))]
@@ -82,7 +65,10 @@ def wrap_datums(
     *,
     forward_only: bool,
 ) -> wire.ForwardBackwardRequest:
-    """Build the message of a pass over encoded datums."""
+    """Build the message of a forward or forward_backward over encoded datums.
+
+    Equal arguments give equal bytes under `SerializeToString(deterministic=True)`.
+    """
     message = wire.ForwardBackwardRequest(
         model_id=model_id, seq_id=seq_id, data=datums, loss_fn=loss_fn, forward_only=forward_only
     )

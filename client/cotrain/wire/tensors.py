@@ -238,11 +238,8 @@ class RoutedExperts(BaseModel):
                 f"routed_experts of shapes {list(self.shape)} and {list(other.shape)} are of other models"
             )
         shape = (self.tokens + other.tokens, *self.shape[1:])
-        dtype = max(self.dtype, other.dtype, key=lambda each: array(_TYPECODE_OF_EXPERTS[each]).itemsize)
-        data = b"".join(
-            each.data if each.dtype == dtype else to_bytes(_TYPECODE_OF_EXPERTS[dtype], each._numbers())
-            for each in (self, other)
-        )
+        dtype = self.dtype if self.dtype == other.dtype else "int16"
+        data = b"".join(each.data if each.dtype == dtype else to_bytes("h", each._numbers()) for each in (self, other))
         return RoutedExperts(data=data, dtype=dtype, shape=shape)
 
     def __getitem__(self, some: slice) -> RoutedExperts:

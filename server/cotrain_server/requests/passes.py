@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.codec import encode_pass_request
+from cotrain.wire.codec import encode_datums, wrap_datums
 from cotrain.wire.model import Name, SeqId, SequencedRequest, WireModel
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
@@ -126,10 +126,10 @@ def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:
         content = ForwardRequest.model_validate(numbered).forward_input
     else:
         content = ForwardBackwardRequest.model_validate(numbered).forward_backward_input
-    return encode_pass_request(
+    return wrap_datums(
         fields["model_id"],
         fields.get("seq_id") or 0,
-        content.data,
+        encode_datums(content.data),
         content.loss_fn,
         content.loss_fn_config,
         forward_only=forward_only,

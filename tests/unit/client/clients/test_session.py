@@ -9,7 +9,8 @@ import pytest
 
 from cotrain import NotFoundError, ServiceClient
 from cotrain.clients.session import WARN_AFTER_MISSED, Session
-from cotrain.transport.http import Transport
+from cotrain.requests.connection import Connection
+from cotrain.settings import ClientSettings
 from tests.support.fake_api import Answer, FakeApi, refusal
 
 
@@ -26,17 +27,18 @@ def send_heartbeats(api: FakeApi, times: int) -> list[float]:
                 enough.set()
                 await asyncio.Event().wait()
 
-        transport = Transport("http://server", "k", network=api.network, sleep=wait)
-        session = Session(transport, None)
+        connection.transport.sleep = wait
+        session = Session(connection, None)
         await session.id()
         waiting = asyncio.create_task(enough.wait())
         assert session.heartbeat is not None
         await asyncio.wait([waiting, session.heartbeat], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         await session.finish("success")
-        await transport.close()
 
-    asyncio.run(live())
+    connection = Connection(ClientSettings("http://server", "k"), network=api.network)
+    connection.loop.run(live())
+    connection.loop.close(connection.transport.close)
     return waits
 
 

@@ -230,34 +230,6 @@ async def test_a_request_that_fails_delays_no_other(queue: SendQueue, server: Se
     assert await second == 2
 
 
-async def test_a_request_cancelled_while_waiting_is_removed(
-    dispatch: Dispatch, queue: SendQueue, server: Server
-) -> None:
-    dispatch.limit_bytes = 1
-    first, second, third = start(queue, server, 1, 2, 3)
-    await settled()
-    second.cancel()
-    await settled()
-    await server.take(1)
-    assert server.came == [1, 3]
-    await server.take(3)
-    await asyncio.gather(first, third)
-
-
-async def test_waiting_requests_keep_their_order_when_the_first_is_cancelled(
-    dispatch: Dispatch, queue: SendQueue, server: Server
-) -> None:
-    dispatch.limit_bytes = 1
-    first, second, *others = start(queue, server, 1, 2, 5, 3, 6)
-    await settled()
-    second.cancel()
-    await settled()
-    for seq_id in (1, 3, 5, 6):
-        await server.take(seq_id)
-    assert server.came == [1, 3, 5, 6]
-    await asyncio.gather(first, *others)
-
-
 async def test_a_request_cancelled_while_sending_releases_its_share(
     dispatch: Dispatch, queue: SendQueue, server: Server
 ) -> None:

@@ -38,7 +38,7 @@ from cotrain.types import (
     OptimStepRequest,
     UntypedAPIFuture,
 )
-from cotrain.wire.codec import encode_pass_request
+from cotrain.wire.codec import encode_datums, wrap_datums
 from tests.support.fake_api import Answer, FakeApi, refusal
 from tests.support.swapping_proxy import FOREIGN
 from tests.support.waiting import until
@@ -194,7 +194,7 @@ def test_a_proxy_page_during_a_restart_is_retried() -> None:
 def send_pass(*data: Datum, compresses: bool = True, tokens: int = 4_000) -> httpx.Request:
     """Send a pass of this data, or of `tokens` tokens. Return the request that the server received."""
     datum = Datum(model_input=ModelInput.from_ints([7] * tokens), loss_fn_inputs={})
-    message = encode_pass_request("m", 1, data or [datum], "x", None, forward_only=True)
+    message = wrap_datums("m", 1, encode_datums(data or [datum]), "x", None, forward_only=True)
     api = FakeApi(answers={"forward_backward": [httpx.Response(200, json={})]})
 
     async def once() -> None:
@@ -244,7 +244,7 @@ def test_a_small_request_is_not_compressed() -> None:
 
 def test_a_pass_is_encoded_once_for_all_attempts() -> None:
     api = FakeApi(answers={"forward_backward": [refusal(503), refusal(503)]})
-    message = encode_pass_request("m", 1, [], "x", None, forward_only=True)
+    message = wrap_datums("m", 1, encode_datums([]), "x", None, forward_only=True)
 
     async def change_message(_: float) -> None:
         message.seq_id += 1
@@ -339,7 +339,7 @@ class Server:
         self.through: Counter[int] = Counter()
         self.may_answer = asyncio.Event()
 
-    def pool(self) -> httpx.AsyncClient:
+    def pool(self) -> httpx.MockTransport:
         number = self.made
         self.made += 1
 
@@ -348,15 +348,15 @@ class Server:
             await self.may_answer.wait()
             return httpx.Response(200)
 
-        return httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(answer), trust_env=False)
+        return httpx.MockTransport(answer)
 
 
 async def send(pools: ConnectionPools, server: Server, count: int) -> None:
     """Send `count` requests concurrently. Let the server answer once all have arrived."""
     server.may_answer.clear()
     came = server.through.total() + count
-    request = pools.first.build_request("GET", "/")
-    sent = [asyncio.create_task(pools.send(request)) for _ in range(count)]
+    request = httpx.Request("GET", "http://server/")
+    sent = [asyncio.create_task(pools.handle_async_request(request)) for _ in range(count)]
     await until(lambda: server.through.total() >= came)
     server.may_answer.set()
     await asyncio.gather(*sent)
@@ -367,7 +367,7 @@ async def test_a_pool_holds_a_limited_number_of_connections() -> None:
     pools = ConnectionPools(server.pool)
     await send(pools, server, 2 * AT_ONCE + 1)
     assert server.through == {0: AT_ONCE, 1: AT_ONCE, 2: 1}
-    await pools.close()
+    await pools.aclose()
 
 
 async def test_few_requests_use_one_pool_after_many_earlier_ones() -> None:
@@ -379,7 +379,7 @@ async def test_few_requests_use_one_pool_after_many_earlier_ones() -> None:
         await send(pools, server, AT_ONCE)
     assert server.through == {0: 3 * AT_ONCE}
     assert server.made == 3
-    await pools.close()
+    await pools.aclose()
 
 
 async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,7 +388,7 @@ async def test_requests_beyond_the_limit_of_all_pools_are_spread_evenly(monkeypa
     pools = ConnectionPools(server.pool)
     await send(pools, server, 4 * AT_ONCE)
     assert server.through == {0: 2 * AT_ONCE, 1: 2 * AT_ONCE}
-    await pools.close()
+    await pools.aclose()
 
 
 async def test_a_broken_request_frees_its_connection() -> None:
@@ -397,13 +397,13 @@ async def test_a_broken_request_frees_its_connection() -> None:
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
-    def make_pool() -> httpx.AsyncClient:
-        made.append(httpx.AsyncClient(transport=httpx.MockTransport(refuse), base_url="http://server"))
+    def make_pool() -> httpx.MockTransport:
+        made.append(httpx.MockTransport(refuse))
         return made[-1]
 
     pools = ConnectionPools(make_pool)
     for _ in range(2 * AT_ONCE):
         with pytest.raises(httpx.ConnectError):
-            await pools.send(pools.first.build_request("GET", "/"))
+            await pools.handle_async_request(httpx.Request("GET", "http://server/"))
     assert len(made) == 1
-    await pools.close()
+    await pools.aclose()

@@ -20,9 +20,9 @@ from cotrain.wire.codec import (
     decode_pass_output,
     decode_sample_response,
     encode_datums,
-    encode_pass_request,
     pass_output_to_json,
     sample_response_to_json,
+    wrap_datums,
 )
 from cotrain.wire.proto import wire_pb2 as wire
 
@@ -57,7 +57,7 @@ def test_a_request_encodes_as_the_official_sdk_encodes_it(
         ours.Datum(model_input=ours.ModelInput.from_ints(sequence), loss_fn_inputs=inputs)
         for sequence, inputs in fields
     ]
-    our_message = encode_pass_request("m", seq_id, our_data, "ppo", config, forward_only=forward_only)
+    our_message = wrap_datums("m", seq_id, encode_datums(our_data), "ppo", config, forward_only=forward_only)
     assert _bytes(our_message) == _bytes(their_message)
 
 
@@ -74,7 +74,7 @@ def test_a_sparse_tensor_encodes_as_the_official_sdk_encodes_it() -> None:
         sparse_col_indices=their_tensor.sparse_col_indices,
     )
     our_datum = ours.Datum(model_input=ours.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs={"weights": our_tensor})
-    our_message = encode_pass_request("m", 1, [our_datum], "ppo", None, forward_only=False)
+    our_message = wrap_datums("m", 1, encode_datums([our_datum]), "ppo", None, forward_only=False)
     their_message = _their_message([([1, 2, 3], {"weights": their_tensor})], None, 1)
     assert _bytes(our_message) == _bytes(their_message)
 
@@ -86,7 +86,7 @@ def test_an_image_encodes_as_the_official_sdk_encodes_it() -> None:
         chunks = [types.ImageChunk(**given), types.EncodedTextChunk(tokens=[5])]
         datum = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={})
         messages.append(datum)
-    our_message = encode_pass_request("m", 1, messages[:1], "ppo", None, forward_only=False)
+    our_message = wrap_datums("m", 1, encode_datums(messages[:1]), "ppo", None, forward_only=False)
     assert _bytes(our_message) == _bytes(_their_request(messages[1:], None, 1))
 
 
@@ -102,7 +102,7 @@ def test_a_datum_that_is_not_text_is_named() -> None:
     text = ours.Datum(model_input=ours.ModelInput.from_ints([1]))
     audio = ours.Datum(model_input=ours.ModelInput(chunks=[ours.DmelChunk()]))
     with pytest.raises(UnsupportedInput, match=r"datum 1: .*dmel"):
-        encode_pass_request("m", 1, [text, audio], "ppo", None, forward_only=False)
+        wrap_datums("m", 1, encode_datums([text, audio]), "ppo", None, forward_only=False)
 
 
 @given(st.lists(st.lists(floats, max_size=5), max_size=4), st.integers(0, 4))

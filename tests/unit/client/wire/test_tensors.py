@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from cotrain import Datum, ModelInput, RoutedExperts
 from cotrain.errors import UnsupportedInput
-from cotrain.wire.codec import encode_pass_request
+from cotrain.wire.codec import encode_datums, wrap_datums
 from cotrain.wire.tensors import TensorData
 from cotrain_store.bodies.pass_body import decode_pass
 
@@ -145,7 +145,7 @@ def test_a_datum_brings_its_experts_to_the_server(given: np.ndarray) -> None:
     inputs = {"target_tokens": [1, 2, 3], "weights": [1.0] * 3}
     ours = Datum(ModelInput.from_ints([5, 6, 7]), inputs, routed_experts=given)
     listed = Datum(ours.model_input, {**inputs, "routed_experts": given})  # as of the hosted SDK
-    message = encode_pass_request("m", 1, [ours, listed], "cross_entropy", None, forward_only=False)
+    message = wrap_datums("m", 1, encode_datums([ours, listed]), "cross_entropy", None, forward_only=False)
     found = decode_pass(message).datums
     for each in found:
         assert set(each.inputs) == set(inputs)
