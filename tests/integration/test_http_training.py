@@ -12,9 +12,8 @@ import zstandard
 
 from cotrain.wire.codec import PROTOBUF, decode_pass_output
 from cotrain_server.requests.passes import read_json_pass
-from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store import redis_keys
-from cotrain_store.bodies.pass_body import encode_pass_output
+from cotrain_store.bodies.pass_body import encode_pass_output, parse_pass
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import Result, ResultKind
 from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
