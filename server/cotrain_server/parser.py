@@ -48,8 +48,8 @@ AT_ONCE = 4
 _TRIM_ABOVE = 16 * 1024**2
 #: Delay in seconds between a large body and the return of its memory, so that its request has ended.
 _TRIM_AFTER_S = 1.0
-#: Idle time after which a child process is stopped, in seconds. An idle process costs 35 MB of memory and more, and
-#: starting one takes 0.4 s of processor time, which the first large pass of a training step would wait for.
+#: Idle time after which a child process is stopped, in seconds. An idle process costs 35 MB of memory and more. A start
+#: takes 0.4 s of processor time, for which the first large pass of a training step would wait.
 _CHILD_IDLE_S = 300.0
 #: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
 MAX_CPU_S = 15.0
