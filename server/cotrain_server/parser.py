@@ -4,7 +4,7 @@ Each tenant has one large task at a time, and AT_ONCE tenants have one concurren
 capacity.
 
 A parser in C holds the interpreter lock from the first byte to the last: a million numbers block all other threads of a
-process for 0.1 s. So large JSON is parsed in a child process, whose program is `parser_child.py`.
+process for 0.1 s. So large bodies are parsed in a child process, whose program is `parser_child.py`.
 """
 
 import asyncio
@@ -38,9 +38,6 @@ Answer = TypeVar("Answer")
 THREAD_ABOVE = 256 * 1024
 #: Weight above which JSON is parsed in a child process: 32,768 values, which can yield errors for a third of a second.
 CHILD_ABOVE = 2 * 1024**2
-#: Weight above which a binary pass is parsed in a child process if others are being parsed: 1 MB. A thread takes
-#: less processor time, but several of them keep the interpreter lock from the event loop.
-SHARED_ABOVE = 16 * 1024**2
 #: Weights in bytes of Python objects: of one JSON value, and of one byte of a message that becomes many objects.
 JSON_VALUE_WEIGHT = 64
 BINARY_BYTE_WEIGHT = 16
@@ -51,9 +48,9 @@ AT_ONCE = 4
 _TRIM_ABOVE = 16 * 1024**2
 #: Delay in seconds between a large body and the return of its memory, so that its request has ended.
 _TRIM_AFTER_S = 1.0
-#: Idle time after which a child process is stopped, in seconds. An idle process costs 30 MB of memory and more, and
-#: starting one takes 0.2 s of processor time.
-_CHILD_IDLE_S = 30.0
+#: Idle time after which a child process is stopped, in seconds. An idle process costs 35 MB of memory and more. A start
+#: takes 0.4 s of processor time, for which the first large pass of a training step would wait.
+_CHILD_IDLE_S = 300.0
 #: Processor time of one call in seconds. The slowest body within all other limits takes 5 s of one core.
 MAX_CPU_S = 15.0
 #: Size of each pipe, where the system allows it. A body fills the default, 64 KB, many times.
@@ -71,7 +68,6 @@ class Parser:
 
     def __init__(self) -> None:
         self._locks = TenantSlots()
-        self._heavy = 0  # tasks that run, or wait for their tenant's earlier ones
         self.loop_slots = LoopSlots()
         self._threads = ThreadPoolExecutor(AT_ONCE, "parse")
         self._child_threads = ThreadPoolExecutor(AT_ONCE, "parse-child")
@@ -80,11 +76,6 @@ class Parser:
         self._idle = deque(self._children)
         self._trim: asyncio.TimerHandle | None = None
         self._end_of_idle: asyncio.TimerHandle | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """True if a task runs outside the event loop. Another thread would then share the interpreter with it."""
-        return self._heavy > 0
 
     def close(self) -> None:
         """Stop the threads and the child processes."""
@@ -129,19 +120,15 @@ class Parser:
         return await self._one_per_tenant(tenant, partial(self._in_child, work, args))
 
     async def _one_per_tenant(self, tenant: TenantId, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
-        self._heavy += 1
-        try:
-            async with self._locks.of(tenant):
-                # A client that disconnects must not start a second task concurrently, because a thread cannot be
-                # cancelled.
-                working = asyncio.ensure_future(work())
-                try:
-                    return await asyncio.shield(working)
-                except asyncio.CancelledError:
-                    await asyncio.wait([working])
-                    raise
-        finally:
-            self._heavy -= 1
+        async with self._locks.of(tenant):
+            # A client that disconnects must not start a second task concurrently, because a thread cannot be
+            # cancelled.
+            working = asyncio.ensure_future(work())
+            try:
+                return await asyncio.shield(working)
+            except asyncio.CancelledError:
+                await asyncio.wait([working])
+                raise
 
     async def _in_thread(self, weight: int, call: Callable[[], Answer]) -> Answer:
         try:

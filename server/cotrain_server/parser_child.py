@@ -12,8 +12,8 @@ import sys
 import cotrain_server.blas_threads  # noqa: F401  # its import sets them, before that of numpy
 from cotrain_server.errors import BodyTooLarge
 
-#: Limit on address space, part of which is for libraries. The largest accepted JSON takes 0.6 GB.
-MAX_BYTES = 2 * 1024**3
+#: Limit on address space, part of which is for libraries. The largest accepted bodies take 0.5 GB.
+MAX_BYTES = 1024**3
 TOO_LARGE = "The request body takes too much memory to read. Send it in several requests."
 
 

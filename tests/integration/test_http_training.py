@@ -13,7 +13,7 @@ import zstandard
 from cotrain.wire.codec import PROTOBUF, decode_pass_output
 from cotrain_server.requests.passes import read_json_pass
 from cotrain_store import redis_keys
-from cotrain_store.bodies.pass_body import encode_pass_output
+from cotrain_store.bodies.pass_body import encode_pass_output, parse_pass
 from cotrain_store.messages.ids import RequestId, RunId
 from cotrain_store.messages.ops import Result, ResultKind
 from tests.support.http_api import ALICE, POOL, SOON_S, Api, pass_body, running_api
@@ -42,9 +42,8 @@ async def test_a_request_is_accepted_at_once_and_its_id_contains_its_seq(api: Ap
 async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api) -> None:
     run = await api.new_run()
     unplaced = {key: value for key, value in pass_body(run, 1).items() if key != "seq_id"}
-    binary = read_json_pass(json.dumps(unplaced).encode(), forward_only=False).message
-    assert binary is not None
-    assert binary.seq_id == 0
+    binary = read_json_pass(json.dumps(unplaced).encode(), forward_only=False).body
+    assert parse_pass(binary).seq_id == 0
     step = {"model_id": run, "adam_params": {"learning_rate": 1e-3}}
     forward = {"model_id": run, "forward_input": unplaced["forward_backward_input"]}
     key = {"X-API-Key": ALICE, "X-Idempotency-Key": "the first attempt"}
@@ -57,7 +56,7 @@ async def test_a_request_without_a_seq_follows_all_requests_sent_before(api: Api
         await api.post("forward_backward", pass_body(run, 2)),
         await api.http.post(
             "/api/v1/forward_backward",
-            content=binary.SerializeToString(),
+            content=binary,
             headers={"X-API-Key": ALICE, "Content-Type": PROTOBUF},
         ),
         await api.post("forward", forward),
@@ -88,7 +87,7 @@ async def test_a_used_seq_with_other_content_is_rejected_permanently(api: Api) -
 async def test_protobuf_plain_and_compressed_and_json_are_one_request(api: Api) -> None:
     run = await api.new_run()
     body = json.dumps(pass_body(run, 1)).encode()
-    binary = read_json_pass(body, forward_only=False).content
+    binary = read_json_pass(body, forward_only=False).body
     headers = {"content-type": PROTOBUF}
     plain = await api.post("forward_backward", content=binary, headers=headers)
     small = await api.post(

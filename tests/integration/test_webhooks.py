@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_network
@@ -139,10 +140,8 @@ async def test_a_private_address_is_refused_when_it_is_connected_to() -> None:
         with pytest.raises(Undelivered, match="no address that webhooks may be sent to"):
             await sender.send(event_for(url), 0)
     sender.close()
-    network = CheckedNetwork([ip_network("10.0.0.0/8")])
-    with pytest.raises(AddressRefused):
-        await network.connect("127.0.0.1", 9, True)
-    network.close()
+    with ThreadPoolExecutor(1) as threads, pytest.raises(AddressRefused):
+        await CheckedNetwork([ip_network("10.0.0.0/8")], threads, encrypted=True).connect_tcp("127.0.0.1", 9)
 
 
 def event_for(url: str) -> DueEvent:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -17,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from cotrain_server.errors import BodyTooLarge, Invalid, Unreadable
 from cotrain_server.http.request_body import MANY, count_json
+from cotrain_server.parser import ChildProcess
 
 Family = Literal["attn", "mlp", "unembed"]
 
@@ -58,29 +57,10 @@ _ALL_LINEAR = "all-linear"
 #: Patterns with no regular-expression syntax except dots. They are looked up; a separate process matches the others.
 _MODULE_ENDING = re.compile(r"\^?\w+(?:\\?\.\w+)*", re.A)
 
-#: Limits of the process that matches; ordinary patterns take milliseconds. Python's `re` may run without end for a short
-#: pattern, and holds the interpreter's lock while it does.
-_CPU_S = 1
-_WALL_S = 20
-_MEMORY_BYTES = 512 * 1024**2
+#: Processor time to match; ordinary patterns take milliseconds. Python's `re` may run without end for a short pattern, and
+#: holds the interpreter's lock while it does.
+_CPU_S = 1.0
 _MAX_PATTERNS = 1000
-
-#: Reads patterns and names; writes, for each name, the number of the first pattern that fits, or null.
-_PROGRAM = f"""
-import contextlib, json, re, sys
-with contextlib.suppress(ImportError, ValueError, OSError):
-    import resource
-    resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_S}, {_CPU_S}))
-    resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY_BYTES}, {_MEMORY_BYTES}))
-method, patterns, names = json.load(sys.stdin)
-try:
-    matches = [getattr(re.compile(pattern), method) for pattern in patterns]
-except (re.error, OverflowError, RecursionError):
-    sys.exit(3)
-first = [next((i for i, each in enumerate(matches) if each(name)), None) for name in names]
-json.dump(first, sys.stdout)
-"""
-_NO_PATTERN = 3
 
 
 def read_config(content: bytes) -> Config:
@@ -228,35 +208,29 @@ def _is_number(value: Any) -> bool:
 def _match_in_process(
     subject: str, method: Literal["match", "fullmatch"], patterns: Sequence[str], names: Sequence[str]
 ) -> list[int | None]:
-    """Return for each name the number of the first pattern that fits by this method of `re`, or None.
+    """Return the result of `first_matches`, from a process with limits on memory and processor time.
 
     `subject` begins the sentence that refuses the patterns. Raises Invalid.
     """
     if len(patterns) > _MAX_PATTERNS:
         raise Invalid(f"{subject} has more than {_MAX_PATTERNS} regular expressions.")
+    child = ChildProcess(_CPU_S)
     try:
-        done = subprocess.run(  # noqa: S603  # ourselves, without a shell
-            [sys.executable, "-I", "-S", "-c", _PROGRAM],
-            input=json.dumps([method, patterns, names]).encode(),
-            capture_output=True,
-            timeout=_WALL_S,
-            env={},
-            check=False,
-        )
-    except subprocess.TimeoutExpired as slow:
-        raise _too_slow(subject) from slow
-    if done.returncode == _NO_PATTERN:
-        raise Invalid(f"{subject} contains an invalid regular expression.")
-    if done.returncode:
-        raise _too_slow(subject)
-    found: list[int | None] = json.loads(done.stdout)
-    return found
+        return child.run(first_matches, method, patterns, names)
+    except (re.error, OverflowError, RecursionError) as wrong:
+        raise Invalid(f"{subject} contains an invalid regular expression.") from wrong
+    except BodyTooLarge as slow:
+        raise Invalid(
+            f"{subject}: its regular expressions take too long to match; give names of modules, or simpler ones."
+        ) from slow
+    finally:
+        child.stop()
 
 
-def _too_slow(subject: str) -> Invalid:
-    return Invalid(
-        f"{subject}: its regular expressions take too long to match; give names of modules, or simpler ones."
-    )
+def first_matches(method: str, patterns: Sequence[str], names: Sequence[str]) -> list[int | None]:
+    """Return for each name the number of the first pattern that fits by this method of `re`, or None."""
+    matches = [getattr(re.compile(pattern), method) for pattern in patterns]
+    return [next((number for number, fits in enumerate(matches) if fits(name)), None) for name in names]
 
 
 def read_object(subject: str, content: bytes) -> dict[str, Any]:

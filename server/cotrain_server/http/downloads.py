@@ -8,16 +8,15 @@ import asyncio
 import errno
 import hashlib
 import io
-import os
 import re
 import tarfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import structlog
-from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
@@ -53,11 +52,6 @@ class OpenFile:
     content: BinaryIO
     blob: Blob
 
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return self.blob.size
-
 
 def _is_encrypted(checkpoint: CheckpointRecord, weights: WeightsRecord) -> bool:
     """Return True if the downloadable files of a checkpoint are encrypted."""
@@ -92,43 +86,43 @@ async def open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[Open
 
 def _open_files(blobs: Blobs, names: Sequence[str], path: str) -> list[OpenFile]:
     with ExitStack() as opened:
-        files = [_open(blobs, name, opened) for name in names]
-        _check(blobs, files, path)
+        files = [OpenFile(name, *_open(blobs, name, opened)) for name in names]
+        try:
+            fault = _fault(blobs, files)
+        except OSError as error:
+            raise _unreadable(names[0], error) from error
+        if fault:
+            log.error("file_damaged", checkpoint=path, files=files[0].blob.key, reason=fault)
+            raise Refused(Reason.CHECKPOINT_DAMAGED, f"Checkpoint {path}: {fault}. {REMEDY}")
         opened.pop_all()  # the response closes all of them
         return files
 
 
-def _open(blobs: Blobs, name: str, opened: ExitStack) -> OpenFile:
+def _open(blobs: Blobs, name: str, opened: ExitStack) -> tuple[BinaryIO, Blob]:
     try:
         content, blob = blobs.open(name)
     except OSError as error:
         if isinstance(error, BlobsUnavailable) or error.errno in _TRANSIENT_ERRORS:
-            log.error("file_unreadable", file=name, reason=error.strerror)
-            raise StoreUnavailable("The file cannot be read now.") from error
+            raise _unreadable(name, error) from error
         raise CheckpointNotFound from error
-    return OpenFile(name, opened.enter_context(content), blob)
+    return opened.enter_context(content), blob
 
 
-def _check(blobs: Blobs, files: Sequence[OpenFile], path: str) -> None:
+def _unreadable(name: str, error: OSError) -> StoreUnavailable:
+    log.error("file_unreadable", file=name, reason=error.strerror)
+    return StoreUnavailable("The file cannot be read now.")
+
+
+def _fault(blobs: Blobs, files: Sequence[OpenFile]) -> str | None:
+    """Return the reason why files may not be sent, or None."""
     try:
-        sums = _read_sums(blobs)
-        fault = fault_of(sums, [file.name for file in files])
-        if sums and not fault and blobs.folder:
-            damaged = [file.name for file in files if not _is_intact(file, sums[file.name])]
-            fault = f"{damaged[0]} is damaged" if damaged else None
-    except OSError as error:
-        log.error("file_unreadable", file=files[0].name, reason=error.strerror)
-        raise StoreUnavailable("The file cannot be read now.") from error
-    if fault:
-        log.error("file_damaged", checkpoint=path, files=files[0].blob.key, reason=fault)
-        raise Refused(Reason.CHECKPOINT_DAMAGED, f"Checkpoint {path}: {fault}. {REMEDY}")
-
-
-def _read_sums(blobs: Blobs) -> dict[str, str] | None:
-    try:
-        return read_sums(blobs.get(SUMS))
+        sums = read_sums(blobs.get(SUMS))
     except FileNotFoundError:
-        return None
+        sums = None
+    fault = fault_of(sums, [file.name for file in files])
+    if fault or not sums or not blobs.folder:
+        return fault
+    return next((f"{file.name} is damaged" for file in files if not _is_intact(file, sums[file.name])), None)
 
 
 def _is_intact(file: OpenFile, expected: str) -> bool:
@@ -137,7 +131,6 @@ def _is_intact(file: OpenFile, expected: str) -> bool:
     if verified in _VERIFIED:
         return True
     found = hashlib.file_digest(cast("io.BufferedReader", file.content), "sha256").hexdigest()
-    file.content.seek(0)
     if found != expected:
         return False
     if len(_VERIFIED) >= _MAX_VERIFIED:
@@ -146,103 +139,55 @@ def _is_intact(file: OpenFile, expected: str) -> bool:
     return True
 
 
-def file_download(file: OpenFile, range_: str | None) -> Response:
-    """Return a response with a file, whole or by the `Range` header. An object of a store supports one range."""
-    try:
-        file.content.fileno()
-    except OSError:
-        return ObjectDownload(file, range_)
-    return FileDownload(file)
+class Download(StreamingResponse):
+    """Content of open files, which are closed once it is sent. It holds the slot of its tenant until then."""
 
-
-class SlotDownload(Response):
-    """A download that holds a slot until it is complete."""
-
-    def __init__(self, download: Response, slot: AsyncExitStack) -> None:
-        self.background = None
-        self._download = download
-        self._slot = slot
-
-    @override
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the download, and release the slot."""
-        async with self._slot:
-            await self._download(scope, receive, send)
-
-
-class ObjectDownload(StreamingResponse):
-    """An object of a blob store, whole or one range, streamed as it arrives."""
-
-    def __init__(self, file: OpenFile, range_: str | None) -> None:
-        self._file = file
-        requested = _RANGE.fullmatch(range_ or "")  # another form is answered with the whole object
-        start = int(requested[1]) if requested else 0
-        end = min(file.size, int(requested[2]) + 1) if requested and requested[2] else file.size
-        is_part = requested is not None and start < end
-        if not is_part:
-            start, end = 0, file.size
-        headers = {
-            "Content-Length": str(end - start),
-            "Content-Disposition": f'attachment; filename="{file.name}"',
-            "Accept-Ranges": "bytes",
-        }
-        if is_part:
-            headers["Content-Range"] = f"bytes {start}-{end - 1}/{file.size}"
-        super().__init__(
-            _content(file, start, end),
-            status_code=206 if is_part else 200,
-            media_type="application/octet-stream",
-            headers=headers,
-        )
-
-    @override
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the object, and close it."""
-        with self._file.content:
-            await super().__call__(scope, receive, send)
-
-
-class FileDownload(FileResponse):
-    """One file, whole or the requested ranges."""
-
-    chunk_size = CHUNK_BYTES
-
-    def __init__(self, file: OpenFile) -> None:
-        self._file = file
-        descriptor = file.content.fileno()
-        super().__init__(
-            f"/dev/fd/{descriptor}",  # the open file itself, even if its name now belongs to another file
-            media_type="application/octet-stream",
-            filename=file.name,
-            stat_result=os.fstat(descriptor),
-        )
-
-    @override
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the file, and close it."""
-        with self._file.content:
-            await super().__call__(scope, receive, send)
-
-
-class TarDownload(StreamingResponse):
-    """Files as one tar, created while it is sent. Its length is computed in advance."""
-
-    def __init__(self, files: Sequence[OpenFile], name: str, made_at: float) -> None:
+    def __init__(
+        self, files: Sequence[OpenFile], content: AsyncIterator[bytes], headers: Mapping[str, str], **how: Any
+    ):
+        self.slot = AsyncExitStack()
         self._files = files
-        headers = {
-            "Content-Length": str(tar_size([file.size for file in files])),
-            "Content-Disposition": f'attachment; filename="{name}"',
-            "Accept-Ranges": "none",
-        }
-        super().__init__(_tar(files, int(made_at)), media_type="application/x-tar", headers=headers)
+        super().__init__(content, headers=headers, **how)
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the archive, and close its files."""
-        with ExitStack() as opened:
+        """Send the content, close the files, and release the slot."""
+        async with self.slot:
             for file in self._files:
-                opened.enter_context(file.content)
+                self.slot.enter_context(file.content)
             await super().__call__(scope, receive, send)
+
+
+def file_download(file: OpenFile, headers: Mapping[str, str]) -> Download:
+    """Return a response with a file, or with one range of it that the headers of a request name."""
+    size, tag = file.blob.size, f'"{hashlib.sha256(file.blob.mark.encode()).hexdigest()}"'
+    requested = _RANGE.fullmatch(headers.get("range", ""))  # another form is answered with the whole file
+    start = int(requested[1]) if requested else 0
+    end = min(size, int(requested[2]) + 1) if requested and requested[2] else size
+    is_part = requested is not None and start < end and headers.get("if-range", tag) == tag
+    if not is_part:
+        start, end = 0, size
+    described = {
+        "Content-Length": str(end - start),
+        "Content-Disposition": f'attachment; filename="{file.name}"',
+        "Accept-Ranges": "bytes",
+        "ETag": tag,
+    }
+    if is_part:
+        described["Content-Range"] = f"bytes {start}-{end - 1}/{size}"
+    status = 206 if is_part else 200
+    content = _content(file, start, end)
+    return Download([file], content, described, status_code=status, media_type="application/octet-stream")
+
+
+def tar_download(files: Sequence[OpenFile], name: str, made_at: float) -> Download:
+    """Return a response with files as one tar, created while it is sent. Its length is computed in advance."""
+    headers = {
+        "Content-Length": str(tar_size([file.blob.size for file in files])),
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Accept-Ranges": "none",
+    }
+    return Download(files, _tar(files, int(made_at)), headers, media_type="application/x-tar")
 
 
 def tar_size(sizes: Sequence[int]) -> int:
@@ -255,10 +200,10 @@ def tar_size(sizes: Sequence[int]) -> int:
 
 async def _tar(files: Sequence[OpenFile], made_at: int) -> AsyncIterator[bytes]:
     for file in files:
-        yield _header(file.name, file.size, made_at)
-        async for part in _content(file, 0, file.size):
+        yield _header(file.name, file.blob.size, made_at)
+        async for part in _content(file, 0, file.blob.size):
             yield part
-        yield bytes(_padding(file.size))
+        yield bytes(_padding(file.blob.size))
     yield _header(COMPLETE, 0, made_at) + bytes(2 * _BLOCK)
 
 

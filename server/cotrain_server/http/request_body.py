@@ -13,7 +13,7 @@ from starlette.requests import Request
 from typing_extensions import override
 
 from cotrain_server.errors import BodyTooLarge, Unreadable
-from cotrain_server.parser import BINARY_BYTE_WEIGHT, JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
+from cotrain_server.parser import JSON_VALUE_WEIGHT, THREAD_ABOVE, Parser
 from cotrain_store.errors import Reason, Refused
 from cotrain_store.messages.ids import TenantId
 
@@ -73,7 +73,7 @@ class BodyReader:
     take: Callable[[int], None] = lambda _: None  # counts bytes as they arrive
 
     async def read(self, request: Request) -> bytes:
-        """Read, decompress and measure the body of a request. Afterwards `body_weight` returns its weight.
+        """Read, decompress and measure the body of a request. Afterwards `body_weight` returns the weight of JSON.
 
         Raises:
             BodyTooLarge: it exceeds `limit_bytes` as sent or once decompressed, or `json_limits`.
@@ -92,11 +92,9 @@ class BodyReader:
             self.take(len(body))
         elif encoding != "identity":
             raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Content-Encoding {encoding!r} is not supported; use zstd.")
-        weight = BINARY_BYTE_WEIGHT * len(body)
         if not is_protobuf(request):  # FastAPI parses other content types, and none at all, as JSON, too
             values = await self.parser.run(self.tenant, len(body), count_json, body, self.json_limits)
-            weight = max(len(body), JSON_VALUE_WEIGHT * values)
-        request.state.body_weight = weight
+            request.state.body_weight = max(len(body), JSON_VALUE_WEIGHT * values)
         return body
 
     async def _receive(self, request: Request) -> bytes:
@@ -142,7 +140,7 @@ class CheckedRequest(Request):
 
 
 def body_weight(request: Request) -> int:
-    """Return the weight of a body that was read, in the units of `Parser`."""
+    """Return the weight of a JSON body that was read, in the units of `Parser`."""
     weight: int = request.state.body_weight
     return weight
 

@@ -14,7 +14,6 @@ from typing import Self
 from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain_server.errors import Invalid
 from cotrain_server.requests.images import image_reader
-from cotrain_server.requests.pass_scan import TooManyObjects, strip_unknown_fields
 from cotrain_server.requests.pass_validation import check_pass
 from cotrain_store.bodies.pass_body import decode_pass, has_images, locate_images, parse_pass
 from cotrain_store.errors import MalformedBody
@@ -22,6 +21,12 @@ from cotrain_store.messages.ids import SamplerId, WeightsRef
 from cotrain_store.messages.ops import OpKind
 from cotrain_store.messages.runs import PoolRecord
 
+#: Size in bytes above which a child process parses a pass. The event loop parses a smaller one, in at most 20 ms.
+SMALL_PASS = 16 * 1024
+#: Limit that `client/config` sends to SDKs, which split larger calls (`fwdbwd_max_chunk_len`). Our
+#: client applies it on its own.
+MAX_DATUMS = 65_536
+MAX_SETTINGS = 64
 #: Limit on sparse tensors, which are small on the wire and expanded here: this many elements take 64 to 128 MiB.
 MAX_SPARSE_ELEMENTS = 1 << 24
 #: A small sparse tensor takes ten times as long to decode as a dense one.
@@ -69,73 +74,78 @@ class Op:
 
 @dataclass(frozen=True)
 class ParsedPass:
-    """A forward or forward_backward request with a known run and position."""
+    """A forward or forward_backward request with a known run and position. Its content is not checked yet."""
 
     model_id: str
     seq: int | None  # None: append after all earlier requests of the run
-    message: PassMessage | None
-    """The content of the pass; None if it is invalid (`refusal` gives the reason)."""
-    refusal: str
-    content: bytes
-    """Canonical bytes of the request, equal for every encoding. Its digest is computed from them."""
-    forward_only: bool = False  # endpoint of a pass that is not parsed yet
-    is_read: bool = True
-    """False: more than FEW_FIELDS; `content` is as it was sent, and `pass_op` parses it."""
-    sent: bytes = b""
-    """Pass as it was sent, if it is stored so instead of `content`: then no process returns it to another one."""
-    has_images: bool = False
-    """True: `pass_op` decodes images, which only a child process may do. Unknown before it is parsed."""
+    body: bytes  # the message as it was sent, or as it was converted from JSON
+    forward_only: bool = False  # set by the endpoint of forward passes
+    needs_child: bool = True
+    """True if only a child process may parse the body: it is large, or has images to decode."""
+    refusal: str = ""  # reason why the request is invalid; `body` then only identifies it
 
     @classmethod
-    def of(cls, model_id: str, seq: int | None, message: PassMessage) -> Self:
-        """Return the request of a message."""
-        return cls(model_id, seq, message, "", _canonical(message), has_images=has_images(message))
+    def of(cls, model_id: str, seq: int | None, body: bytes, message: PassMessage, *, forward_only: bool) -> Self:
+        """Return the request of a body and its message, or of the start of its message if it is large."""
+        needs_child = len(body) > SMALL_PASS or has_images(message)
+        return cls(model_id, seq, body, forward_only, needs_child)
 
 
 def pass_op(request: ParsedPass, pool: PoolRecord) -> Op:
-    """Check a pass against its run's base model and return its op. Parse it first if necessary."""
-    if not request.is_read:
-        request = _read_all(request)
-    if request.message is None:
-        return Op.rejected(request.refusal, request.content)
+    """Check a pass against its run's base model and return its op."""
+    if request.refusal:
+        return Op.rejected(request.refusal, request.body)
+    content = request.body
     try:
-        _refuse_vast_shapes(request.message)
-        body = request.sent or request.content
-        if request.has_images:
-            locate_images(request.message, image_reader(pool, "data"))
-            body = _canonical(request.message)
-        decoded = decode_pass(request.message)
+        message = parse_pass(request.body)
+        _check_counts(message)
+        _check_address(message, request)
+        is_changed = _drop_unread(message, forward_only=request.forward_only)
+        content = canonical(message)
+        body = content if is_changed else request.body
+        if has_images(message):
+            locate_images(message, image_reader(pool, "data"))
+            body = canonical(message)
+        decoded = decode_pass(message)
         tokens = check_pass(decoded, pool)
     except (Invalid, MalformedBody) as error:
-        return Op.rejected(str(error), request.content)
+        return Op.rejected(str(error), content)
     kind = OpKind.FORWARD if decoded.forward_only else OpKind.FORWARD_BACKWARD
-    return Op(kind, body, tokens, digest_of(request.content))
+    return Op(kind, body, tokens, digest_of(content))
 
 
-def pass_op_apart(request: ParsedPass, pool: PoolRecord) -> tuple[Op, bool]:
-    """Return the op of `pass_op` for a caller in another process, and True if its body is the content of the request.
-    Such an op has no body: the pipe would take a tenth of the time of the check.
+def pass_op_apart(request: ParsedPass, pool: PoolRecord) -> Op:
+    """Return the op of `pass_op` for a caller in another process, without a body if that of the request is stored.
+
+    The pipe would take a tenth of the time of the check.
     """
     op = pass_op(request, pool)
-    is_sent = op.body == request.content
-    return (replace(op, body=b""), True) if is_sent else (op, False)
+    return replace(op, body=b"") if op.body is request.body else op
 
 
-def _read_all(request: ParsedPass) -> ParsedPass:
-    """Parse a pass whose head is known. If that fails, the result carries the reason."""
-    try:
-        lean = strip_unknown_fields(request.content)
-        message = parse_pass(lean)
-    except (TooManyObjects, MalformedBody) as error:
-        return replace(request, refusal=str(error), is_read=True)
+def _check_address(message: PassMessage, request: ParsedPass) -> None:
     if (message.model_id, message.seq_id) != (request.model_id, request.seq or 0):
-        return replace(request, refusal="model_id and seq_id: given twice.", is_read=True)
-    is_sent = lean is request.content and message.forward_only >= request.forward_only
-    message.forward_only |= request.forward_only
-    return replace(ParsedPass.of(request.model_id, request.seq, message), sent=lean if is_sent else b"")
+        raise Invalid("model_id and seq_id: given twice.")
 
 
-def _refuse_vast_shapes(message: PassMessage) -> None:
+def _drop_unread(message: PassMessage, *, forward_only: bool) -> bool:
+    """Drop the fields that are not read, and set `forward_only`. Return True if the message is changed."""
+    was_forward_only, sent_bytes = message.forward_only, message.ByteSize()
+    message.DiscardUnknownFields()
+    for datum in message.data:
+        datum.ClearField("model_input_spans")
+        datum.ClearField("loss_fn_input_spans")
+    message.forward_only |= forward_only
+    return message.ByteSize() != sent_bytes or message.forward_only != was_forward_only
+
+
+def _check_counts(message: PassMessage) -> None:
+    """Check the numbers of objects in a message, which are unlimited in its bytes. Raises Invalid."""
+    _check_count("data", len(message.data), MAX_DATUMS, "datums")
+    _check_count("model_input", sum(len(datum.model_input) for datum in message.data), 4 * MAX_DATUMS, "chunks")
+    _check_count("loss_fn_inputs", sum(len(datum.loss_fn_inputs) for datum in message.data), 4 * MAX_DATUMS, "tensors")
+    settings = len(message.loss_fn_config) + len(message.loss_fn_config_v2)
+    _check_count("loss_fn_config", settings, MAX_SETTINGS, "settings")
     claimed = sparse = 0
     for number, datum in enumerate(message.data):
         if len(datum.loss_fn_inputs) > MAX_INPUTS:
@@ -163,11 +173,16 @@ def _refuse_vast_shapes(message: PassMessage) -> None:
                 )
 
 
+def _check_count(field: str, count: int, most: int, unit: str) -> None:
+    if count > most:
+        raise Invalid(f"{field}: one request holds at most {most} {unit}. Send it in several calls.")
+
+
 def _failure(message: str) -> bytes:
     return json.dumps({"error": message, "category": "user"}).encode()
 
 
-def _canonical(message: PassMessage) -> bytes:
+def canonical(message: PassMessage) -> bytes:
     """Return equal bytes for equal passes."""
     return message.SerializeToString(deterministic=True)
 

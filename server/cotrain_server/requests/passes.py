@@ -19,9 +19,8 @@ from cotrain.wire.proto.wire_pb2 import ForwardBackwardRequest as PassMessage
 from cotrain.wire.rest import LogMetricsRequest, RewindRequest
 from cotrain.wire.runs import AdamParams, ForwardBackwardRequest, ForwardRequest, MuonParams, OptimStepRequest
 from cotrain_server.errors import Invalid, Unreadable, first_error
-from cotrain_server.parser import CHILD_ABOVE, JSON_VALUE_WEIGHT
-from cotrain_server.requests.pass_ops import Op, ParsedPass, digest_of
-from cotrain_server.requests.pass_scan import HEAD_BYTES, TooManyObjects, head_of, strip_unknown_fields
+from cotrain_server.requests.pass_head import HEAD_BYTES, head_of
+from cotrain_server.requests.pass_ops import SMALL_PASS, Op, ParsedPass, canonical, digest_of
 from cotrain_server.requests.pass_validation import check_adam, check_steps
 from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
@@ -31,9 +30,6 @@ from cotrain_store.messages.runs import MetricsEntry
 
 #: Maximum number of metrics of one run.
 MAX_NAMES = 128
-#: Fields that are parsed at once: 1,500 datums with three inputs. A field takes as long as a JSON
-#: value. A larger pass is parsed in a child process.
-FEW_FIELDS = CHILD_ABOVE // JSON_VALUE_WEIGHT
 
 
 class RunRequest(WireModel):
@@ -64,41 +60,30 @@ class AddressedFields:
     fields: dict[str, Any]
 
 
-def read_binary_pass(body: bytes, *, forward_only: bool, max_fields: int = FEW_FIELDS) -> ParsedPass:
-    """Parse a pass as SDK 0.38 sends it. `forward_only` is set for the endpoint of forward passes.
+def read_binary_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
+    """Read the run and position of a pass as SDK 0.38 sends it. `pass_op` parses the rest of a large one.
 
-    If it has more than `max_fields`, only its head is parsed, and `pass_op` parses the rest.
+    `forward_only` is set for the endpoint of forward passes.
 
     Raises:
         Unreadable: not the message, or without a run.
     """
-    try:
-        message = parse_pass(strip_unknown_fields(body, max_fields))
-    except TooManyObjects:
-        return _read_head(body, forward_only=forward_only)
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
-    address = _address_in(message)
-    message.forward_only |= forward_only
-    return ParsedPass.of(address.model_id, address.seq_id, message)
-
-
-def _read_head(body: bytes, *, forward_only: bool) -> ParsedPass:
-    try:
-        message = parse_pass(head_of(body))
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
-    if not message.model_id:
+    message = start_of_pass(body)
+    if len(body) > SMALL_PASS and not message.model_id:
         raise Unreadable(
             f"model_id must come before the first datum, within the first {HEAD_BYTES} bytes, in a large request."
         )
-    address = _address_in(message)
-    return ParsedPass(address.model_id, address.seq_id, None, "", body, forward_only, is_read=False)
-
-
-def _address_in(message: PassMessage) -> RunRequest:
     seq = message.seq_id or None  # protobuf cannot distinguish a missing number from 0
-    return parse_run_and_seq(RunRequest, {"model_id": message.model_id, "seq_id": seq})
+    address = parse_run_and_seq(RunRequest, {"model_id": message.model_id, "seq_id": seq})
+    return ParsedPass.of(address.model_id, address.seq_id, body, message, forward_only=forward_only)
+
+
+def start_of_pass(body: bytes) -> PassMessage:
+    """Parse a small pass, or the fields before the first datum of a large one. Raises Unreadable."""
+    try:
+        return parse_pass(body if len(body) <= SMALL_PASS else head_of(body))
+    except MalformedBody as error:
+        raise Unreadable(str(error)) from error
 
 
 def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
@@ -116,8 +101,9 @@ def read_json_pass(body: bytes, *, forward_only: bool) -> ParsedPass:
     except UnsupportedInput as error:
         refusal = str(error)
     else:
-        return ParsedPass.of(address.model_id, address.seq_id, message)
-    return ParsedPass(address.model_id, address.seq_id, None, refusal, canonical_json(fields))
+        converted = canonical(message)
+        return ParsedPass.of(address.model_id, address.seq_id, converted, message, forward_only=forward_only)
+    return ParsedPass(address.model_id, address.seq_id, canonical_json(fields), needs_child=False, refusal=refusal)
 
 
 def _pass_message(fields: dict[str, Any], *, forward_only: bool) -> PassMessage:

@@ -17,11 +17,10 @@ from cotrain.wire.constants import MAX_SWEEP_RUNS
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams, SweepFuture, UntypedAPIFuture
 from cotrain_server.errors import Unreadable, status_of
+from cotrain_server.requests.pass_head import split_sweep, too_many_runs
 from cotrain_server.requests.pass_ops import Op, ParsedPass
-from cotrain_server.requests.pass_scan import TooManyObjects, split_sweep, strip_unknown_fields, too_many_runs
-from cotrain_server.requests.passes import FEW_FIELDS, RunRequest, adam_op, op_or_refusal, parse_run_and_seq
+from cotrain_server.requests.passes import RunRequest, adam_op, op_or_refusal, parse_run_and_seq, start_of_pass
 from cotrain_server.services import Services
-from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody, RunNotFound
 from cotrain_store.messages.ids import RequestId, run_id
 from cotrain_store.messages.runs import LoraSpec, PoolRecord, RunRecord, SessionRecord
@@ -112,20 +111,10 @@ def read_sweep(body: bytes) -> ParsedSweep:
     entries = tuple(map(_entry, range(len(names)), names, seq_ids, steps))
     if len({entry.model_id for entry in entries}) < len(entries):
         raise Unreadable("runs: each run may be named once.")
-    return ParsedSweep(entries, _read_batch(batch))
-
-
-def _read_batch(body: bytes) -> ParsedPass:
-    """Parse the pass of a sweep. `pass_op` parses one with more than FEW_FIELDS. Raises Unreadable if it names a run."""
-    try:
-        message = parse_pass(strip_unknown_fields(body, FEW_FIELDS))
-    except TooManyObjects:
-        return ParsedPass("", None, None, "", body, is_read=False)
-    except MalformedBody as error:
-        raise Unreadable(str(error)) from error
+    message = start_of_pass(batch)
     if message.model_id or message.seq_id:
         raise Unreadable("pass_request must have no model_id and no seq_id: runs has them.")
-    return ParsedPass.of("", None, message)
+    return ParsedSweep(entries, ParsedPass.of("", None, batch, message, forward_only=False))
 
 
 def joint_ops(run: RunRecord, entry: SweepEntry, batch: Op, token_limit: int, max_bytes: int) -> list[JointOp]:

@@ -27,12 +27,12 @@ from cotrain.wire.checkpoints import (
 from cotrain_server.errors import Invalid
 from cotrain_server.http.downloads import (
     ARCHIVE,
-    SlotDownload,
-    TarDownload,
+    Download,
     file_download,
     file_names,
     folder_of,
     open_files,
+    tar_download,
 )
 from cotrain_server.http.tenant_routes import Limit, Offset, ServicesDep, TenantDep, server_url, tenant_router
 from cotrain_server.requests.checkpoint_validation import (
@@ -325,15 +325,16 @@ async def download(token: str, file: str, request: Request, services: ServicesDe
         if source.weights.ref != link.weights:
             raise CheckpointNotFound
         answer = await _answer(services, source, file, link.path, request)
-        return SlotDownload(answer, slot.pop_all())
+        answer.slot = slot.pop_all()
+        return answer
 
 
-async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Response:
+async def _answer(services: Services, source: Source, file: str, path: str, request: Request) -> Download:
     checkpoint = source.checkpoint
     folder = folder_of(services.settings.blob_store, checkpoint, source.weights)
     if file != ARCHIVE:
         (only,) = await open_files(folder, [file], path)
-        return file_download(only, request.headers.get("range"))
+        return file_download(only, request.headers)
     files = await open_files(folder, file_names(checkpoint, source.weights), path)
     name = f"{checkpoint.run}_{checkpoint.kind}_{checkpoint.name}.tar".replace(":", "_")
-    return TarDownload(files, name, checkpoint.created_at)
+    return tar_download(files, name, checkpoint.created_at)

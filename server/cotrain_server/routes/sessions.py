@@ -21,7 +21,7 @@ from cotrain_server.errors import Invalid
 from cotrain_server.http.auth import VIEWER_SESSION, exchanges_key, is_local
 from cotrain_server.http.tenant_routes import Limit, Offset, Scope, ServicesDep, TenantDep, tenant_router
 from cotrain_server.requests.checkpoint_validation import check_metadata
-from cotrain_server.requests.pass_scan import MAX_DATUMS
+from cotrain_server.requests.pass_ops import MAX_DATUMS
 from cotrain_server.requests.samples import is_sampleable
 from cotrain_server.services import Services
 from cotrain_server.views.records import cursor_at, matches, may_find, position_of, summary_of, text_by_name

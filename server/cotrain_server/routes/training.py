@@ -16,7 +16,6 @@ from cotrain.wire.runs import ForwardBackwardRequest, ForwardRequest, OptimStepR
 from cotrain_server.errors import BodyTooLarge, Invalid
 from cotrain_server.http.request_body import body_weight, is_json, is_protobuf, json_body
 from cotrain_server.http.tenant_routes import DataRoute, ServicesDep, TenantDep, body_of, queued_body, tenant_router
-from cotrain_server.parser import SHARED_ABOVE
 from cotrain_server.requests import passes
 from cotrain_server.requests.pass_ops import Op, ParsedPass, pass_op, pass_op_apart
 from cotrain_server.requests.submission import SweepEntry, idempotency_key, joint_ops, read_sweep, submit, sweep_future
@@ -78,8 +77,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
     """
     if not is_protobuf(request):
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send {PROTOBUF}.")
-    body, weight = await request.body(), body_weight(request)
-    sweep = await services.parser.run(tenant.id, weight, read_sweep, body)
+    sweep = read_sweep(await request.body())
     runs = await asyncio.gather(*(_run_or_none(services, tenant, entry) for entry in sweep.entries))
     pools = {run.pool: run.base_model for run in runs if run}
     if len(pools) > 1:
@@ -89,7 +87,7 @@ async def sweep_pass(request: Request, services: ServicesDep, tenant: TenantDep)
         pool = await services.records.pool(pool_id)
         if pool is None:
             raise BaseModelNotServed(f"Base model {base_model!r} is not served here any more.")
-        batch = await _pass_op(services, tenant, weight, sweep.batch, pool, is_json=False)
+        batch = await _pass_op(services, tenant, sweep.batch, pool)
         quotas = await services.quotas.of(tenant.id)
         for entry, run in zip(sweep.entries, runs, strict=True):
             joint += joint_ops(run, entry, batch, quotas.tokens, quotas.bytes) if run else ()
@@ -108,40 +106,25 @@ async def _run_or_none(services: Services, tenant: Tenant, entry: SweepEntry) ->
 
 
 async def _queue_pass(request: Request, services: Services, tenant: Tenant, *, forward_only: bool) -> UntypedAPIFuture:
-    body, weight = await request.body(), body_weight(request)
-    is_binary = is_protobuf(request)
-    if is_binary:
-        addressed = await _read_pass(services, tenant, body, weight, forward_only=forward_only)
+    body = await request.body()
+    if is_protobuf(request):
+        addressed = passes.read_binary_pass(body, forward_only=forward_only)
     elif is_json(request):
         read = partial(passes.read_json_pass, body, forward_only=forward_only)
-        addressed = await services.parser.parse_json(tenant.id, weight, read)
+        addressed = await services.parser.parse_json(tenant.id, body_weight(request), read)
     else:
         raise Refused(Reason.UNSUPPORTED_MEDIA_TYPE, f"Send application/json or {PROTOBUF}.")
     run, pool = await services.records.run_and_pool(tenant.id, addressed.model_id)
-    op = await _pass_op(services, tenant, weight, addressed, pool, is_json=not is_binary)
+    op = await _pass_op(services, tenant, addressed, pool)
     return await submit(services, run, addressed.seq, op, idempotency_key(request))
 
 
-async def _read_pass(services: Services, tenant: Tenant, body: bytes, weight: int, *, forward_only: bool) -> ParsedPass:
-    """Parse a binary pass, or only its head if a child process parses the rest."""
-    parser = services.parser
-    if weight > SHARED_ABOVE and parser.is_busy:
-        return passes.read_binary_pass(body, forward_only=forward_only, max_fields=0)
-    read = partial(passes.read_binary_pass, body, forward_only=forward_only)
-    return await parser.run(tenant.id, weight, read)
-
-
-async def _pass_op(
-    services: Services, tenant: Tenant, weight: int, addressed: ParsedPass, pool: PoolRecord, *, is_json: bool
-) -> Op:
+async def _pass_op(services: Services, tenant: Tenant, addressed: ParsedPass, pool: PoolRecord) -> Op:
     """Return the op of a pass, or a rejected op if the pass exceeds the limits of parsing."""
-    parser = services.parser
+    if not addressed.needs_child:
+        return pass_op(addressed, pool)
     try:
-        if addressed.has_images or not addressed.is_read:
-            op, is_sent = await parser.run_in_child(tenant.id, pass_op_apart, addressed, pool)
-            return replace(op, body=addressed.content) if is_sent else op
-        if is_json:
-            return await parser.parse_json(tenant.id, weight, pass_op, addressed, pool)
-        return await parser.run(tenant.id, weight, pass_op, addressed, pool)
+        op = await services.parser.run_in_child(tenant.id, pass_op_apart, addressed, pool)
     except BodyTooLarge as refused:
-        return await parser.run(tenant.id, weight, Op.rejected, str(refused), addressed.content)
+        return await services.parser.run(tenant.id, len(addressed.body), Op.rejected, str(refused), addressed.body)
+    return op if op.body else replace(op, body=addressed.body)

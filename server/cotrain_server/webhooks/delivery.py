@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import structlog
 
@@ -28,20 +27,15 @@ POLL_S = 1.0
 #: Tenants with concurrent deliveries. Others wait until one of these completes, at most 10 s.
 AT_ONCE = 256
 UNREAD_LOG_S = 60.0
+#: Pause of a tenant's events after an attempt whose outcome could not be recorded. The attempt does not count, and its
+#: event is still due.
+UNRECORDED_PAUSE_S = 300.0
 
 
 def retry_in(attempts: int, age_s: float) -> float | None:
     """Return the delay before the next attempt: 5 s, 10 s, 20 s, … 1 h. None: give up."""
     wait_s: float = min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** min(attempts - 1, 20))
     return wait_s if age_s + wait_s <= GIVEN_UP_AFTER_S else None
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Pause of a tenant's events in this process after a result could not be recorded."""
-
-    failures: int  # consecutive failures
-    until: float  # end of the pause on the monotonic clock
 
 
 class Delivery:
@@ -52,7 +46,7 @@ class Delivery:
         self._sender = sender
         self._poll_s = poll_s
         self._sending: dict[TenantId, asyncio.Task[None]] = {}
-        self._backoffs: dict[TenantId, Backoff] = {}
+        self._pause_end: dict[TenantId, float] = {}
         self._log_unread_at = 0.0
 
     async def run(self) -> None:
@@ -76,12 +70,12 @@ class Delivery:
 
     async def _deliver_due(self) -> None:
         now = time.monotonic()
-        most = AT_ONCE + len(self._sending) + len(self._backoffs)
+        self._pause_end = {tenant: end for tenant, end in self._pause_end.items() if end > now}
+        most = AT_ONCE + len(self._sending) + len(self._pause_end)
         for event in await self._webhooks.due(most):
             if len(self._sending) >= AT_ONCE:
                 return
-            backoff = self._backoffs.get(event.tenant)
-            if event.tenant not in self._sending and not (backoff and now < backoff.until):
+            if event.tenant not in self._sending and event.tenant not in self._pause_end:
                 self._sending[event.tenant] = asyncio.create_task(self._send_all(event))
 
     async def _send_all(self, first: DueEvent) -> None:
@@ -90,16 +84,11 @@ class Delivery:
         try:
             while event and await self._send(event):
                 event = await self._webhooks.due_of(event.tenant)
-            self._backoffs.pop(first.tenant, None)
         except (*CONNECTION_LOST, Fenced):
             return  # the event is sent again: at-least-once delivery
-        # No attempt was counted, and the event is due: this process waits with it.
         except Exception:
-            before = self._backoffs.get(first.tenant)
-            failures = before.failures + 1 if before else 1
-            wait_s = retry_in(failures, 0.0) or LONGEST_RETRY_S
-            self._backoffs[first.tenant] = Backoff(failures, time.monotonic() + wait_s)
-            log.exception("webhook_not_noted", tenant=first.tenant, retry_in_s=wait_s)
+            self._pause_end[first.tenant] = time.monotonic() + UNRECORDED_PAUSE_S
+            log.exception("webhook_not_noted", tenant=first.tenant, retry_in_s=UNRECORDED_PAUSE_S)
         finally:
             del self._sending[first.tenant]
 

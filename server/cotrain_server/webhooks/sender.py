@@ -20,7 +20,7 @@ from socket import SOCK_STREAM, getaddrinfo
 from typing import Any
 
 import httpcore
-from httpcore import AnyIOBackend, AsyncNetworkBackend
+from httpcore import AnyIOBackend
 from typing_extensions import override
 
 from cotrain.version import __version__
@@ -68,7 +68,8 @@ class Sender:
     """Sender of events of one process."""
 
     def __init__(self, networks: Iterable[str], tls: ssl.SSLContext | None = None) -> None:
-        self._network = CheckedNetwork([ip_network(each) for each in networks])
+        self._networks = [ip_network(each) for each in networks]
+        self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="webhook-names")
         self._given_tls = tls
 
     @cached_property
@@ -79,8 +80,8 @@ class Sender:
         return self._given_tls or ssl.create_default_context()
 
     def close(self) -> None:
-        """Close the network. No further events can be sent."""
-        self._network.close()
+        """Stop waiting for lookups. No further events can be sent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def send(self, event: DueEvent, timestamp: int) -> str:
         """Send an event and return the status. Raises Undelivered for any status except 2xx."""
@@ -103,7 +104,7 @@ class Sender:
             "webhook-timestamp": str(timestamp),
             "webhook-signature": signature(event.secret, event.id, timestamp, event.body),
         }
-        network = self._network.of(encrypted=event.url.startswith("https:"))
+        network = CheckedNetwork(self._networks, self._threads, encrypted=event.url.startswith("https:"))
         async with (
             httpcore.AsyncConnectionPool(self._tls, network_backend=network) as pool,
             pool.stream("POST", event.url, headers=headers, content=event.body) as answer,
@@ -178,23 +179,15 @@ def _behind(address: Address) -> Address:
     return address.ipv4_mapped or address
 
 
-class CheckedNetwork:
-    """Connections to allowed addresses only, each to exactly the address that was checked."""
+class CheckedNetwork(AnyIOBackend):
+    """Network of one request: connections to allowed addresses only, each to exactly the address that was checked."""
 
-    def __init__(self, networks: Sequence[Network]) -> None:
-        self._networks = networks
-        self._inner = AnyIOBackend()
-        self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="webhook-names")
+    def __init__(self, networks: Sequence[Network], threads: ThreadPoolExecutor, *, encrypted: bool) -> None:
+        super().__init__()
+        self._networks, self._threads, self._encrypted = networks, threads, encrypted
 
-    def close(self) -> None:
-        """Stop waiting for lookups."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def of(self, *, encrypted: bool) -> AsyncNetworkBackend:
-        """Return the network of one request."""
-        return _OneRequest(self, encrypted)
-
-    async def connect(self, host: str, port: int, encrypted: bool, **how: Any) -> httpcore.AsyncNetworkStream:
+    @override
+    async def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> httpcore.AsyncNetworkStream:
         """Connect to the first allowed address of a host. Raises AddressRefused if there is none."""
         loop = asyncio.get_running_loop()
         try:
@@ -202,28 +195,6 @@ class CheckedNetwork:
         except (OSError, UnicodeError) as unknown:
             raise NameUnknown(f"{host} is not known") from unknown
         for address in dict.fromkeys(str(row[4][0]) for row in found):
-            if is_allowed(ip_address(address), self._networks, encrypted=encrypted):
-                return await self._inner.connect_tcp(address, port, **how)
+            if is_allowed(ip_address(address), self._networks, encrypted=self._encrypted):
+                return await super().connect_tcp(address, port, *args, **kwargs)
         raise AddressRefused(f"{host} is no address that webhooks may be sent to here")
-
-
-class _OneRequest(AsyncNetworkBackend):
-    """Network backend of one connection pool."""
-
-    def __init__(self, network: CheckedNetwork, encrypted: bool) -> None:
-        self._network = network
-        self._encrypted = encrypted
-
-    @override
-    async def connect_tcp(
-        self, host: str, port: int, timeout: float | None = None, *_: Any, **__: Any
-    ) -> httpcore.AsyncNetworkStream:
-        return await self._network.connect(host, port, self._encrypted, timeout=timeout)
-
-    @override
-    async def connect_unix_socket(self, path: str, *_: Any, **__: Any) -> Any:
-        raise AddressRefused("a webhook goes to a host")
-
-    @override
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.responses import Response
 
-from cotrain_server.http.downloads import CHUNK_BYTES, COMPLETE, FileDownload, TarDownload, open_files, tar_size
+from cotrain_server.http.downloads import CHUNK_BYTES, COMPLETE, file_download, open_files, tar_download, tar_size
 from cotrain_store.blobs.folder import Folder
 from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.errors import CheckpointNotFound, StoreUnavailable
@@ -36,7 +36,7 @@ async def sent(response: Response, **headers: str) -> httpx.Response:
 @pytest.mark.parametrize("name", CONTENTS)
 async def test_a_file_is_sent_whole_with_its_length_and_name(folder: Path, name: str) -> None:
     [file] = await open_files(Folder(folder), [name], PATH)
-    answer = await sent(FileDownload(file))
+    answer = await sent(file_download(file, {}))
     assert answer.content == CONTENTS[name]
     assert answer.headers["content-length"] == str(len(CONTENTS[name]))
     assert answer.headers["content-disposition"] == f'attachment; filename="{name}"'
@@ -56,22 +56,26 @@ async def test_a_file_that_cannot_be_opened_now_is_not_reported_as_deleted(
 
 async def test_a_broken_download_is_resumed(folder: Path) -> None:
     [file] = await open_files(Folder(folder), ["large.bin"], PATH)
-    answer = await sent(FileDownload(file), range="bytes=1000-")
+    answer = await sent(file_download(file, {"range": "bytes=1000-"}))
     assert answer.status_code == 206
     assert answer.content == CONTENTS["large.bin"][1000:]
     assert file.content.closed
+    for tag, status in ((answer.headers["etag"], 206), ('"another"', 200)):
+        [file] = await open_files(Folder(folder), ["large.bin"], PATH)
+        resumed = await sent(file_download(file, {"range": "bytes=1000-", "if-range": tag}))
+        assert (resumed.status_code, resumed.headers["etag"]) == (status, answer.headers["etag"])
 
 
 async def test_an_open_file_survives_its_deletion(folder: Path) -> None:
     [file] = await open_files(Folder(folder), ["small.json"], PATH)
     (folder / "small.json").unlink()
     (folder / "small.json").write_bytes(b"another")
-    assert (await sent(FileDownload(file))).content == b"{}"
+    assert (await sent(file_download(file, {}))).content == b"{}"
 
 
 async def test_a_tar_has_every_file_and_a_mark_of_completeness(folder: Path) -> None:
     files = await open_files(Folder(folder), list(CONTENTS), PATH)
-    answer = await sent(TarDownload(files, "a.tar", 1_000.5))
+    answer = await sent(tar_download(files, "a.tar", 1_000.5))
     assert int(answer.headers["content-length"]) == len(answer.content)
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
         found = {member.name: tar.extractfile(member) for member in tar.getmembers()}

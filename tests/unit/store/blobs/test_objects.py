@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from cotrain_server.errors import Invalid
-from cotrain_server.http.downloads import TarDownload, file_download, open_files
+from cotrain_server.http.downloads import file_download, open_files, tar_download
 from cotrain_server.settings import ServerSettings
 from cotrain_server.text_apis.tokenizer_cache import language_of
 from cotrain_store.blobs import opening
@@ -207,7 +207,7 @@ async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> N
 
     async def sent(range_: str | None) -> httpx.Response:
         [file] = await open_files(adapter, ["large.bin"], PATH)
-        transport = httpx.ASGITransport(file_download(file, range_))
+        transport = httpx.ASGITransport(file_download(file, {"range": range_} if range_ else {}))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             return await http.get("/")
 
@@ -217,7 +217,7 @@ async def test_an_object_is_sent_whole_in_ranges_and_in_a_tar(opened: Open) -> N
     assert part.headers["content-range"] == f"bytes 5-9/{len(large)}"
     assert (rest.status_code, rest.content) == (206, large[5_000_000:])
     files = await open_files(adapter, ["small.json", "large.bin"], PATH)
-    transport = httpx.ASGITransport(TarDownload(files, "a.tar", 0.0))
+    transport = httpx.ASGITransport(tar_download(files, "a.tar", 0.0))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         answer = await http.get("/")
     with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:

@@ -1,9 +1,9 @@
-"""Scan of a binary pass before parsing: fields are counted, and unused ones are dropped unparsed."""
+"""Binary passes: the run at the start, limits on their objects, and fields that are not read."""
 
 import json
 import random
-import tracemalloc
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,22 +11,24 @@ import numpy as np
 import pytest
 import zstandard
 
-from bench.neighbours.attacks import empty_datums_body, tiny_datums_body
+from bench.neighbours.attacks import empty_fields_body, tiny_datums_body
 from cotrain.wire.proto import wire_pb2 as wire
 from cotrain.wire.runs import AdamParams
 from cotrain_server.errors import Invalid, Unreadable
-from cotrain_server.requests import pass_scan
-from cotrain_server.requests.pass_ops import _canonical, digest_of, pass_op, pass_op_apart
-from cotrain_server.requests.pass_scan import (
-    HEAD_BYTES,
-    HEAD_FIELDS,
-    LIMITS,
+from cotrain_server.parser import ChildProcess
+from cotrain_server.requests import pass_head, pass_ops
+from cotrain_server.requests.pass_head import HEAD_BYTES, HEAD_FIELDS, head_of, split_sweep
+from cotrain_server.requests.pass_ops import (
     MAX_DATUMS,
-    TooManyObjects,
-    head_of,
-    strip_unknown_fields,
+    SMALL_PASS,
+    Op,
+    ParsedPass,
+    canonical,
+    digest_of,
+    pass_op,
+    pass_op_apart,
 )
-from cotrain_server.requests.passes import FEW_FIELDS, read_binary_pass
+from cotrain_server.requests.passes import read_binary_pass
 from cotrain_server.requests.submission import read_sweep
 from cotrain_store.bodies.pass_body import parse_pass
 from cotrain_store.errors import MalformedBody
@@ -81,59 +83,52 @@ def inside(*tags: int, content: bytes) -> bytes:
     return content
 
 
-def test_requests_of_sdks_are_unchanged() -> None:
-    body = message().SerializeToString()
-    assert strip_unknown_fields(body) is body
+def trained(datums: int = 1) -> wire.ForwardBackwardRequest:
+    """Make a pass that is valid, of one token per datum."""
+    return parse_pass(zstandard.decompress(tiny_datums_body("r", datums)))
+
+
+def op_of(body: bytes, *, forward_only: bool = False) -> Op:
+    return pass_op(read_binary_pass(body, forward_only=forward_only), POOL)
 
 
 def test_only_the_sampling_provenance_is_left_out() -> None:
-    plain, spans = message(), with_spans(message())
+    plain, spans = trained(), with_spans(trained())
     assert len(spans.SerializeToString()) > len(plain.SerializeToString())
-    lean = wire.ForwardBackwardRequest.FromString(strip_unknown_fields(spans.SerializeToString()))
-    assert lean == plain
+    assert op_of(spans.SerializeToString()) == op_of(canonical(plain))
 
 
 # Four unknown fields with two-byte tags: a number, 8 bytes, a text and 4 bytes.
 UNKNOWN = b"\xf8\x07\xac\x02" + b"\xf9\x07" + bytes(8) + b"\xfa\x07\x02ab" + b"\xfd\x07" + bytes(4)
 
 
-@pytest.mark.parametrize(
-    "tags", [(), (0x1A,), (0x1A, 0x0A), (0x1A, 0x0A, 0x0A), (0x1A, 0x12, 0x12), (0x2A,), (0x3A, 0x12)]
-)
+@pytest.mark.parametrize("tags", [(), (0x0A,), (0x0A, 0x0A), (0x12, 0x12)])
 def test_unknown_fields_are_left_out_of_every_message(tags: tuple[int, ...]) -> None:
-    body = message().SerializeToString()
-    lean = strip_unknown_fields(inside(*tags, content=UNKNOWN) + body + inside(*tags, content=UNKNOWN))
-    assert lean == inside(*tags, content=b"") + body + inside(*tags, content=b"")
+    plain, datum = trained(), trained().data[0].SerializeToString()
+    plain.data.add().ParseFromString(datum + inside(*tags, content=b""))
+    body = trained().SerializeToString() + inside(0x1A, content=datum + inside(*tags, content=UNKNOWN))
+    assert parse_pass(body) != plain
+    op = op_of(body + UNKNOWN)
+    assert (op.body, op.digest) == (op_of(canonical(plain)).body, digest_of(canonical(plain)))
 
 
-@pytest.mark.parametrize("tags", [(), (0x1A,), (0x1A, 0x12, 0x12)])
-def test_unknown_fields_are_counted_too(monkeypatch: pytest.MonkeyPatch, tags: tuple[int, ...]) -> None:
-    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "field": 50})
-    with pytest.raises(TooManyObjects, match=r"^field: one request holds at most 50 fields"):
-        strip_unknown_fields(inside(*tags, content=b"\xf8\x07\x01" * 51))
-
-
-def test_four_million_empty_datums_are_refused_before_parsing() -> None:
-    """Measured: 771 bytes on the wire took 1.5 GB and two minutes."""
-    body = zstandard.decompress(empty_datums_body(), max_output_size=16 * MIB)
-    assert body.count(b"\x1a\x00") == 4_000_000
-    tracemalloc.start()
+def test_sixteen_million_empty_datums_fail_in_another_process() -> None:
+    """They take more memory there than it may have."""
+    child = ChildProcess()
+    head = wire.ForwardBackwardRequest(model_id="r", seq_id=1).SerializeToString()
     try:
-        refused = read_binary_pass(body, forward_only=False)
-        # No memory except the input of its digest.
-        assert tracemalloc.get_traced_memory()[1] < 64 * 1024
+        for count in (MAX_DATUMS + 1, 16_000_000):
+            asked = read_binary_pass(head + b"\x1a\x00" * count, forward_only=False)
+            assert (asked.model_id, asked.seq, asked.needs_child) == ("r", 1, True)
+            assert child.run(pass_op_apart, asked, POOL).kind is OpKind.REJECTED
     finally:
-        tracemalloc.stop()
-    assert refused.message is None
-    assert (refused.model_id, refused.seq) == ("a", 1)
-    op = pass_op(refused, POOL)
-    assert op.kind is OpKind.REJECTED
-    assert f"data: one request holds at most {MAX_DATUMS} datums".encode() in op.body
+        child.stop()
 
 
 @pytest.mark.parametrize(
     ("field", "tags"),
     [
+        ("data", (0x1A,)),
         ("model_input", (0x1A, 0x0A)),
         ("loss_fn_inputs", (0x1A, 0x12)),
         ("loss_fn_config", (0x2A,)),
@@ -141,55 +136,46 @@ def test_four_million_empty_datums_are_refused_before_parsing() -> None:
     ],
 )
 def test_every_repeated_field_has_a_limit(monkeypatch: pytest.MonkeyPatch, field: str, tags: tuple[int, ...]) -> None:
-    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, field: 5})
-    many, tag = 6, bytes([tags[-1], 0])
-    strip_unknown_fields(inside(*tags[:-1], content=tag * (many - 1)))
-    with pytest.raises(TooManyObjects, match=f"^{field}: one request holds at most 5 "):
-        strip_unknown_fields(inside(*tags[:-1], content=tag * many))
+    monkeypatch.setattr(pass_ops, "MAX_SETTINGS", 20)
+    monkeypatch.setattr(pass_ops, "MAX_DATUMS", 20 if field == "data" else 5)
 
+    def error(many: int) -> str:
+        keys = [inside(0x0A, content=b"%d" % number) if "loss_fn" in field else b"" for number in range(many)]
+        named = (inside(tags[-1], content=key) for key in keys)
+        body = trained(0).SerializeToString() + inside(*tags[:-1], content=b"".join(named))
+        return str(json.loads(op_of(body).body)["error"])
 
-@pytest.mark.parametrize("axes", [b"\x22\x05" + bytes(5), b"\x20\x01" * 5])
-def test_the_number_of_axes_of_a_shape_is_limited(monkeypatch: pytest.MonkeyPatch, axes: bytes) -> None:
-    monkeypatch.setattr(pass_scan, "LIMITS", {**LIMITS, "shape": 4})
-    with pytest.raises(TooManyObjects, match=r"^shape: "):
-        strip_unknown_fields(inside(0x1A, 0x12, 0x12, content=axes))
+    assert "one request holds at most" not in error(20)
+    assert error(21).startswith(f"{field}: one request holds at most 20 ")
 
 
 def test_a_shape_of_a_million_axes_is_refused_without_a_product() -> None:
     made = message(1)
     made.data[0].loss_fn_inputs["weights"].shape.extend([2**62] * 100_000)
-    op = pass_op(read_binary_pass(made.SerializeToString(), forward_only=False), POOL)
-    assert b"has 100002 axes. The limit is 8" in op.body
+    assert b"has 100002 axes. The limit is 8" in op_of(made.SerializeToString()).body
 
 
-def test_a_truncated_message_is_malformed_or_another_message() -> None:
-    body = message(1).SerializeToString()
-    for end in range(len(body)):
-        try:
-            lean = strip_unknown_fields(body[:end])
-        except MalformedBody:
-            continue
-        assert lean == body[:end]
-        wire.ForwardBackwardRequest.FromString(lean)
-
-
-def test_bytes_that_are_not_a_message_are_never_accepted_as_one() -> None:
+def test_bytes_that_are_not_a_message_are_refused() -> None:
     generator = random.Random(0)
-    body = bytearray(message(1).SerializeToString())
+    body = message(1).SerializeToString()
+    cut = [body[:end] for end in range(len(body))]
     for _ in range(500):
         broken = bytearray(body)
         broken[generator.randrange(len(body))] = generator.randrange(256)
-        try:
-            lean = strip_unknown_fields(bytes(broken))
-        except MalformedBody:
-            continue
-        assert len(lean) <= len(broken)
+        cut.append(bytes(broken))
+    for each in cut:
+        with suppress(MalformedBody):
+            assert len(head_of(each)) <= len(each)
+        with suppress(MalformedBody):
+            split_sweep(each)
 
 
 @pytest.mark.parametrize("body", [b"\x0b", b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", b"\x00\x00"])
 def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
     with pytest.raises(Unreadable):
         read_binary_pass(body, forward_only=False)
+    with pytest.raises(MalformedBody):
+        head_of(body)
 
 
 @pytest.mark.parametrize(
@@ -197,26 +183,26 @@ def test_groups_and_endless_lengths_are_unreadable(body: bytes) -> None:
     [b"\x0a\x00" * 200_000, b"\x30\x01" * 200_000, b"\x48\x01" * 200_000, b"\x2a\x00" * 200_000],
     ids=["without a run", "known", "unknown", "settings"],
 )
-def test_few_of_millions_of_fields_are_scanned_in_python(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    walked, fields = 0, pass_scan._fields
+def test_few_of_millions_of_fields_are_read_in_python(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    walked, fields = 0, pass_head._fields
 
-    def counted(*args: Any) -> Iterator[tuple[int, int, int, int]]:
+    def counted(*args: Any) -> Iterator[tuple[int, int, int]]:
         nonlocal walked
         for field in fields(*args):
             walked += 1
             yield field
 
-    monkeypatch.setattr(pass_scan, "_fields", counted)
+    monkeypatch.setattr(pass_head, "_fields", counted)
     with pytest.raises(Unreadable, match="model_id must come before the first datum"):
         read_binary_pass(body, forward_only=False)
-    assert walked <= FEW_FIELDS + HEAD_FIELDS + 2
+    assert walked <= HEAD_FIELDS
 
 
 def test_a_pass_of_millions_of_fields_names_its_run_first() -> None:
     head = message(0).SerializeToString()
     for field in (b"\x30\x01", b"\x48\x01", b"\x1a\x00", b"\x2a\x00"):
         read = read_binary_pass(head + field * 100_000, forward_only=False)
-        assert (read.model_id, read.seq, read.is_read) == ("s:train:0", 300, False)
+        assert (read.model_id, read.seq, read.needs_child) == ("s:train:0", 300, True)
 
 
 def test_a_head_beyond_its_bounds_is_ignored() -> None:
@@ -226,40 +212,55 @@ def test_a_head_beyond_its_bounds_is_ignored() -> None:
     assert head_of(inside(0x22, content=bytes(HEAD_BYTES)) + named) == b""
 
 
-def test_a_pass_of_many_fields_is_read_once_its_base_model_is_known() -> None:
-    body = zstandard.decompress(tiny_datums_body("r", 4_000))
+def test_a_small_pass_may_name_its_run_anywhere() -> None:
+    named = wire.ForwardBackwardRequest(model_id="r", seq_id=1).SerializeToString()
+    batch = trained()
+    batch.ClearField("model_id")
+    batch.ClearField("seq_id")
+    read = read_binary_pass(batch.SerializeToString() + named, forward_only=False)
+    assert (read.model_id, read.seq, read.needs_child) == ("r", 1, False)
+    assert pass_op(read, POOL).kind is OpKind.FORWARD_BACKWARD
+
+
+def test_a_large_pass_is_read_once_its_base_model_is_known() -> None:
+    body = trained(4_000).SerializeToString()
+    assert len(body) > SMALL_PASS
     asked = read_binary_pass(body, forward_only=True)
-    assert (asked.is_read, asked.message, asked.model_id, asked.seq) == (False, None, "r", 1)
+    assert (asked.needs_child, asked.model_id, asked.seq) == (True, "r", 1)
     op = pass_op(asked, POOL)
     assert (op.kind, op.tokens) == (OpKind.FORWARD, 4_000)
-    few = read_binary_pass(zstandard.decompress(tiny_datums_body("r", 10)), forward_only=True)
-    assert few.is_read
+    few = read_binary_pass(trained(10).SerializeToString(), forward_only=True)
+    assert not few.needs_child
     assert pass_op(few, POOL).tokens == 10
 
 
-def test_a_pass_of_many_fields_is_stored_as_it_was_sent() -> None:
+def test_a_pass_is_stored_as_it_was_sent() -> None:
     loss = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
-    body = zstandard.decompress(tiny_datums_body("r", 2_500))
+    body = trained(2_500).SerializeToString()
     head = head_of(body)
     body = head + loss + body[len(head) : -len(loss)]  # not in the canonical order
     asked = read_binary_pass(body, forward_only=False)
-    op, is_sent = pass_op_apart(asked, POOL)
-    assert (is_sent, op.body, op.tokens) == (True, b"", 2_500)
+    op = pass_op_apart(asked, POOL)
+    assert (op.body, op.tokens) == (b"", 2_500)
     assert pass_op(asked, POOL).body == body
-    assert op.digest == digest_of(_canonical(parse_pass(body)))
-    for changed in (replace(asked, forward_only=True), replace(asked, content=body + b"\x78\x01")):
-        op, is_sent = pass_op_apart(changed, POOL)
-        assert (is_sent, parse_pass(op.body).forward_only) == (False, changed.forward_only)
+    assert op.digest == digest_of(canonical(parse_pass(body)))
+    for changed in (replace(asked, forward_only=True), replace(asked, body=body + b"\x78\x01")):
+        op = pass_op_apart(changed, POOL)
+        assert parse_pass(op.body).forward_only == changed.forward_only
         assert op.digest == digest_of(op.body)
 
 
-def test_a_pass_of_many_fields_may_name_its_run_only_once() -> None:
-    body = zstandard.decompress(tiny_datums_body("r", 4_000))
+def test_a_large_pass_may_name_its_run_only_once() -> None:
+    body = trained(4_000).SerializeToString()
     other = wire.ForwardBackwardRequest(model_id="other").SerializeToString()
-    op = pass_op(read_binary_pass(body + other, forward_only=False), POOL)
-    assert b"model_id and seq_id: given twice." in op.body
-    cut = pass_op(read_binary_pass(body[:-1], forward_only=False), POOL)
-    assert b"not a ForwardBackwardRequest message" in cut.body
+    assert b"model_id and seq_id: given twice." in op_of(body + other).body
+    assert b"not a ForwardBackwardRequest message" in op_of(body[:-1]).body
+
+
+def test_a_pass_of_empty_fields_fails_alone() -> None:
+    body = zstandard.decompress(empty_fields_body(2 * MIB), max_output_size=2 * MIB)
+    op = pass_op(ParsedPass("r", 1, body), POOL)
+    assert b"given twice" in op.body
 
 
 BATCH = wire.ForwardBackwardRequest(loss_fn="cross_entropy").SerializeToString()
