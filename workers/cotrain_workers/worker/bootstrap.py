@@ -46,7 +46,7 @@ from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
 from cotrain_workers.sampling.tokenizer import PublishedTokenizer
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
+from cotrain_workers.sampling.vllm.decoder import Adapter, VllmDecoder, VllmSampler
 from cotrain_workers.worker.loop import WorkerLoop
 
 log = structlog.get_logger()
@@ -300,14 +300,14 @@ def decoder_factory(
     if adapters.folder is None:
         copies = AdapterCopies(adapters, shared, settings.vllm_copies_bytes, settings.model_name, weights.layout_of)
 
-    def folder(key: str) -> Path | None:
-        digest = weights.digest(WeightsRef(key))
-        return shared / key_of(digest) if digest else None
+    def adapter_of(key: str) -> Adapter | None:
+        record = weights.stored(WeightsRef(key))
+        return Adapter(shared / key_of(record.digest), record.lora) if record else None
 
     def decoder() -> VllmDecoder:
         server = VllmServer(settings.vllm_url, settings.vllm_api_key.get_secret_value())
         sampler = VllmSampler(server, settings.model_name, engine.targets, shared, copies)
-        return VllmDecoder(sampler, folder)
+        return VllmDecoder(sampler, adapter_of)
 
     return decoder
 
