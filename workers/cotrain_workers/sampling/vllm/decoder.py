@@ -7,11 +7,9 @@ requests and collects results, and never waits (`VllmDecoder`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import queue
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -85,7 +83,6 @@ class VllmDecoder:
         self._sampler = sampler
         self._adapter_of = adapter_of
         self._jobs: dict[str, _Job] = {}
-        self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._adapter_by_key: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -128,17 +125,18 @@ class VllmDecoder:
 
     def step(self) -> Progress:
         """Collect the answers since the last step, and send requests whose folder has been written."""
-        for job in [job for job in self._jobs.values() if job.answer is None]:
-            self._begin(job)
         progress = Progress()  # nothing is streamed: a sequence arrives when it is whole
-        for job in self._collect():
-            if self._jobs.get(job.request.id) is job:  # else it was cancelled
-                del self._jobs[job.request.id]
-                output = _outcome(job)
-                progress.finished.append((job.request.id, output))
-                if isinstance(output, SampleOutput):
-                    progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
-                    progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
+        for job in list(self._jobs.values()):
+            if job.answer is None:
+                self._begin(job)
+            if job.answer is None or not job.answer.done():
+                continue
+            del self._jobs[job.request.id]
+            output = _outcome(job.request, job.answer)
+            progress.finished.append((job.request.id, output))
+            if isinstance(output, SampleOutput):
+                progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
+                progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
         return progress
 
     def drop_weights(self, key: str) -> None:
@@ -160,19 +158,11 @@ class VllmDecoder:
             except WeightsMissing:
                 job.answer = Future()
                 job.answer.set_result(WEIGHTS_DELETED)
-                self._answered.put(job)
                 return
             if adapter is None:
                 return
             self._adapter_by_key[key] = adapter.folder.name
         job.answer = self._run(self._sampler.answer(job.request, adapter, job.begun))
-        answered = self._answered
-        job.answer.add_done_callback(lambda _: answered.put(job))
-
-    def _collect(self) -> Iterator[_Job]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._answered.get_nowait()
 
     def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -201,14 +191,13 @@ async def _abort_all(server: VllmServer) -> None:
     await server.close()
 
 
-def _outcome(job: _Job) -> SampleOutput | Failure:
+def _outcome(request: SampleRequest, answer: Future[SampleOutput | Failure]) -> SampleOutput | Failure:
     """Return the outcome of a request. After an unexpected error in the other thread, only this request fails."""
-    assert job.answer is not None
-    error = job.answer.exception()
+    error = answer.exception()
     if error:
-        log.error("vllm_request_failed", request=job.request.id, exc_info=error)
+        log.error("vllm_request_failed", request=request.id, exc_info=error)
         return BROKEN
-    return job.answer.result()
+    return answer.result()
 
 
 @dataclass(eq=False)
