@@ -35,7 +35,7 @@ from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_workers.checkpoints.state_files import decode_snapshot, encode_snapshot
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.facts import Numerics
-from cotrain_workers.engine.ops import HostOptimizer, HostWeights
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
 
@@ -70,6 +70,18 @@ class ReadCheckpoints:
 
     weights: Mapping[str, HostWeights] = field(default_factory=dict)
     optimizers: Mapping[str, HostOptimizer | None] = field(default_factory=dict)
+
+    def host(self, ref: WeightsRef) -> HostWeights:
+        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
+        if ref not in self.weights:
+            raise WeightsMissing(ref)
+        return self.weights[ref]
+
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
+        if ref not in self.optimizers:
+            raise WeightsMissing(ref)
+        return self.optimizers[ref]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A replay runs one recorded cycle again and compares the outcomes. It needs the b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -17,14 +17,13 @@ from typing import Literal, cast
 import structlog
 import torch
 
-from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
-from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Checkpoints, engine_op
@@ -182,7 +181,6 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     did not finish in the cycle. A pass that took several cycles runs whole in its last one, from the state before
     the first one. In the other cycles it changed nothing. Exceptions of the engine are not caught.
     """
-    checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
@@ -190,7 +188,7 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
             then = cycle.found.by_op.get((op.run, op.seq))
             if then is None or (then.is_accident and not everything):
                 continue
-        request = engine_op(op, body, checkpoints)
+        request = engine_op(op, body, cycle.read, engine.adapters.layout_of)
         if isinstance(request, Failure | NoteOutput):
             outputs[op.run, op.seq] = request
         else:
@@ -243,23 +241,3 @@ def _compared(
         return Compared(run, seq, what, now.digest, "DIVERGED", "; ".join(found))
     is_equal = not differences(then, now, tolerance=0.0)
     return Compared(run, seq, what, now.digest, "equal" if is_equal else "close", "")
-
-
-@dataclass(frozen=True)
-class RecordedCheckpoints:
-    """Checkpoints that a recorded cycle read."""
-
-    cycle: RecordedCycle
-    layout_of: Callable[[AdapterSpec], Layout]
-
-    def host(self, ref: WeightsRef) -> HostWeights:
-        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
-        if ref not in self.cycle.read.weights:
-            raise WeightsMissing(ref)
-        return self.cycle.read.weights[ref]
-
-    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
-        if ref not in self.cycle.read.optimizers:
-            raise WeightsMissing(ref)
-        return self.cycle.read.optimizers[ref]
