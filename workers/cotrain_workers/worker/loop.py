@@ -212,9 +212,9 @@ class WorkerLoop:
         self._runner.committed(commit.device_s)
         self._runs.copies.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
-        log_cycle(step, ran.outputs, commit.record, self._execution.tenant_names)
+        log_cycle(step, commit, self._execution.tenant_names)
         if traces:
-            trace_cycle(traces, step, ran, commit, times, self._runner.risks(step).count)
+            trace_cycle(traces, step, ran.cost, commit, times, self._runner.risks(step).count)
 
     def _restored(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
         """Restore runs. Raise RestoreStopped if this process must end; its successor continues."""

@@ -33,7 +33,7 @@ from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
 from cotrain_workers.recovery.crashes import POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
-from cotrain_workers.results import StepRun, history_by
+from cotrain_workers.results import StepRun
 
 log = structlog.get_logger()
 
@@ -154,7 +154,7 @@ class StepRunner:
             finished,
             cost,
             is_exact=runs.is_exact and answers.is_exact,
-            history=history_by(runnable, finished),
+            requests=runnable,
             earlier_s={op_id: kept.device_s for op_id, kept in self._open_ops.items()} if cost else {},
             decode_s=decode_s,
         )
