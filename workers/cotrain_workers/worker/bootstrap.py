@@ -120,7 +120,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
     running out of memory would end it.
     """
-    micro_batch_tokens, sizes = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
+    micro_batch_tokens = settings.micro_batch_tokens
     is_measured = micro_batch_tokens == "auto" and device == "cuda"
     circumstances = _circumstances(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
@@ -131,7 +131,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
         micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
     elif micro_batch_tokens == "auto":
-        micro_batch_tokens = sizes.tokens(circumstances) or "auto"
+        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(circumstances) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
@@ -143,7 +143,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         **more,
     )
     if is_measured and lock_step is None:
-        sizes.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+        remember_batch_size(settings.batch_sizes_path, circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
@@ -319,34 +319,26 @@ def longest_sequence(decoder: Decoder, record: PoolRecord) -> int:
     return decoder.max_sequence_tokens
 
 
-class BatchSizeCache:
-    """Measured micro-batch sizes in tokens, by the conditions of the measurement, in one JSON file.
+def known_batch_sizes(path: Path) -> dict[str, int]:
+    """Return the measured micro-batch sizes in tokens, by the conditions of the measurement.
 
     A restart on the same hardware must use the same size. A size changes the last bits of results, and two
     measurements may differ slightly.
     """
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): int(tokens) for name, tokens in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as broken:
+        log.warning("batch_sizes_unreadable", path=str(path), reason=str(broken))
+        return {}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def tokens(self, circumstances: str) -> int | None:
-        """Return the size measured under these conditions, or None."""
-        return self._read().get(circumstances)
-
-    def remember(self, circumstances: str, tokens: int) -> None:
-        """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
-        known = {**self._read(), circumstances: tokens}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-        written.replace(self._path)
-
-    def _read(self) -> dict[str, int]:
-        try:
-            found = json.loads(self._path.read_text())
-            return {str(name): int(tokens) for name, tokens in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError) as broken:
-            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
-            return {}
+def remember_batch_size(path: Path, circumstances: str, tokens: int) -> None:
+    """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
+    known = {**known_batch_sizes(path), circumstances: tokens}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    written.replace(path)
