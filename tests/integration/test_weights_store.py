@@ -349,7 +349,7 @@ async def test_folders_of_other_base_models_are_left_to_their_own_workers(sample
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
     folder = f"{left.parent.name}/{left.name}"
-    assert base_model_of(Folder(tmp_path / "weights"), folder, CONFIG) == "another"
+    assert base_model_of(Folder(tmp_path / "weights"), f"{folder}/{CONFIG}") == "another"
 
 
 async def test_existing_files_of_a_new_save_count_as_young_again(samples: Samples, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from cotrain_store.settings import WorkerSettings, pool_of
 from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
-from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
+from cotrain_workers.checkpoints.weights_store import UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
@@ -67,7 +67,6 @@ class Tuning:
     """Parameters without an operator setting. Tests and benchmarks pass other values."""
 
     snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
-    weights_memory_bytes: int = MEMORY_BYTES
     unstored_memory_bytes: int = UNSTORED_BYTES
 
 
@@ -246,10 +245,9 @@ def enter_pool(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles(settings.blob_store, record.base_model),
         engine.adapters.layout_of,
-        tuning.weights_memory_bytes,
-        tuning.unstored_memory_bytes,
-        settings.orphan_age_s,
-        partial(metrics.resolved, OpKind.SAVE),
+        unstored_bytes=tuning.unstored_memory_bytes,
+        orphan_age_s=settings.orphan_age_s,
+        count_answered=partial(metrics.resolved, OpKind.SAVE),
     )
     make_decoder = decoder_factory(engine, settings, weights, tokenizer)
     decoder = make_decoder()
