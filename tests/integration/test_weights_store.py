@@ -58,10 +58,12 @@ async def test_weights_are_there_before_their_file_and_the_same_after(
     store.put(record, weights_of(1.5))
     assert store.host(record.ref).flat.equal(weights_of(1.5).weights.flat)
     assert store.first_unstored(run.id) == 1
-    assert store.digest(record.ref) is None
+    assert store.stored(record.ref) is None
     written(store)
     assert store.first_unstored(run.id) is None
-    assert store.digest(record.ref) == folders(tmp_path)[0].name
+    found = store.stored(record.ref)
+    assert found is not None
+    assert found.digest == folders(tmp_path)[0].name
     again = store_of().host(record.ref)
     assert again.spec == SPEC
     assert again.flat.equal(weights_of(1.5).weights.flat)
@@ -112,7 +114,7 @@ async def test_weights_lost_with_a_process_are_owed_until_a_replay_makes_them_ag
     assert store.lost() == []
     assert store.first_unstored(run.id) is None
     with pytest.raises(WeightsMissing):
-        store.digest(second.ref)
+        store.stored(second.ref)
     store.put_again(WeightsRef("other:train:0:9"), weights_of(1.0))
     assert store.first_unstored(run.id) is None
 
@@ -334,7 +336,9 @@ async def test_folders_are_deleted_once_they_are_old_and_unreferenced(samples: S
     sweep_files(store, samples)
     assert len(folders(tmp_path)) == 2  # young: another worker may be about to refer to one
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
-    assert [folder.name for folder in folders(tmp_path)] == [store.digest(kept.ref)]
+    stored = store.stored(kept.ref)
+    assert stored is not None
+    assert [folder.name for folder in folders(tmp_path)] == [stored.digest]
 
 
 async def test_folders_of_other_base_models_are_left_to_their_own_workers(samples: Samples, tmp_path: Path) -> None:
@@ -345,7 +349,7 @@ async def test_folders_of_other_base_models_are_left_to_their_own_workers(sample
     sweep_files(store, samples, ORPHAN_AGE_S + 1)
     (left,) = folders(tmp_path)
     folder = f"{left.parent.name}/{left.name}"
-    assert base_model_of(Folder(tmp_path / "weights"), folder, CONFIG) == "another"
+    assert base_model_of(Folder(tmp_path / "weights"), f"{folder}/{CONFIG}") == "another"
 
 
 async def test_existing_files_of_a_new_save_count_as_young_again(samples: Samples, tmp_path: Path) -> None:

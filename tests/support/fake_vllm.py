@@ -141,16 +141,12 @@ class FakeVllm:
         match path:
             case "/health":
                 return 200, ""
-            case "/version":
-                return 200, {"version": "0.0.fake"}
             case "/v1/models":
                 return 200, {"object": "list", "data": self._cards()}
             case "/v1/load_lora_adapter" if self.updates_lora:
                 return self._load(body["lora_name"], body["lora_path"])
             case "/v1/unload_lora_adapter" if self.updates_lora:
-                gone = self._model.adapted.pop(body["lora_name"], None)
-                self._note()
-                return (200, "Success") if gone else _error(404, "The lora adapter cannot be found.")
+                return self._unload(body["lora_name"])
             case "/v1/completions":
                 return self._complete(body, connection)
         return 404, {"detail": "Not Found"}

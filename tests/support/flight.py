@@ -27,7 +27,6 @@ from cotrain_workers.engine.ops import (
     SaveOutput,
     WeightsMissing,
 )
-from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.op_codec import engine_op
 from cotrain_workers.recorder.recorder import SUFFIX, Recorder
 from tests.support.bodies import optim_body, pass_body, sequences
@@ -53,9 +52,6 @@ class Memory:
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
         self.host(ref)
         return self.saves[ref].optimizer
-
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        return self.engine.adapters.layout_of(spec)
 
 
 class Flight:
@@ -84,7 +80,7 @@ class Flight:
         runnable: list[Op] = []
         outputs: dict[tuple[str, int], Output] = {}
         for op in self.step.ops:
-            request = engine_op(op, self.bodies[op.run, op.seq], self.memory)
+            request = engine_op(op, self.bodies[op.run, op.seq], self.memory, self.engine.adapters.layout_of)
             if (op.run, op.seq) in crashed:
                 outputs[op.run, op.seq] = CRASHED
             elif isinstance(request, Failure | NoteOutput):

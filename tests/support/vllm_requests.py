@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.checkpoints.peft_folder import write_folder
 from cotrain_workers.engine.decoding.requests import NO_TOP_K, Progress, SampledSequence, SampleOutput, SampleRequest
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Create, Datum, Failure, HostWeights, OptimStep, Pass, PassOutput
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
+from cotrain_workers.sampling.vllm.decoder import Adapter, VllmDecoder, VllmSampler
 from tests.support.training import random_datum
 
 BASE = "tiny/qwen3"
@@ -53,7 +54,13 @@ class Trained:
     def decoder(self, url: str, **settings: Any) -> VllmDecoder:
         """Return a decoder that uses the server at `url` for these runs."""
         folder = settings.pop("folder", self.folders.__getitem__)
-        return VllmDecoder(VllmSampler(VllmServer(url, ""), BASE, self.engine.targets, **settings), folder)
+        spec_by_name = {path.name: spec for path, spec in zip(self.folders.values(), self.SPECS, strict=True)}
+
+        def adapter_of(key: str) -> Adapter | None:
+            path = folder(key)
+            return Adapter(path, LoraSpec(**asdict(spec_by_name[path.name]))) if path else None
+
+        return VllmDecoder(VllmSampler(VllmServer(url, ""), BASE, self.engine.targets, **settings), adapter_of)
 
     def logprobs(self, run: str, tokens: Sequence[int]) -> np.ndarray:
         """Return the trainer's log-probs of `tokens[1:]`."""

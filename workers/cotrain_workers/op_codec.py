@@ -25,6 +25,7 @@ from cotrain_store.messages.ids import RequestId, WeightsRef, decode, run_of
 from cotrain_store.messages.ops import OpKind, QueuedOp, Result, ResultKind
 from cotrain_store.messages.runs import LoraSpec
 from cotrain_workers.checkpoints.files import refuse_recipients
+from cotrain_workers.checkpoints.peft_folder import LayoutOf
 from cotrain_workers.engine.adapters.lifecycle import mix
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.decoding.requests import SampleOutput, SampleRequest
@@ -50,7 +51,7 @@ from cotrain_workers.engine.ops import (
     Save,
     WeightsMissing,
 )
-from cotrain_workers.engine.spec import AdapterSpec, Layout, seed_of
+from cotrain_workers.engine.spec import AdapterSpec, seed_of
 
 if TYPE_CHECKING:
     from cotrain_store.sampling.claims import ClaimedSample  # it loads redis, which a replay does not need
@@ -65,16 +66,16 @@ class Checkpoints(Protocol):
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
         """Return the optimizer state that was saved with weights; None if they were saved without."""
 
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        """Return the places of an adapter's matrices in its arena."""
-
 
 #: Decoded passes by the reference of their body in the spool. Runs of a sweep share bodies.
 Decoded: TypeAlias = dict[str, Pass | Failure]
 
 
-def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteOutput | Failure:
-    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read."""
+def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints, layout_of: LayoutOf) -> Op | NoteOutput | Failure:
+    """Decode one op. The output of an op that does not run: a Failure if it was rejected or cannot be read.
+
+    `layout_of` returns the places of an adapter's matrices in its arena.
+    """
     match op.kind:
         case OpKind.CREATE:
             lora = decode(LoraSpec, json.loads(body))
@@ -88,7 +89,7 @@ def engine_op(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Op | NoteO
         case OpKind.SAVE:
             return _save(op, body)
         case OpKind.LOAD:
-            return _load(op, body, checkpoints)
+            return _load(op, body, checkpoints, layout_of)
         case OpKind.IMPORT:
             return _import(op, body)
         case OpKind.METRICS | OpKind.REWIND:
@@ -157,13 +158,13 @@ def _save(op: QueuedOp, body: bytes) -> Save | Failure:
     return Save(op.run, op.seq, optimizer=request.kind == "weights")
 
 
-def _load(op: QueuedOp, body: bytes, checkpoints: Checkpoints) -> Load | Failure:
+def _load(op: QueuedOp, body: bytes, checkpoints: Checkpoints, layout_of: LayoutOf) -> Load | Failure:
     """Return a load with its weights; a Failure if they are missing."""
     request = LoadRequest.parse(body)
     try:
         sources = [(each.coefficient, checkpoints.host(each.ref)) for each in request.sources]
         is_whole = len(sources) == 1 and sources[0][0] == 1.0
-        weights = sources[0][1] if is_whole else mix(sources, checkpoints.layout_of)
+        weights = sources[0][1] if is_whole else mix(sources, layout_of)
         # A mix of several sources has no optimizer state.
         has_one = request.optimizer and len(sources) == 1
         optimizer = checkpoints.optimizer(request.sources[0].ref) if has_one else None

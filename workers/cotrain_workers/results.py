@@ -1,13 +1,13 @@
 """Commit of a step, made from the outputs of the engine: results, saves, cycle record, counters, usage.
 
-`commit_of` builds all of it. A *finished* op of a step has an output. The others are open passes, or wait behind
-one. They return to their queues. `result_of` encodes one output as the result of a future; a replay
-compares it with the stored result.
+`op_rows` makes one table of the step: a row per op that ran, also in part. `commit_of` builds all else from it.
+A *finished* op has an output. The others are open passes, or wait behind one. They return to their queues.
+`result_of` encodes one output as the result of a future; a replay compares it with the stored result.
 """
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import isfinite
 from typing import Any
@@ -73,11 +73,28 @@ class StepRun:
     cost: CycleOutput | None  # cost of the cycle; None if the step did not run as a whole
     is_exact: bool
     """False if memory ran out, so that the last bits of some op differ from this worker's numerics."""
-    history: Mapping[OpId, HistoryEntry] = field(default_factory=dict)
-    """History entries of the finished passes and optimizer steps."""
+    requests: Sequence[Op] = ()  # ops that the engine ran
     earlier_s: Mapping[OpId, float] = field(default_factory=dict)
     """Compute time in s of earlier steps, for passes that this step continued."""
     decode_s: float = 0.0  # time in which requests were decoded
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """Op of which a step ran at least a part."""
+
+    op: QueuedOp
+    body: bytes
+    request: Op | None  # None if the op did not run on the engine
+    output: Output | None  # None for a pass that stays open
+    tokens: int  # tokens that ran in this step
+    device_s: float
+    """Compute time in s, with that of earlier steps. A step's time is divided by tokens; no tokens count as one."""
+
+    @property
+    def id(self) -> OpId:
+        """Run and position of the op."""
+        return self.op.run, self.op.seq
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,7 @@ class DoneSave:
 class StepCommit:
     """Arguments of a step's commit, and the saves that follow it."""
 
+    rows: Sequence[OpRow]
     results: Mapping[OpId, Result]
     record: Mapping[str, Any]  # record of the cycle (`cycle_record`)
     counted: Mapping[str, float]  # increments of the pool's totals (`counted_cycle`)
@@ -115,10 +133,14 @@ class StepCommit:
     saves: Mapping[OpId, DoneSave]
     usage: Mapping[RunId, RunUsage]
     opened: Mapping[OpId, int]  # open passes, each with the number of its tokens that have run
-    device_s: Mapping[OpId, float]  # compute time of each op in s; for open passes, so far
     history: Mapping[OpId, HistoryEntry]  # entries that ops add to the histories of their runs
     ended: tuple[RunId, ...]  # runs whose last save failed
     is_exact: bool  # same as `StepRun.is_exact`
+
+    @property
+    def device_s(self) -> dict[OpId, float]:
+        """Compute time of each op in s; for open passes, so far."""
+        return {row.id: row.device_s for row in self.rows}
 
 
 def commit_of(
@@ -129,32 +151,50 @@ def commit_of(
     Unfinished ops appear only in the cycle record, with their tokens of this step. Counters of a
     tenant or a pool count an op once, when it is finished.
     """
-    outputs, cost = ran.outputs, ran.cost
-    ops = finished_ops(step, outputs)
-    saves = saves_of(step, bodies, outputs, record.id, record.base_model)
-    results: dict[OpId, Result] = {}
-    for op in ops:
-        save = saves.get((op.run, op.seq))
-        results[op.run, op.seq] = save.result if save else result_of(op, outputs[op.run, op.seq], step.cycle)
-    cycle = cycle_record(step, outputs, cost, times)
-    step_s = cost.wave_s + cost.optim_s if cost else times.duration_s
-    device_s = compute_seconds(step, outputs, cost, step_s, ran.earlier_s)
-    failed = [op for op in ops if isinstance(outputs[op.run, op.seq], Failure)]
+    cost = ran.cost
+    rows = op_rows(step, bodies, ran, cost.wave_s + cost.optim_s if cost else times.duration_s)
+    saves = saves_of(step, rows, record.id, record.base_model)
     open_tokens = cost.open_tokens if cost else {}
-    op_ids = [(op.run, op.seq) for op in step.ops]
     return StepCommit(
-        results=results,
-        record=cycle,
-        counted=counted_cycle(step, outputs, cost, cycle),
-        crashed=frozenset((op.run, op.seq) for op in failed if must_not_rerun(op, outputs)),
+        rows=rows,
+        results={
+            row.id: saves[row.id].result if row.id in saves else result_of(row.op, row.output, step.cycle)
+            for row in rows
+            if row.output is not None
+        },
+        record=cycle_record(step, rows, cost, times),
+        counted=counted_cycle(rows, cost, times),
+        crashed=frozenset(row.id for row in rows if must_not_rerun(row)),
         saves=saves,
-        usage=usage_of(step, outputs, device_s),
-        opened={op_id: open_tokens[op_id] for op_id in op_ids if op_id in open_tokens},
-        device_s=device_s,
-        history={**ran.history, **notes_of(ops, bodies, outputs)},
-        ended=tuple(op.run for op in failed if ends_run(op, bodies[op.run, op.seq])),
+        usage=usage_of(rows),
+        opened={row.id: open_tokens[row.id] for row in rows if row.id in open_tokens},
+        history=history_of(rows),
+        ended=tuple(row.op.run for row in rows if ends_run(row)),
         is_exact=ran.is_exact,
     )
+
+
+def op_rows(step: Step, bodies: Mapping[tuple[str, int], bytes], ran: StepRun, step_s: float) -> list[OpRow]:
+    """Return the ops of which a step ran at least a part, in the order of the plan. `step_s` is its compute time."""
+    divided = ran.cost.divided if ran.cost else {}
+    request_by_id = {(request.run, request.seq): request for request in ran.requests}
+    tokens_by_op = {
+        op: divided[op.run, op.seq].now if (op.run, op.seq) in divided else op.tokens
+        for op in step.ops
+        if (op.run, op.seq) in divided or (op.run, op.seq) in ran.outputs
+    }
+    total = sum(tokens or 1 for tokens in tokens_by_op.values())
+    return [
+        OpRow(
+            op,
+            bodies[op.run, op.seq],
+            request_by_id.get((op.run, op.seq)),
+            ran.outputs.get((op.run, op.seq)),
+            tokens,
+            ran.earlier_s.get((op.run, op.seq), 0.0) + step_s * (tokens or 1) / total,
+        )
+        for op, tokens in tokens_by_op.items()
+    ]
 
 
 def result_of(op: QueuedOp, output: Output, cycle: int) -> Result:
@@ -198,20 +238,14 @@ def kl_metrics(output: ReverseKlOutput) -> dict[str, float]:
     }
 
 
-def saves_of(
-    step: Step,
-    bodies: Mapping[tuple[str, int], bytes],
-    outputs: Mapping[tuple[str, int], Output],
-    pool: PoolId,
-    base_model: str,
-) -> dict[OpId, DoneSave]:
+def saves_of(step: Step, rows: Iterable[OpRow], pool: PoolId, base_model: str) -> dict[OpId, DoneSave]:
     """Return the successful saves of a step, by run and seq."""
     saves: dict[OpId, DoneSave] = {}
-    for op in step.ops:
-        output = outputs.get((op.run, op.seq))
+    for row in rows:
+        op, output = row.op, row.output
         if not isinstance(output, SaveOutput):
             continue
-        request = SaveRequest.parse(bodies[op.run, op.seq])
+        request = SaveRequest.parse(row.body)
         weights = WeightsRecord(
             ref=WeightsRef(op.request_id),
             run=op.run,
@@ -230,7 +264,7 @@ def saves_of(
             answer["sampling_session_id"] = user.id
         else:
             answer["path"] = user.path
-        saves[op.run, op.seq] = DoneSave(
+        saves[row.id] = DoneSave(
             SaveRecords(weights, user, overwrite=request.overwrite, last=request.last),
             saved_of(request, output),
             Result.of_json(answer | request.answer),
@@ -273,35 +307,20 @@ def _user_of(request: SaveRequest, weights: WeightsRecord) -> SamplerRecord | Ch
     )
 
 
-def history_by(requests: Iterable[Op], outputs: Mapping[tuple[str, int], Output]) -> dict[OpId, HistoryEntry]:
-    """Return the history entries of completed passes and optimizer steps. Failed ops have none."""
+def history_of(rows: Iterable[OpRow]) -> dict[OpId, HistoryEntry]:
+    """Return the entries that ops add to the histories of their runs. Failed ops have none."""
     found: dict[OpId, HistoryEntry] = {}
-    for request in requests:
-        entry = _entry(request, outputs.get((request.run, request.seq)))
-        if entry and all(map(isfinite, vars(entry).values())):  # JSON has no NaN and no infinity
-            found[RunId(request.run), request.seq] = entry
+    for row in rows:
+        entry = _entry(row)
+        # JSON has no NaN and no infinity.
+        if entry and (isinstance(entry, MetricsEntry) or all(map(isfinite, vars(entry).values()))):
+            found[row.id] = entry
     return found
 
 
-def notes_of(
-    ops: Iterable[QueuedOp], bodies: Mapping[tuple[str, int], bytes], outputs: Mapping[tuple[str, int], Output]
-) -> dict[OpId, HistoryEntry]:
-    """Return the history entries of a step's METRICS and REWIND ops that did not fail."""
-    found: dict[OpId, HistoryEntry] = {}
-    for op in ops:
-        output = outputs[op.run, op.seq]
-        if not isinstance(output, NoteOutput):
-            continue
-        if op.kind is OpKind.REWIND:
-            found[op.run, op.seq] = RewindEntry(output.answer["seq"], output.answer["step"])
-        else:
-            found[op.run, op.seq] = decode(MetricsEntry, json.loads(bodies[op.run, op.seq]))
-    return found
-
-
-def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
-    match request, output:
-        case ((Pass() | ReverseKl()), (PassOutput() | ReverseKlOutput())):
+def _entry(row: OpRow) -> HistoryEntry | None:
+    match row.request, row.output:
+        case ((Pass() | ReverseKl()) as request, (PassOutput() | ReverseKlOutput()) as output):
             weight = _weight(request)
             drift = output.drift if isinstance(output, PassOutput) else {}
             return PassEntry(
@@ -311,8 +330,12 @@ def _entry(request: Op, output: Output | None) -> HistoryEntry | None:
                 **drift_entry(drift, weight),
                 **(lag_sums(request) if isinstance(request, Pass) else {}),
             )
-        case OptimStep(), StepOutput(grad_norm):
-            return StepEntry(grad_norm, request.learning_rate)
+        case OptimStep(learning_rate=learning_rate), StepOutput(grad_norm):
+            return StepEntry(grad_norm, learning_rate)
+        case _, NoteOutput(answer) if row.op.kind is OpKind.REWIND:
+            return RewindEntry(answer["seq"], answer["step"])
+        case _, NoteOutput():
+            return decode(MetricsEntry, json.loads(row.body))
     return None
 
 
@@ -347,70 +370,37 @@ def _weight(request: Pass | ReverseKl) -> float:
     return float(sum(each.sum(dtype=np.float64) for each in weights))
 
 
-def must_not_rerun(op: QueuedOp, outputs: Mapping[tuple[str, int], Output]) -> bool:
-    """Return True if a failed op must not run in a replay, because it might succeed or crash there.
+def must_not_rerun(row: OpRow) -> bool:
+    """Return True for a failed op that must not run in a replay, because it might succeed or crash there.
 
     A fault of the request itself (category user) fails in a replay, too, unless it crashes the
     process (`too_large`). A failed load counts, too, because a replay drops the ops before the
     newest load without checking its outcome (`recovery/replay.py`).
     """
-    output = outputs[op.run, op.seq]
-    return op.kind is OpKind.LOAD or (
-        isinstance(output, Failure) and (output.category == "server" or output.code == "too_large")
-    )
+    failure = row.output
+    if not isinstance(failure, Failure):
+        return False
+    return row.op.kind is OpKind.LOAD or failure.category == "server" or failure.code == "too_large"
 
 
-def ends_run(op: QueuedOp, body: bytes) -> bool:
-    """Return True for a save after which the run ends. An empty body means that the run has already ended."""
-    return op.kind is OpKind.SAVE and body != b"" and SaveRequest.parse(body).last
+def ends_run(row: OpRow) -> bool:
+    """Return True for a failed save after which the run ends. An empty body means that the run has already ended."""
+    is_failed_save = row.op.kind is OpKind.SAVE and isinstance(row.output, Failure)
+    return is_failed_save and row.body != b"" and SaveRequest.parse(row.body).last
 
 
-def finished_ops(step: Step, outputs: Mapping[tuple[str, int], Output]) -> tuple[QueuedOp, ...]:
-    """Return the ops of a step that have an output, in the order of the plan."""
-    return tuple(op for op in step.ops if (op.run, op.seq) in outputs)
-
-
-def tokens_now(op: QueuedOp, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None) -> int | None:
-    """Return the number of an op's tokens that ran in this step; None if the op waited."""
-    if cost and (op.run, op.seq) in cost.divided:
-        return cost.divided[op.run, op.seq].now
-    return op.tokens if (op.run, op.seq) in outputs else None
-
-
-def compute_seconds(
-    step: Step,
-    outputs: Mapping[tuple[str, int], Output],
-    cost: CycleOutput | None,
-    step_s: float,
-    earlier_s: Mapping[OpId, float],
-) -> dict[OpId, float]:
-    """Return the compute time in s of each op that ran: its share of `step_s`, plus its `earlier_s`.
-
-    Shares are proportional to tokens. An op without tokens counts as one token.
-    """
-    tokens_by_op = {
-        (op.run, op.seq): tokens or 1 for op in step.ops if (tokens := tokens_now(op, outputs, cost)) is not None
-    }
-    total = sum(tokens_by_op.values())
-    return {op_id: earlier_s.get(op_id, 0.0) + step_s * tokens / total for op_id, tokens in tokens_by_op.items()}
-
-
-def usage_of(
-    step: Step, outputs: Mapping[tuple[str, int], Output], device_s: Mapping[OpId, float]
-) -> dict[RunId, RunUsage]:
+def usage_of(rows: Iterable[OpRow]) -> dict[RunId, RunUsage]:
     """Return the usage of the finished ops by run. Tokens of failed ops are not counted as used."""
     usage: dict[RunId, RunUsage] = {}
-    for op in finished_ops(step, outputs):
-        used = 0 if isinstance(outputs[op.run, op.seq], Failure) else op.tokens
-        so_far = usage.get(op.run, RunUsage(0, 0.0))
-        total_s = so_far.device_s + device_s[op.run, op.seq]
-        usage[op.run] = RunUsage(so_far.tokens + used, total_s)
+    for row in rows:
+        if row.output is not None:
+            used = 0 if isinstance(row.output, Failure) else row.op.tokens
+            so_far = usage.get(row.op.run, RunUsage(0, 0.0))
+            usage[row.op.run] = RunUsage(so_far.tokens + used, so_far.device_s + row.device_s)
     return usage
 
 
-def cycle_record(
-    step: Step, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None, times: StepTimes
-) -> dict[str, Any]:
+def cycle_record(step: Step, rows: Iterable[OpRow], cost: CycleOutput | None, times: StepTimes) -> dict[str, Any]:
     """Return the history record of a cycle: its runs, tokens, and the durations of its parts.
 
     Each op has a digest of its output that does not depend on the cycle; `cotrain replay` shows
@@ -420,22 +410,19 @@ def cycle_record(
     An open pass has only its tokens in the record, and no op.
     """
     runs: dict[RunId, dict[str, Any]] = {}
-    for op in step.ops:
-        tokens = tokens_now(op, outputs, cost)
-        if tokens is None:
-            continue
-        row = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
-                                       "tokens": 0, "ops": {}, "failed": 0, "digests": {}})  # fmt: skip
-        row["tokens"] += tokens
-        output = outputs.get((op.run, op.seq))
+    for row in rows:
+        op, output = row.op, row.output
+        of_run = runs.setdefault(op.run, {"run": op.run, "tenant": step.tenant_by_run[op.run],
+                                          "tokens": 0, "ops": {}, "failed": 0, "digests": {}})  # fmt: skip
+        of_run["tokens"] += row.tokens
         if output is None:
             continue
-        row["ops"][op.kind.value] = row["ops"].get(op.kind.value, 0) + 1
-        row["failed"] += isinstance(output, Failure)
+        of_run["ops"][op.kind.value] = of_run["ops"].get(op.kind.value, 0) + 1
+        of_run["failed"] += isinstance(output, Failure)
         if isinstance(output, PassOutput) and output.shared_tokens:
-            row.setdefault("shared", {})[str(op.seq)] = output.shared_tokens
+            of_run.setdefault("shared", {})[str(op.seq)] = output.shared_tokens
         if not isinstance(output, SaveOutput):
-            row["digests"][str(op.seq)] = fingerprint_of(output).digest
+            of_run["digests"][str(op.seq)] = fingerprint_of(output).digest
     return {
         "cycle": step.cycle,
         "worker": step.worker,
@@ -445,7 +432,7 @@ def cycle_record(
         "wave_ms": round(cost.wave_s * 1000, 3) if cost else None,
         "optim_ms": round(cost.optim_s * 1000, 3) if cost else None,
         "sampling_ms": round(times.sampling_s * 1000, 3) if cost else None,
-        "tokens": sum(row["tokens"] for row in runs.values()),
+        "tokens": sum(of_run["tokens"] for of_run in runs.values()),
         "padded_tokens": cost.padded_tokens if cost else None,
         "forwards": cost.forwards if cost else None,
         "outcome": "ok" if cost else "isolated",
@@ -453,15 +440,13 @@ def cycle_record(
     }
 
 
-def counted_cycle(
-    step: Step, outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None, record: Mapping[str, Any]
-) -> dict[str, float]:
+def counted_cycle(rows: Iterable[OpRow], cost: CycleOutput | None, times: StepTimes) -> dict[str, float]:
     """Return the increments of the pool's totals (`definitions.POOL_COUNTERS`)."""
-    ops = finished_ops(step, outputs)
-    failed = [output for output in outputs.values() if isinstance(output, Failure)]
+    finished = [row for row in rows if row.output is not None]
+    ops, failed = [row.op for row in finished], [row.output for row in finished if isinstance(row.output, Failure)]
     return {
         "cycles": 1,
-        "cycle_seconds": record["duration_ms"] / 1000,
+        "cycle_seconds": round(times.duration_s, 6),
         "tokens": sum(op.tokens for op in ops),
         "padding_tokens": cost.padded_tokens - cost.tokens if cost else 0,
         "forwards": cost.forwards if cost else 0,

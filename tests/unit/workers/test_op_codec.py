@@ -70,8 +70,9 @@ class Kept:
     def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
         return self.optimizers[ref]
 
-    def layout_of(self, spec: AdapterSpec) -> Layout:
-        return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
+
+def layout_of(spec: AdapterSpec) -> Layout:
+    return plan_layout(spec, [Target("model.q_proj", "attn", 16, 16)])
 
 
 def op(kind: OpKind, seq: int = 1) -> QueuedOp:
@@ -79,7 +80,7 @@ def op(kind: OpKind, seq: int = 1) -> QueuedOp:
 
 
 def engine_op(queued: QueuedOp, body: bytes, kept: Kept | None = None) -> Op | NoteOutput | Failure:
-    return requests.engine_op(queued, body, kept or Kept())
+    return requests.engine_op(queued, body, kept or Kept(), layout_of)
 
 
 def test_a_create_op_has_every_choice_of_its_tenant() -> None:
@@ -212,7 +213,7 @@ def test_several_sources_are_summed() -> None:
     body = load_body(LoadSource(FIRST, 0.25), LoadSource(SECOND, 0.75), lora=LoraSpec(4, 0))
     made = engine_op(op(OpKind.LOAD, 0), body, kept)
     assert isinstance(made, Load)
-    layout, mixed = kept.layout_of(made.weights.spec), made.weights
+    layout, mixed = layout_of(made.weights.spec), made.weights
     pair = layout.views(mixed.flat)["model.q_proj"]
     ours = mixed.spec.scale * pair.b @ pair.a
     each = SPEC.scale * torch.full((16, 2), 1.0) @ torch.full((2, 16), 1.0)

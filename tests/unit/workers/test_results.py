@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +12,11 @@ import torch
 from cotrain.wire.codec import decode_pass_output
 from cotrain_server.ui.run_tables import log_rows
 from cotrain_store.bodies.adapter_bodies import SaveRequest
-from cotrain_store.messages.ids import PoolId, RunId, SamplerId, TenantId, WorkerId, encode
+from cotrain_store.messages.ids import OpId, PoolId, RunId, SamplerId, TenantId, WorkerId, encode
 from cotrain_store.messages.ops import OpKind, QueuedOp, ResultKind, RunUsage, Step
 from cotrain_store.messages.runs import (
     CheckpointRecord,
+    HistoryEntry,
     LoraSpec,
     MetricsEntry,
     PassEntry,
@@ -33,6 +35,7 @@ from cotrain_workers.engine.ops import (
     HostWeights,
     KlDatum,
     NoteOutput,
+    Op,
     OptimStep,
     Output,
     Pass,
@@ -47,12 +50,13 @@ from cotrain_workers.engine.ops import (
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.results import (
     DoneSave,
+    OpRow,
+    StepRun,
     StepTimes,
-    compute_seconds,
     counted_cycle,
     cycle_record,
-    history_by,
-    notes_of,
+    history_of,
+    op_rows,
     result_of,
     saves_of,
     usage_of,
@@ -77,8 +81,15 @@ COST = CycleOutput(OUTPUTS, forwards=2, tokens=42, padded_tokens=64, wave_s=0.5,
 TIMES = StepTimes(started=101.0, duration_s=0.8, sampling_s=0.125)
 
 
+def rows_of(
+    outputs: Mapping[tuple[str, int], Output], cost: CycleOutput | None = None, step: Step = STEP
+) -> list[OpRow]:
+    bodies: dict[tuple[str, int], bytes] = {(op.run, op.seq): b"" for op in step.ops}
+    return op_rows(step, bodies, StepRun(outputs, cost, is_exact=True), 1.0)
+
+
 def test_a_record_says_who_was_in_a_cycle_and_what_it_took() -> None:
-    record = cycle_record(STEP, OUTPUTS, COST, TIMES)
+    record = cycle_record(STEP, rows_of(OUTPUTS), COST, TIMES)
     assert (record["cycle"], record["worker"], record["planned_at"]) == (4, "w0", 100.0)
     assert (record["tokens"], record["padded_tokens"], record["forwards"]) == (42, 64, 2)
     assert (record["duration_ms"], record["wave_ms"], record["optim_ms"]) == (800.0, 500.0, 250.0)
@@ -97,11 +108,11 @@ def test_a_pass_with_shared_prompts_reports_the_saved_share() -> None:
     outputs = {**OUTPUTS, (A, 1): PassOutput([np.zeros(30, np.float32)], 1.0, {}, 12)}
     result = result_of(STEP.ops[0], outputs[A, 1], 4)
     assert decode_pass_output(result.payload).metrics["shared_prompts:mean"] == 0.4
-    a, b = cycle_record(STEP, outputs, COST, TIMES)["runs"]
+    a, b = cycle_record(STEP, rows_of(outputs), COST, TIMES)["runs"]
     assert a["shared"] == {"1": 12}
     assert "shared" not in b
     op = LoggedOp(1, OpKind.FORWARD_BACKWARD, 30, 90.0, ResultKind.PASS, "")
-    record = cycle_record(STEP, outputs, COST, TIMES)
+    record = cycle_record(STEP, rows_of(outputs), COST, TIMES)
     (row,) = log_rows([op], [record], A, planned=1, done=1)
     assert row["shared"] == 0.4
 
@@ -109,7 +120,7 @@ def test_a_pass_with_shared_prompts_reports_the_saved_share() -> None:
 def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
     def digest(loss: float, cycle: int) -> str:
         outputs = {**OUTPUTS, (A, 1): PassOutput([np.zeros(2, np.float32)], loss)}
-        record = cycle_record(replace(STEP, cycle=cycle), outputs, COST, StepTimes(0.0, 1.0, 0.0))
+        record = cycle_record(replace(STEP, cycle=cycle), rows_of(outputs), COST, StepTimes(0.0, 1.0, 0.0))
         of_op: str = record["runs"][0]["digests"]["1"]
         return of_op
 
@@ -117,15 +128,14 @@ def test_equal_outputs_have_equal_digests_and_others_do_not() -> None:
 
 
 def test_a_cycle_that_broke_has_no_cost_and_says_so() -> None:
-    record = cycle_record(STEP, OUTPUTS, None, TIMES)
+    record = cycle_record(STEP, rows_of(OUTPUTS), None, TIMES)
     assert (record["outcome"], record["wave_ms"], record["forwards"]) == ("isolated", None, None)
-    counted = counted_cycle(STEP, OUTPUTS, None, record)
+    counted = counted_cycle(rows_of(OUTPUTS), None, TIMES)
     assert (counted["forwards"], counted["padding_tokens"], counted["tokens"]) == (0, 0, 42)
 
 
 def test_what_is_counted_is_shown() -> None:
-    record = cycle_record(STEP, OUTPUTS, COST, TIMES)
-    counted = counted_cycle(STEP, OUTPUTS, COST, record)
+    counted = counted_cycle(rows_of(OUTPUTS), COST, TIMES)
     assert counted == {
         "cycles": 1,
         "cycle_seconds": 0.8,
@@ -154,18 +164,19 @@ HALF = CycleOutput(
 def test_of_a_pass_of_several_cycles_each_record_has_the_tokens_that_ran_in_it() -> None:
     """Here one ends and another stays open; the step behind waits, and is in no cycle yet."""
     step = replace(STEP, ops=(STEP.ops[0], *STEP.ops[2:], replace(STEP.ops[1], run=B, seq=2)))
-    record = cycle_record(step, HALF.outputs, HALF, TIMES)
+    rows = rows_of(HALF.outputs, HALF, step)
+    record = cycle_record(step, rows, HALF, TIMES)
     assert record["tokens"] == 20
     assert [(row["tokens"], row["ops"]) for row in record["runs"]] == [(10, {"forward_backward": 1}), (10, {})]
-    counted = counted_cycle(step, HALF.outputs, HALF, record)
+    counted = counted_cycle(rows, HALF, TIMES)
     assert (counted["tokens"], counted["resolved_ops"], counted["optim_steps"]) == (30, 1, 0)
 
 
 def test_a_tenant_is_counted_a_pass_once_with_the_time_of_all_its_cycles() -> None:
-    before = {(A, 1): 2.0, (B, 1): 4.0}
-    taken = compute_seconds(STEP, HALF.outputs, HALF, 1.0, before)
-    assert taken == {(A, 1): 2.5, (B, 1): 4.5}
-    assert usage_of(STEP, HALF.outputs, taken) == {A: RunUsage(30, 2.5)}
+    ran = StepRun(HALF.outputs, HALF, is_exact=True, earlier_s={(A, 1): 2.0, (B, 1): 4.0})
+    rows = op_rows(STEP, {(op.run, op.seq): b"" for op in STEP.ops}, ran, 1.0)
+    assert {row.id: row.device_s for row in rows} == {(A, 1): 2.5, (B, 1): 4.5}
+    assert usage_of(rows) == {A: RunUsage(30, 2.5)}
 
 
 RUN = RunId("s:train:0")
@@ -177,10 +188,8 @@ OPTIMIZER = HostOptimizer(SPEC, torch.zeros(4), torch.zeros(4), step=1)
 def saved(request: SaveRequest, optimizer: HostOptimizer | None = None) -> DoneSave:
     op = QueuedOp(RUN, 3, OpKind.SAVE, 0, "inline", 0, 0.0)
     step = Step(1, WorkerId("w0"), (op,), 0.0, {RUN: TenantId("t")})
-    at = (RUN, 3)
-    output = SaveOutput(WEIGHTS, optimizer)
-    saves = saves_of(step, {at: encode(request).encode()}, {at: output}, PoolId("p"), "m")
-    return saves[at]
+    row = OpRow(op, encode(request).encode(), None, SaveOutput(WEIGHTS, optimizer), 0, 0.0)
+    return saves_of(step, [row], PoolId("p"), "m")[RUN, 3]
 
 
 def test_a_save_without_a_name_makes_the_sampler_it_was_asked_for() -> None:
@@ -235,8 +244,7 @@ def test_an_export_knows_whom_it_is_encrypted_to_and_answers_what_it_was_asked_t
 def test_a_save_that_failed_leaves_nothing() -> None:
     op = QueuedOp(RUN, 3, OpKind.SAVE, 0, "inline", 0, 0.0)
     step = Step(1, WorkerId("w0"), (op,), 0.0, {RUN: TenantId("t")})
-    at = ("s:train:0", 3)
-    assert saves_of(step, {at: b""}, {at: Failure("No.", "server")}, PoolId("p"), "m") == {}
+    assert saves_of(step, [OpRow(op, b"", None, Failure("No.", "server"), 0, 0.0)], PoolId("p"), "m") == {}
 
 
 OPTIM = OptimStep("a", 2, 1e-4, 0.9, 0.95, 1e-12, 0.0, 0.0)
@@ -246,6 +254,16 @@ def a_pass(needs_grad: bool, **inputs: list[float]) -> Pass:
     arrays = {name: np.array(values, np.float32) for name, values in inputs.items()}
     datum = Datum(np.arange(3), {"target_tokens": np.arange(3), **arrays})
     return Pass("a", 1, [datum, datum], "any", {}, needs_grad=needs_grad)
+
+
+def history_by(requests: Sequence[Op], outputs: Mapping[tuple[str, int], Output]) -> dict[OpId, HistoryEntry]:
+    return history_of(
+        OpRow(
+            QueuedOp(RunId(each.run), each.seq, OpKind.FORWARD_BACKWARD, 0, "inline", 0, 0.0),
+            b"", each, outputs.get((each.run, each.seq)), 0, 0.0,
+        )
+        for each in requests
+    )  # fmt: skip
 
 
 def test_passes_and_steps_are_found_and_nothing_else() -> None:
@@ -288,10 +306,16 @@ def test_an_op_that_does_not_run_waits_for_an_open_pass_before_it() -> None:
     assert finished_outputs(ops, outputs) == {("b", 1): failed}
     whole = {("a", 1): failed, **outputs}
     assert finished_outputs(ops, whole) == whole
+
+
+def test_notes_and_rewinds_that_did_not_fail_have_an_entry() -> None:
     entry = MetricsEntry({"reward": 0.5}, "eval/nll", 2)
-    back = QueuedOp(A, 4, OpKind.REWIND, 0, "inline", 1, 0.0)
-    notes = {**whole, ("a", 4): NoteOutput({"seq": 2, "step": 1})}
-    bodies = {("a", 3): encode(entry).encode()}
-    found = notes_of([*ops, back], bodies, notes)
-    assert found == {("a", 3): entry, ("a", 4): RewindEntry(2, 1)}
-    assert notes_of([back], {}, {("a", 4): failed}) == {}
+    note, back = (
+        QueuedOp(A, seq, kind, 0, "inline", 1, 0.0) for seq, kind in enumerate((OpKind.METRICS, OpKind.REWIND))
+    )
+    rows = [
+        OpRow(note, encode(entry).encode(), None, NoteOutput(), 0, 0.0),
+        OpRow(back, b"", None, NoteOutput({"seq": 2, "step": 1}), 0, 0.0),
+    ]
+    assert history_of(rows) == {("a", 0): entry, ("a", 1): RewindEntry(2, 1)}
+    assert history_of([replace(rows[1], output=Failure("no", "user"))]) == {}

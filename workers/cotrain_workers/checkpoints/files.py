@@ -17,8 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyrage
@@ -29,8 +28,9 @@ from cotrain_store.disk.checksums import SUMS, sums_of
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import WeightsRef
 from cotrain_store.messages.runs import external_folder
-from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, write_folder
-from cotrain_workers.checkpoints.state_files import base_model_of_state, optimizer_key, write_optimizer
+from cotrain_workers.checkpoints.peft_folder import CONFIG, TENSORS, key_of, read_metadata, write_folder
+from cotrain_workers.checkpoints.state_files import SUFFIX as STATE_SUFFIX
+from cotrain_workers.checkpoints.state_files import optimizer_key, write_optimizer
 from cotrain_workers.engine.ops import HostOptimizer, HostWeights
 from cotrain_workers.engine.spec import Layout
 
@@ -65,29 +65,17 @@ class WrittenFiles:
     written_at: float  # time of the monotonic clock in s
 
 
-@dataclass(frozen=True)
 class CheckpointFiles:
-    """Files of one base model's saves, below the prefixes `weights`, `optimizers` and `external`."""
+    """Files of one base model's saves. The folders below are of all base models."""
 
-    blobs: Blobs
-    base_model: str
-    removing: threading.Lock = field(default_factory=threading.Lock)
-    """Lock for removing files and for publishing references. Published files are not removed."""
-
-    @property
-    def adapters(self) -> Blobs:
-        """Adapters of all base models."""
-        return self.blobs.below("weights")
-
-    @property
-    def optimizers(self) -> Blobs:
-        """Optimizer states."""
-        return self.blobs.below("optimizers")
-
-    @property
-    def external(self) -> Blobs:
-        """Encrypted files."""
-        return self.blobs.below("external")
+    def __init__(self, blobs: Blobs, base_model: str) -> None:
+        self.blobs = blobs
+        self.base_model = base_model
+        self.adapters = blobs.below("weights")
+        self.optimizers = blobs.below("optimizers")
+        self.external = blobs.below("external")  # encrypted files
+        self.removing = threading.Lock()
+        """Lock for removing files and for publishing references. Published files are not removed."""
 
     def write(self, ref: WeightsRef, saved: Saved, layout: Layout) -> WrittenFiles:
         """Write all files of a save, durable on return. Idempotent. Raises OSError."""
@@ -123,75 +111,58 @@ class CheckpointFiles:
         `unwanted` for long are removed: a process that writes or finds one changes its mark.
         Raises OSError.
         """
-        orphans = {group.key: (group, is_known) for group, is_known in self._orphans(saved)}
-        marks = {key: group.mark for key, (group, _) in orphans.items()}
+        orphans = dict(self._orphans(saved))
+        # A mark changes when one of the files is written.
+        marks = {key: " ".join(blob.mark for blob in blobs) for key, (blobs, _) in orphans.items()}
         for key in unwanted.old(marks, now):
-            group, is_known = orphans[key]
+            blobs, is_known = orphans[key]
             with self.removing:
-                if is_known(group.name):
+                if is_known(_name(key)):
                     continue  # a save has found it since
-                log.info("files_removed", files=[blob.key for blob in group.blobs])
-                for blob in group.blobs:
+                log.info("files_removed", files=[blob.key for blob in blobs])
+                for blob in blobs:
                     self.blobs.delete(blob.key)
 
-    def _orphans(self, saved: SavedWeights) -> Iterator[tuple[_Group, Callable[[str], bool]]]:
-        """Yield unfinished groups, and unreferenced groups of this base model."""
-        for prefix, sign, base_model_in, is_known in (
-            ("weights", CONFIG, partial(base_model_of, file=CONFIG), saved.knows),
-            ("optimizers", "", base_model_of_state, saved.knows_optimizer),
-            ("external", OWNER, partial(base_model_of, file=OWNER), saved.knows_external),
+    def _orphans(self, saved: SavedWeights) -> Iterator[tuple[str, tuple[list[Blob], Callable[[str], bool]]]]:
+        """Yield unfinished groups, and unreferenced groups of this base model, by their keys."""
+        for prefix, sign, is_known in (
+            ("weights", CONFIG, saved.knows),
+            ("optimizers", "", saved.knows_optimizer),
+            ("external", OWNER, saved.knows_external),
         ):
-            for group in _groups(self.blobs.list(prefix), sign):
-                if is_known(group.name):
+            for key, blobs in _groups(self.blobs.list(prefix), sign).items():
+                if is_known(_name(key)):
                     continue
-                whole = not group.is_unfinished and (not sign or group.has(sign))
-                inner = group.key.removeprefix(f"{prefix}/")
-                if not whole or base_model_in(self.blobs.below(prefix), inner) == self.base_model:
-                    yield group, is_known
+                last = f"{key}/{sign}" if sign else key
+                is_whole = blobs[0].key == last and not blobs[0].is_unfinished
+                if not is_whole or base_model_of(self.blobs, last) == self.base_model:
+                    yield key, (blobs, is_known)
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Files that are removed together: those of an adapter or an export, or one optimizer state."""
-
-    key: str
-    blobs: tuple[Blob, ...]
-
-    @property
-    def name(self) -> str:
-        """Digest, or folder of an export."""
-        return self.key.rpartition("/")[2].partition(".")[0]
-
-    @property
-    def is_unfinished(self) -> bool:
-        """True if a process has not completed writing."""
-        return self.blobs[0].is_unfinished
-
-    @property
-    def mark(self) -> str:
-        """Value that changes when one of the files is written."""
-        return " ".join(blob.mark for blob in self.blobs)
-
-    def has(self, file: str) -> bool:
-        """Return True if a file of this name exists."""
-        return any(blob.key.endswith(f"/{file}") for blob in self.blobs)
+def _name(key: str) -> str:
+    """Return the digest of a group, or the folder of an export."""
+    return key.rpartition("/")[2].partition(".")[0]
 
 
-def _groups(blobs: Iterator[Blob], sign: str) -> Iterator[_Group]:
-    """Group the files of a folder; the file that marks it as complete, if any, is first."""
+def _groups(blobs: Iterator[Blob], sign: str) -> dict[str, list[Blob]]:
+    """Group files that are removed together, by folder; the file that marks it as complete, if any, is first.
+
+    An optimizer state and an unfinished file are groups of their own.
+    """
     groups: defaultdict[str, list[Blob]] = defaultdict(list)
     for blob in blobs:
         is_one = blob.is_unfinished or not sign
         groups[blob.key if is_one else blob.key.rpartition("/")[0]].append(blob)
-    for key, group in groups.items():
-        yield _Group(key, tuple(sorted(group, key=lambda blob: not blob.key.endswith(f"/{sign}"))))
+    return {key: sorted(group, key=lambda blob: not blob.key.endswith(f"/{sign}")) for key, group in groups.items()}
 
 
-def base_model_of(blobs: Blobs, folder: str, file: str) -> str | None:
-    """Return the base model in a folder's CONFIG or OWNER; None if it cannot be read. Raises BlobsUnavailable."""
-    key = "base_model_name_or_path" if file == CONFIG else "base_model"
+def base_model_of(blobs: Blobs, key: str) -> str | None:
+    """Return the base model in a CONFIG, an OWNER or a state; None if it cannot be read. Raises BlobsUnavailable."""
+    field = "base_model_name_or_path" if key.endswith(CONFIG) else "base_model"
     try:
-        name: str = json.loads(blobs.get(f"{folder}/{file}"))[key]
+        is_state = key.endswith(STATE_SUFFIX)
+        content = read_metadata(blobs, key) if is_state else json.loads(blobs.get(key))
+        name: str = content[field]
     except BlobsUnavailable:
         raise
     except (OSError, ValueError, KeyError, TypeError):

@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from cotrain_store.blobs.folder import passes
-from cotrain_store.blobs.protocol import Blobs, BlobsUnavailable, Moments
+from cotrain_store.blobs.protocol import Blobs, Moments
 from cotrain_store.failpoints import failpoint
-from cotrain_workers.checkpoints.peft_folder import LayoutOf, metadata_of, read_metadata
+from cotrain_workers.checkpoints.peft_folder import LayoutOf, metadata_of
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.ops import HostOptimizer
 from cotrain_workers.engine.spec import AdapterSpec
@@ -78,16 +78,6 @@ def read_optimizer(root: Blobs, digest: str, layout_of: LayoutOf) -> HostOptimiz
         if moment.shape != (size,):
             raise OptimizerUnreadable(f"State {digest} has {moment.numel()} values, not {size}.")
     return optimizer
-
-
-def base_model_of_state(root: Blobs, key: str) -> str | None:
-    """Return the base model of a state, or None if it cannot be read. Raises BlobsUnavailable."""
-    try:
-        return read_metadata(root, key)["base_model"]
-    except BlobsUnavailable:
-        raise
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _read_whole(root: Blobs, digest: str) -> HostOptimizer:

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -84,7 +84,7 @@ class WeightsStore:
         self._unstored: dict[WeightsRef, _Unstored] = {}
         self._given_up: set[WeightsRef] = set()
         self._cache = WeightsCache(memory_bytes)
-        self._digests: dict[WeightsRef, str] = {}
+        self._stored: dict[WeightsRef, WeightsRecord] = {}
         self._file_sweep = FileSweep(files, saved, orphan_age_s)
         self._reload_at = self._sweep_at = 0.0
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -145,7 +145,7 @@ class WeightsStore:
 
     def is_known(self, ref: WeightsRef) -> bool:
         """Return True if these weights exist; from then on `host` does not query the store."""
-        if ref in self._unstored or ref in self._digests:
+        if ref in self._unstored or ref in self._stored:
             return True
         record = self._saved.weights(ref)
         if record is None:
@@ -154,7 +154,7 @@ class WeightsStore:
         if not record.digest:
             self.reload()
             return ref in self._unstored
-        self._digests[ref] = record.digest
+        self._stored[ref] = record
         return True
 
     def host(self, ref: WeightsRef) -> HostWeights:
@@ -193,9 +193,8 @@ class WeightsStore:
             log.error("optimizer_unreadable", weights=ref, reason=str(unreadable))
             raise WeightsMissing(ref) from unreadable
 
-    def digest(self, ref: WeightsRef) -> str | None:
-        """Return the digest of stored weights, for a server that reads them; None while they are
-        being written.
+    def stored(self, ref: WeightsRef) -> WeightsRecord | None:
+        """Return the record of stored weights, for a server that reads their files; None while they are being written.
 
         Raises:
             WeightsMissing: they do not exist, and will not.
@@ -204,13 +203,13 @@ class WeightsStore:
             return None
         if not self.is_known(ref):
             raise WeightsMissing(ref)
-        return self._digests[ref]
+        return self._stored[ref]
 
     def _read(self, ref: WeightsRef) -> HostWeights:
         if ref in self._unstored or not self.is_known(ref):
             raise WeightsMissing(ref)
         try:
-            return read_folder(self._files.adapters, self._digests[ref], self.layout_of)
+            return read_folder(self._files.adapters, self._stored[ref].digest, self.layout_of)
         except FolderUnreadable as unreadable:
             log.error("weights_unreadable", weights=ref, reason=str(unreadable))
             reason = str(unreadable) if isinstance(unreadable, SumsUnusable) else ""
@@ -239,7 +238,7 @@ class WeightsStore:
         for ref in (*unused, *self._given_up):
             self._saved.forget_weights(ref)
             self._cache.drop(ref)
-            self._digests.pop(ref, None)
+            self._stored.pop(ref, None)
         if unused:
             log.info("weights_forgotten", count=len(unused))
         return unused
@@ -290,7 +289,7 @@ class WeightsStore:
         del self._unstored[ref]
         if not is_wanted:
             return  # dropped, or their commit found that their name was in use
-        self._digests[ref] = written.digest
+        self._stored[ref] = replace(entry.record, digest=written.digest)
         self._cache.put(ref, entry.saved.weights)
         if entry.accepted_at is not None:
             self._count_answered(time.time() - entry.accepted_at)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import structlog
+import torch
 
 from cotrain_workers.engine.adapters.bank import AdapterBank
-from cotrain_workers.engine.adapters.copies import AdapterState, StateCopy
+from cotrain_workers.engine.adapters.copies import AdapterState, HostArenas, StateCopy
 from cotrain_workers.engine.coordination import Yielding, run_to_end
 from cotrain_workers.engine.engine import Engine, ProcessUse
 from cotrain_workers.engine.facts import ModelFacts
@@ -109,28 +109,23 @@ class GroupBank:
         self.layout_of = own.adapters.layout_of
 
     def __contains__(self, run: object) -> bool:
-        return run in self._own or self._follower_of(run) is not None
+        return run in self._own or self._member_of(run) > 0
 
     def drop(self, run: str) -> None:
         """Drop a run's adapter. Idempotent."""
-        self._own.drop(run)
-        follower = self._follower_of(run)
-        if follower is not None:
-            self._followers.call(follower, AdapterBank.drop, run)
+        self._call(self._member_of(run), AdapterBank.drop, run)
 
     def state(self, run: str) -> AdapterState:
         """Return a run's adapter, copied to the host of the first member. Raises KeyError for an unknown run."""
-        return self.copy_out(run).state()
+        state: AdapterState = self._call(self._member_of(run), AdapterBank.state, run)
+        return state
 
-    def copy_out(self, run: str) -> StateCopy | Arrived:
+    def copy_out(self, run: str) -> StateCopy:
         """Start to copy a run's adapter to the host. A copy from another member is complete on return.
 
         Raises KeyError for an unknown run.
         """
-        follower = self._follower_of(run)
-        if follower is None:
-            return self._own.copy_out(run)
-        return Arrived(self._followers.call(follower, AdapterBank.state, run))
+        return arrived(self.state(run)) if self._member_of(run) else self._own.copy_out(run)
 
     def restore(self, run: str, state: AdapterState) -> None:
         """Replace the state of a run, on the member with the fewest bytes of adapters.
@@ -141,11 +136,7 @@ class GroupBank:
         if state.weights.shape != (layout.size,):
             raise ValueError(f"The state holds {state.weights.numel()} values, not {layout.size}.")
         self.drop(run)
-        member = self._chosen_for(run, self._loads())
-        if member == 0:
-            self._own.restore(run, state)
-        else:
-            self._followers.call(member, restore_only, run, state)
+        self._call(self._chosen_for(run, self._loads()), restore_only, run, state)
 
     def prefetch(self, runs: Sequence[str]) -> None:
         """Start to load this member's adapters of the next cycle. The other members load theirs in the cycle."""
@@ -170,12 +161,11 @@ class GroupBank:
     @property
     def by_tier(self) -> dict[str, tuple[int, int]]:
         """Number and bytes of adapters per tier. Any thread may read it."""
-        found = dict(self._own.by_tier)
-        for facts in self._followers.facts:
-            for tier, (count, size) in (facts.by_tier or {}).items():
-                counted, total = found.get(tier, (0, 0))
-                found[tier] = (counted + count, total + size)
-        return found
+        by_member = [self._own.by_tier, *(facts.by_tier for facts in self._followers.facts)]
+        return {
+            tier: (sum(each[tier][0] for each in by_member), sum(each[tier][1] for each in by_member))
+            for tier in by_member[0]
+        }
 
     @property
     def members(self) -> list[MemberFacts]:
@@ -193,7 +183,7 @@ class GroupBank:
         for op in ops:
             if op.run not in member_by_run:
                 is_new = begins_run(op) and op.run not in self
-                member_by_run[op.run] = self._chosen_for(op.run, loads) if is_new else self._follower_of(op.run) or 0
+                member_by_run[op.run] = self._chosen_for(op.run, loads) if is_new else self._member_of(op.run)
                 if is_new:
                     loads[member_by_run[op.run]] += self._size_of(op)
             shares[member_by_run[op.run]].append(op)
@@ -217,11 +207,14 @@ class GroupBank:
     def _loads(self) -> list[int]:
         return [facts.adapter_bytes for facts in self.members]
 
-    def _follower_of(self, run: object) -> int | None:
-        for number, facts in enumerate(self._followers.facts, start=1):
-            if run in facts.runs:
-                return number
-        return None
+    def _member_of(self, run: object) -> int:
+        """Return the member with the adapter of a run; the first one for an unknown run."""
+        others = enumerate(self._followers.facts, start=1)
+        return next((number for number, facts in others if run in facts.runs), 0)
+
+    def _call(self, member: int, method: Callable[..., Any], *args: object) -> Any:
+        """Return the result of a function of the adapter bank of one member."""
+        return self._followers.call(member, method, *args) if member else method(self._own, *args)
 
 
 class GroupOpenPasses:
@@ -239,15 +232,10 @@ class GroupOpenPasses:
         return frozenset(run for facts in self._adapters.members for run, _ in facts.open_passes)
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """State received from another member."""
-
-    of_run: AdapterState
-
-    def state(self) -> AdapterState:
-        """Return the state."""
-        return self.of_run
+def arrived(state: AdapterState) -> StateCopy:
+    """Return a state received from another member as a completed copy."""
+    arenas = {"weights": (state.weights,), "grads": (state.grads,), "m": (state.m,), "v": (state.v,)}
+    return StateCopy(state.spec, state.step, state.grads_pending, HostArenas(arenas, torch.cpu.Event()))
 
 
 def lightest(loads: Sequence[int]) -> int:

@@ -131,17 +131,17 @@ class Filler:
 class MemberFacts:
     """State of one member."""
 
-    runs: frozenset[str] = frozenset()
-    open_passes: frozenset[tuple[str, int]] = frozenset()  # ids of open passes, as (run, seq)
-    by_tier: Mapping[str, tuple[int, int]] | None = None  # same format as `AdapterBank.by_tier`
-    offloaded: int = 0
-    runs_to_evict: Sequence[str] = ()  # same format as `AdapterBank.runs_to_evict`
-    memory_bytes: int = 0  # resident memory of the member's process in bytes
+    runs: frozenset[str]
+    open_passes: frozenset[tuple[str, int]]  # ids of open passes, as (run, seq)
+    by_tier: Mapping[str, tuple[int, int]]  # same format as `AdapterBank.by_tier`
+    offloaded: int
+    runs_to_evict: Sequence[str]  # same format as `AdapterBank.runs_to_evict`
+    memory_bytes: int  # resident memory of the member's process in bytes
 
     @property
     def adapter_bytes(self) -> int:
         """Bytes of the member's adapters in all tiers."""
-        return sum(size for _, size in (self.by_tier or {}).values())
+        return sum(size for _, size in self.by_tier.values())
 
 
 class Followers:

@@ -20,9 +20,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 from safetensors import SafetensorError
 from safetensors import numpy as arrays
 from safetensors import torch as tensors
@@ -30,12 +29,12 @@ from safetensors import torch as tensors
 from cotrain_store.bodies.adapter_bodies import LoadRequest
 from cotrain_store.bodies.reverse_kl_body import decode_reverse_kl
 from cotrain_store.errors import MalformedBody
-from cotrain_store.messages.ids import OpId, RunId, WeightsRef
+from cotrain_store.messages.ids import RunId, WeightsRef
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_workers.checkpoints.state_files import decode_snapshot, encode_snapshot
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.facts import Numerics
-from cotrain_workers.engine.ops import HostOptimizer, HostWeights
+from cotrain_workers.engine.ops import HostOptimizer, HostWeights, WeightsMissing
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.fingerprints import ArenaPrint, Fingerprint
 
@@ -71,13 +70,21 @@ class ReadCheckpoints:
     weights: Mapping[str, HostWeights] = field(default_factory=dict)
     optimizers: Mapping[str, HostOptimizer | None] = field(default_factory=dict)
 
+    def host(self, ref: WeightsRef) -> HostWeights:
+        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
+        if ref not in self.weights:
+            raise WeightsMissing(ref)
+        return self.weights[ref]
 
-@dataclass(frozen=True)
-class Findings:
-    """Outcome of a cycle: fingerprints of every finished op, and of each run's state after the cycle."""
+    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
+        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
+        if ref not in self.optimizers:
+            raise WeightsMissing(ref)
+        return self.optimizers[ref]
 
-    by_op: Mapping[OpId, Fingerprint]
-    by_run: Mapping[RunId, Fingerprint]
+
+#: Outcome of a cycle: fingerprints of its finished ops by run and seq, then of each run's state after it, without a seq.
+Findings: TypeAlias = Mapping[tuple[RunId, int | None], Fingerprint]
 
 
 @dataclass(frozen=True)
@@ -112,11 +119,7 @@ def only_run(cycle: RecordedCycle, run: RunId) -> RecordedCycle:
             {ref: weights for ref, weights in cycle.read.weights.items() if ref in refs},
             {ref: optimizer for ref, optimizer in cycle.read.optimizers.items() if ref in refs},
         ),
-        cycle.found
-        and Findings(
-            {op_id: each for op_id, each in cycle.found.by_op.items() if op_id[0] == run},
-            {name: each for name, each in cycle.found.by_run.items() if name == run},
-        ),
+        cycle.found and {at: each for at, each in cycle.found.items() if at[0] == run},
     )
 
 
@@ -171,7 +174,7 @@ def add_findings(path: Path, found: Findings) -> None:
     with zipfile.ZipFile(path, "a") as archive:
         numbers = {
             f"{at}/{name}": values
-            for at, fingerprint in enumerate(found.by_op.values())
+            for at, fingerprint in enumerate(found.values())
             for name, values in fingerprint.numbers.items()
         }
         archive.writestr("outcome.safetensors", arrays.save(numbers))
@@ -181,7 +184,7 @@ def add_findings(path: Path, found: Findings) -> None:
 def write_cycle(path: Path, cycle: RecordedCycle) -> None:
     """Write a recorded cycle, or the part of one that `only_run` returns."""
     write_inputs(path, cycle.facts, cycle.bodies, cycle.before.items(), cycle.read)
-    if cycle.found:
+    if cycle.found is not None:
         add_findings(path, cycle.found)
 
 
@@ -245,33 +248,28 @@ def _optimizers(archive: zipfile.ZipFile, facts_by_ref: Mapping[str, Any]) -> di
 def _findings(archive: zipfile.ZipFile) -> Findings:
     raw = _json(archive, "outcome.json")
     numbers = arrays.load(archive.read("outcome.safetensors"))
-    by_op = {}
-    for at, row in enumerate(raw["ops"]):
+    found = {}
+    for at, row in enumerate([*raw["ops"], *raw["runs"]]):
         own = {name: numbers[f"{at}/{name}"] for name in row["numbers"]}
-        by_op[RunId(row["run"]), row["seq"]] = _fingerprint(row, own)
-    return Findings(by_op, {RunId(row["run"]): _fingerprint(row, {}) for row in raw["runs"]})
-
-
-def _fingerprint(row: Mapping[str, Any], numbers: Mapping[str, np.ndarray]) -> Fingerprint:
-    arenas = {name: ArenaPrint(**arena) for name, arena in row["arenas"].items()}
-    return Fingerprint(row["said"], row["is_accident"], numbers, arenas)
+        arenas = {name: ArenaPrint(**arena) for name, arena in row["arenas"].items()}
+        found[RunId(row["run"]), row.get("seq")] = Fingerprint(row["said"], row["is_accident"], own, arenas)
+    return found
 
 
 def _findings_json(found: Findings) -> dict[str, Any]:
-    ops = [
-        {"run": run, "seq": seq, **_fingerprint_json(fingerprint)} for (run, seq), fingerprint in found.by_op.items()
-    ]
-    runs = [{"run": run, **_fingerprint_json(found.by_run[run])} for run in found.by_run]
+    ops, runs = [], []
+    for (run, seq), fingerprint in found.items():
+        row = {
+            "said": fingerprint.text,
+            "is_accident": fingerprint.is_accident,
+            "numbers": list(fingerprint.numbers),
+            "arenas": {name: asdict(arena) for name, arena in fingerprint.arenas.items()},
+        }
+        if seq is None:
+            runs.append({"run": run, **row})
+        else:
+            ops.append({"run": run, "seq": seq, **row})
     return {"ops": ops, "runs": runs}
-
-
-def _fingerprint_json(fingerprint: Fingerprint) -> dict[str, Any]:
-    return {
-        "said": fingerprint.text,
-        "is_accident": fingerprint.is_accident,
-        "numbers": list(fingerprint.numbers),
-        "arenas": {name: asdict(arena) for name, arena in fingerprint.arenas.items()},
-    }
 
 
 def _facts_json(facts: CycleFacts, read: ReadCheckpoints) -> dict[str, Any]:

@@ -9,7 +9,7 @@ A replay runs one recorded cycle again and compares the outcomes. It needs the b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -17,14 +17,13 @@ from typing import Literal, cast
 import structlog
 import torch
 
-from cotrain_store.messages.ids import RunId, WeightsRef
+from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import QueuedOp, Step
 from cotrain_workers.engine.adapters.copies import AdapterState
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.facts import Numerics
 from cotrain_workers.engine.lora.quantized import Quantization
 from cotrain_workers.engine.ops import Failure, HostOptimizer, HostWeights, NoteOutput, Op, Output, WeightsMissing
-from cotrain_workers.engine.spec import AdapterSpec, Layout
 from cotrain_workers.fingerprints import Fingerprint, differences, fingerprint_of, fingerprint_of_state
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Checkpoints, engine_op
@@ -73,7 +72,7 @@ class Recorder:
         in_order = [bodies[op.run, op.seq] for op in step.ops]
         try:
             read = self._read_by(step.ops, in_order)
-            write_inputs(path, self._facts(step), in_order, self._states(step), read)
+            write_inputs(path, self._facts(step), in_order, states_of(self.engine, step), read)
             self._forget_old()
         except OSError as full:
             log.warning("cycle_not_recorded", cycle=step.cycle, reason=str(full))
@@ -84,16 +83,8 @@ class Recorder:
         """Add the outcome of the step that began last. Call it before the engine runs anything newer."""
         if self._recording is None:
             return
-        found = Findings(
-            {
-                (op.run, op.seq): fingerprint_of(outputs[op.run, op.seq])
-                for op in step.ops
-                if (op.run, op.seq) in outputs
-            },
-            {run: fingerprint_of_state(state) for run, state in self._states(step)},
-        )
         try:
-            add_findings(self._recording, found)
+            add_findings(self._recording, findings_of(self.engine, step, outputs))
         except OSError as full:
             log.warning("cycle_not_recorded", cycle=step.cycle, reason=str(full))
         self._recording = None
@@ -107,11 +98,6 @@ class Recorder:
             numerics=self.engine.facts.numerics,
             step=step,
         )
-
-    def _states(self, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
-        for run in dict.fromkeys(op.run for op in step.ops):
-            if run in self.engine.adapters:
-                yield run, self.engine.adapters.state(run)
 
     def _read_by(self, ops: Sequence[QueuedOp], bodies: Sequence[bytes]) -> ReadCheckpoints:
         """Return the checkpoints that ops will read. Missing ones are left out; they are missing for the ops, too."""
@@ -130,6 +116,23 @@ class Recorder:
     def _forget_old(self) -> None:
         for path in sorted(self.folder.glob(f"*{SUFFIX}"))[: -self.kept]:
             path.unlink(missing_ok=True)
+
+
+def states_of(engine: Trainer, step: Step) -> Iterator[tuple[RunId, AdapterState]]:
+    """Yield the state of each run of a step in the engine, one at a time, because each may be large."""
+    for run in dict.fromkeys(op.run for op in step.ops):
+        if run in engine.adapters:
+            yield run, engine.adapters.state(run)
+
+
+def findings_of(engine: Trainer, step: Step, outputs: Mapping[tuple[str, int], Output]) -> Findings:
+    """Return the outcome of a step that has just run."""
+    finished = [(op.run, op.seq) for op in step.ops if (op.run, op.seq) in outputs]
+    states = states_of(engine, step)
+    return {
+        **{op_id: fingerprint_of(outputs[op_id]) for op_id in finished},
+        **{(run, None): fingerprint_of_state(state) for run, state in states},
+    }
 
 
 @dataclass(frozen=True)
@@ -182,25 +185,20 @@ def run_again(engine: Engine, cycle: RecordedCycle, *, everything: bool = False)
     did not finish in the cycle. A pass that took several cycles runs whole in its last one, from the state before
     the first one. In the other cycles it changed nothing. Exceptions of the engine are not caught.
     """
-    checkpoints = RecordedCheckpoints(cycle, engine.adapters.layout_of)
     outputs: dict[tuple[str, int], Output] = {}
     runnable: list[Op] = []
     for op, body in zip(cycle.facts.step.ops, cycle.bodies, strict=True):
-        if cycle.found:
-            then = cycle.found.by_op.get((op.run, op.seq))
+        if cycle.found is not None:
+            then = cycle.found.get((op.run, op.seq))
             if then is None or (then.is_accident and not everything):
                 continue
-        request = engine_op(op, body, checkpoints)
+        request = engine_op(op, body, cycle.read, engine.adapters.layout_of)
         if isinstance(request, Failure | NoteOutput):
             outputs[op.run, op.seq] = request
         else:
             runnable.append(request)
     outputs |= engine.run(runnable).outputs
-    op_ids = [(op.run, op.seq) for op in cycle.facts.step.ops]
-    return Findings(
-        {op_id: fingerprint_of(outputs[op_id]) for op_id in op_ids if op_id in outputs},
-        {run: fingerprint_of_state(engine.adapters.state(run)) for run, _ in op_ids if run in engine.adapters},
-    )
+    return findings_of(engine, cycle.facts.step, outputs)
 
 
 def tolerance_of(then: Numerics, now: Numerics) -> float:
@@ -217,14 +215,12 @@ def compared(cycle: RecordedCycle, again: Findings, tolerance: float) -> Iterato
 
     If `tolerance` is 0, bits are compared. A cycle without a recorded outcome has nothing to compare with.
     """
-    then = cycle.found or Findings({}, {})
-    for op in cycle.facts.step.ops:
-        op_id = op.run, op.seq
-        pair = then.by_op.get(op_id), again.by_op.get(op_id)
-        yield _compared(op.run, op.seq, op.kind.value, pair, tolerance)
-    for run in dict.fromkeys([*then.by_run, *again.by_run]):
-        states = then.by_run.get(run), again.by_run.get(run)
-        yield _compared(run, None, "state after", states, tolerance)
+    then = cycle.found or {}
+    kind_by_op = {(op.run, op.seq): op.kind.value for op in cycle.facts.step.ops}
+    states = [at for at in dict.fromkeys([*then, *again]) if at[1] is None]
+    for run, seq in (*kind_by_op, *states):
+        pair = then.get((run, seq)), again.get((run, seq))
+        yield _compared(run, seq, "state after" if seq is None else kind_by_op[run, seq], pair, tolerance)
 
 
 def _compared(
@@ -243,23 +239,3 @@ def _compared(
         return Compared(run, seq, what, now.digest, "DIVERGED", "; ".join(found))
     is_equal = not differences(then, now, tolerance=0.0)
     return Compared(run, seq, what, now.digest, "equal" if is_equal else "close", "")
-
-
-@dataclass(frozen=True)
-class RecordedCheckpoints:
-    """Checkpoints that a recorded cycle read."""
-
-    cycle: RecordedCycle
-    layout_of: Callable[[AdapterSpec], Layout]
-
-    def host(self, ref: WeightsRef) -> HostWeights:
-        """Return weights. Raises WeightsMissing if they were missing in the recorded cycle."""
-        if ref not in self.cycle.read.weights:
-            raise WeightsMissing(ref)
-        return self.cycle.read.weights[ref]
-
-    def optimizer(self, ref: WeightsRef) -> HostOptimizer | None:
-        """Return the optimizer state that was saved with weights, or None. Raises WeightsMissing."""
-        if ref not in self.cycle.read.optimizers:
-            raise WeightsMissing(ref)
-        return self.cycle.read.optimizers[ref]

@@ -17,13 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import structlog
 
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.ids import RequestId, RunId, WorkerId, request_id
 from cotrain_store.messages.ops import Step
-from cotrain_store.oplog.execution import CrashCounts, Execution
+from cotrain_store.oplog.execution import CrashCounts
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.engine.device import memory_limit_bytes
 from cotrain_workers.engine.ops import CycleOutput, Failure, Op, Output, Pass, ReverseKl, UpcomingBatch
@@ -55,41 +56,47 @@ class Answers:
         self.is_exact = self.is_exact and more.is_exact
 
 
+@dataclass
 class Risks:
-    """Record of ops that may crash this process, for its successor."""
+    """Crashes of processes that ran a step, and the record of ops that may crash this one, for its successor."""
 
-    def __init__(self, execution: Execution, await_writes: Callable[[], None]) -> None:
-        """`await_writes` returns once no save and no copy is in progress.
+    cycle: int
+    count: int  # number of processes that crashed with this step open
+    _counts: CrashCounts
+    _await_writes: Callable[[], None]
+    """Returns once no save and no copy is in progress.
 
-        Otherwise a crash caused by one of those would be counted against an innocent request.
-        """
-        self._execution = execution
-        self._await_writes = await_writes
-        self._crash_counts = execution.crash_counts.by_part()
-        self._noted: str | None = None
+    Otherwise a crash caused by one of those would be counted against an innocent request.
+    """
+    _noted: str | None = None
 
     @property
-    def crashed_groups(self) -> Collection[str]:
-        """Return the groups during which a process crashed."""
-        return self._crash_counts.keys()
+    def is_deadly(self) -> bool:
+        """True if the step crashed at least MAX_CRASHES times, which excludes chance."""
+        return self.count >= MAX_CRASHES
+
+    @cached_property
+    def by_group(self) -> Mapping[str, int]:
+        """Number of processes that crashed during each group of ops, as of the first use."""
+        return self._counts.by_part()
 
     def is_poison(self, op: Op) -> bool:
         """Return True if processes crashed during this op alone, too often for chance."""
-        return self._crash_counts.get(request_of(op), 0) >= MAX_CRASHES
+        return self.by_group.get(request_of(op), 0) >= MAX_CRASHES
 
     def note(self, group: Sequence[Op]) -> None:
         """Count a crash in advance. `survived` removes it, if this process still runs to call it."""
         self.survived()  # the earlier group may have raised, or its response was lost
         self._await_writes()
         self._noted = name_of(group)
-        self._execution.crash_counts.risk(self._noted)
+        self._counts.risk(self._noted)
         failpoint("worker.before_risk", map(request_of, group))
 
     def survived(self) -> None:
         """Remove the record of the current group, including a predecessor's, because it does not crash."""
         if self._noted is not None:
             failpoint("worker.after_risk", self._noted)
-            self._execution.crash_counts.survived(self._noted)
+            self._counts.survived(self._noted)
             self._noted = None
 
 
@@ -103,7 +110,7 @@ def run_in_groups(
     """
     answers = Answers()
     separate: set[str] = set()
-    for group in groups_of(ops, {*risks.crashed_groups, name_of(ops)}):
+    for group in groups_of(ops, {*risks.by_group, name_of(ops)}):
         if group[0].run in separate:
             continue  # an earlier group of this run raised
         if len(group) == 1 and risks.is_poison(group[0]):

@@ -22,7 +22,7 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_workers.checkpoints.state_files import Snapshot, remove_snapshots, write_snapshot
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.adapters.copies import StateCopy
-from cotrain_workers.group.engine import Arrived, Trainer
+from cotrain_workers.group.engine import Trainer
 
 log = structlog.get_logger()
 
@@ -209,9 +209,7 @@ class RecoveryCopies:
             remove_snapshots(self._snapshots, run, keep)
 
 
-def _write(
-    root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy | Arrived
-) -> tuple[Snapshot, float]:
+def _write(root: Blobs, run: RunId, seq: int, writer: str, numerics_id: str, copy: StateCopy) -> tuple[Snapshot, float]:
     """Write a snapshot once its state has arrived; return it and the writing time in s."""
     began = time.perf_counter()
     snapshot = write_snapshot(root, run, seq, writer, numerics_id, copy.state())

@@ -193,7 +193,7 @@ class Replay:
         """Decode the ops to replay. A client's invalid request failed, and fails again without a run."""
         runnable: list[Op] = []
         for op, body in zip(group, bodies, strict=True):
-            request = engine_op(op, body, self.weights)
+            request = engine_op(op, body, self.weights, self.weights.layout_of)
             if isinstance(request, Failure):
                 if request.category == "server":  # it ran before, so the request is not the cause
                     raise SpoolCorrupt(f"{op.request_id} cannot run again: {request.message}")

@@ -29,7 +29,7 @@ from cotrain_workers.engine.decoding.requests import NewTokens, Progress, Sample
 from cotrain_workers.engine.ops import Failure, HostWeights
 from cotrain_workers.op_codec import sample_request, sample_result
 from cotrain_workers.recovery.crashes import CRASHED, MAX_CRASHES, POISON
-from cotrain_workers.sampling.token_times import SampleTraces, TokenTimes
+from cotrain_workers.sampling.token_times import SampleTimes
 from cotrain_workers.sampling.vllm.decoder import VllmDecoder
 
 log = structlog.get_logger()
@@ -118,8 +118,7 @@ class SamplingService:
         self._weights = weights
         self._publisher = publisher
         self._end_of_sequence = frozenset(end_of_sequence)
-        self._times = TokenTimes(metrics)
-        self._traces = SampleTraces()
+        self._times = SampleTimes(metrics)
         self._rate = DecodeRate()
         self._running: dict[str, SampleRequest] = {}
         self._isolated: deque[SampleRequest] = deque()
@@ -282,7 +281,7 @@ class SamplingService:
 
     def _admit(self, claimed: ClaimedSample) -> None:
         ref = claimed.weights
-        self._traces.claim(claimed)
+        self._times.accept(claimed)
         if claimed.body is None:
             self._finish(claimed.request, UNREADABLE)
         elif claimed.deaths >= MAX_CRASHES:
@@ -291,7 +290,6 @@ class SamplingService:
             self._finish(claimed.request, WEIGHTS_LOST)
         else:
             request = sample_request(claimed, claimed.body, self._end_of_sequence)
-            self._times.accept(request.id, claimed.tenant, claimed.accepted_at)
             if claimed.body.stream:
                 self._streamed.add(request.id)
             if claimed.starts >= MAX_CRASHES:
@@ -314,7 +312,6 @@ class SamplingService:
             self._running[request.id] = request
             self._decoder.add(request)
             self._times.begin(request.id)
-            self._traces.begin(request.id)
 
     def _step(self) -> bool:
         began = time.monotonic()
@@ -368,10 +365,11 @@ class SamplingService:
             return
         if isinstance(output, SampleOutput):
             result = sample_result(self._running[request], output)
-            used = usage_of(self._running[request], output)
-            self._uncounted["prompt_tokens"] += used.prompt_tokens
-            self._uncounted["cached_prompt_tokens"] += used.cached_tokens
-            self._usage[RequestId(request)] = used
+            prompt_tokens, cached_tokens = len(self._running[request].prompt), output.cached_prompt_tokens
+            self._uncounted["prompt_tokens"] += prompt_tokens
+            self._uncounted["cached_prompt_tokens"] += cached_tokens
+            sampled_tokens = sum(len(sequence.tokens) for sequence in output.sequences)
+            self._usage[RequestId(request)] = SampleUsage(prompt_tokens, cached_tokens, sampled_tokens)
         else:
             result = Result.failed(output.message, output.category)
             reason = output.message if output.category == "server" else None
@@ -387,7 +385,6 @@ class SamplingService:
         self._running.pop(request, None)
         self._streamed.discard(request)
         self._times.end(request)
-        self._traces.end(request)
 
     def _cancel(self) -> None:
         """Stop requests that their clients have cancelled."""
@@ -412,7 +409,7 @@ class SamplingService:
             self._answer_at = time.monotonic() + RETRY_S
             return
         failpoint("sample.after_resolve", self._finished)
-        self._traces.answered(self._finished, self._usage)
+        self._times.answered(self._finished, self._usage)
         self._finished.clear()
         self._uncounted.clear()
         self._usage.clear()
@@ -440,12 +437,3 @@ class DecodeRate:
         self._tokens, self._seconds = self._tokens * kept + tokens, self._seconds * kept + seconds
         if self._seconds > 0:
             self.tokens_per_s = self._tokens / self._seconds
-
-
-def usage_of(request: SampleRequest, output: SampleOutput) -> SampleUsage:
-    """Return the usage of a request."""
-    return SampleUsage(
-        prompt_tokens=len(request.prompt),
-        cached_tokens=output.cached_prompt_tokens,
-        sampled_tokens=sum(len(sequence.tokens) for sequence in output.sequences),
-    )

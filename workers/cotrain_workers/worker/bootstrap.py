@@ -28,7 +28,7 @@ from cotrain_store.settings import WorkerSettings, pool_of
 from cotrain_store.weights import SavedWeights
 from cotrain_workers.checkpoints.files import CheckpointFiles
 from cotrain_workers.checkpoints.peft_folder import key_of
-from cotrain_workers.checkpoints.weights_store import MEMORY_BYTES, UNSTORED_BYTES, WeightsStore
+from cotrain_workers.checkpoints.weights_store import UNSTORED_BYTES, WeightsStore
 from cotrain_workers.engine.device import free_host_bytes, is_out_of_memory
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.model.model_source import ModelTooLarge, model_too_large, report
@@ -46,7 +46,7 @@ from cotrain_workers.sampling.service import Decoder, NoDecoder, SamplingService
 from cotrain_workers.sampling.tokenizer import PublishedTokenizer
 from cotrain_workers.sampling.vllm.adapters import AdapterCopies
 from cotrain_workers.sampling.vllm.client import VllmServer
-from cotrain_workers.sampling.vllm.decoder import VllmDecoder, VllmSampler
+from cotrain_workers.sampling.vllm.decoder import Adapter, VllmDecoder, VllmSampler
 from cotrain_workers.worker.loop import WorkerLoop
 
 log = structlog.get_logger()
@@ -67,7 +67,6 @@ class Tuning:
     """Parameters without an operator setting. Tests and benchmarks pass other values."""
 
     snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
-    weights_memory_bytes: int = MEMORY_BYTES
     unstored_memory_bytes: int = UNSTORED_BYTES
 
 
@@ -120,7 +119,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
     The micro-batch size is measured at most once per set of conditions. A group on a GPU measures none, because
     running out of memory would end it.
     """
-    micro_batch_tokens, sizes = settings.micro_batch_tokens, BatchSizeCache(settings.batch_sizes_path)
+    micro_batch_tokens = settings.micro_batch_tokens
     is_measured = micro_batch_tokens == "auto" and device == "cuda"
     circumstances = _circumstances(settings, device)
     host_bytes = settings.host_bytes or free_host_bytes() // 2 // settings.workers_on_host
@@ -131,7 +130,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         more = {"load_base": load_base, "recompute": "always" if device == "cuda" else "auto"}
         micro_batch_tokens = ENOUGH_TOKENS if is_measured else micro_batch_tokens
     elif micro_batch_tokens == "auto":
-        micro_batch_tokens = sizes.tokens(circumstances) or "auto"
+        micro_batch_tokens = known_batch_sizes(settings.batch_sizes_path).get(circumstances) or "auto"
     engine = Engine.load(
         settings.model_source,
         device=device,
@@ -143,7 +142,7 @@ def load_engine(settings: WorkerSettings, device: str, lock_step: GroupLockStep 
         **more,
     )
     if is_measured and lock_step is None:
-        sizes.remember(circumstances, engine.facts.numerics.micro_batch_tokens)
+        remember_batch_size(settings.batch_sizes_path, circumstances, engine.facts.numerics.micro_batch_tokens)
     return engine
 
 
@@ -246,10 +245,9 @@ def enter_pool(
         SavedWeights(connection, record.id, worker, epoch),
         CheckpointFiles(settings.blob_store, record.base_model),
         engine.adapters.layout_of,
-        tuning.weights_memory_bytes,
-        tuning.unstored_memory_bytes,
-        settings.orphan_age_s,
-        partial(metrics.resolved, OpKind.SAVE),
+        unstored_bytes=tuning.unstored_memory_bytes,
+        orphan_age_s=settings.orphan_age_s,
+        count_answered=partial(metrics.resolved, OpKind.SAVE),
     )
     make_decoder = decoder_factory(engine, settings, weights, tokenizer)
     decoder = make_decoder()
@@ -300,14 +298,14 @@ def decoder_factory(
     if adapters.folder is None:
         copies = AdapterCopies(adapters, shared, settings.vllm_copies_bytes, settings.model_name, weights.layout_of)
 
-    def folder(key: str) -> Path | None:
-        digest = weights.digest(WeightsRef(key))
-        return shared / key_of(digest) if digest else None
+    def adapter_of(key: str) -> Adapter | None:
+        record = weights.stored(WeightsRef(key))
+        return Adapter(shared / key_of(record.digest), record.lora) if record else None
 
     def decoder() -> VllmDecoder:
         server = VllmServer(settings.vllm_url, settings.vllm_api_key.get_secret_value())
         sampler = VllmSampler(server, settings.model_name, engine.targets, shared, copies)
-        return VllmDecoder(sampler, folder)
+        return VllmDecoder(sampler, adapter_of)
 
     return decoder
 
@@ -319,34 +317,26 @@ def longest_sequence(decoder: Decoder, record: PoolRecord) -> int:
     return decoder.max_sequence_tokens
 
 
-class BatchSizeCache:
-    """Measured micro-batch sizes in tokens, by the conditions of the measurement, in one JSON file.
+def known_batch_sizes(path: Path) -> dict[str, int]:
+    """Return the measured micro-batch sizes in tokens, by the conditions of the measurement.
 
     A restart on the same hardware must use the same size. A size changes the last bits of results, and two
     measurements may differ slightly.
     """
+    try:
+        found = json.loads(path.read_text())
+        return {str(name): int(tokens) for name, tokens in found.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as broken:
+        log.warning("batch_sizes_unreadable", path=str(path), reason=str(broken))
+        return {}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def tokens(self, circumstances: str) -> int | None:
-        """Return the size measured under these conditions, or None."""
-        return self._read().get(circumstances)
-
-    def remember(self, circumstances: str, tokens: int) -> None:
-        """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
-        known = {**self._read(), circumstances: tokens}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.with_suffix(f".{os.getpid()}")
-        written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
-        written.replace(self._path)
-
-    def _read(self) -> dict[str, int]:
-        try:
-            found = json.loads(self._path.read_text())
-            return {str(name): int(tokens) for name, tokens in found.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, AttributeError) as broken:
-            log.warning("batch_sizes_unreadable", path=str(self._path), reason=str(broken))
-            return {}
+def remember_batch_size(path: Path, circumstances: str, tokens: int) -> None:
+    """Write a size. Of two workers that write at the same time, one may lose its size and measure again."""
+    known = {**known_batch_sizes(path), circumstances: tokens}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{os.getpid()}")
+    written.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+    written.replace(path)

@@ -15,30 +15,26 @@ from typing import Any
 import structlog
 from opentelemetry.trace import Tracer
 
-from cotrain_store.messages.ops import OpKind, QueuedOp, Step
+from cotrain_store.messages.ops import Step
 from cotrain_store.monitoring.logs_and_traces import log_requests, record, trace_id
 from cotrain_store.monitoring.metrics import WorkerMetrics
 from cotrain_store.tenants.catalog import TenantNames
-from cotrain_workers.engine.ops import Failure, Output
-from cotrain_workers.results import StepCommit, StepRun, tokens_now
+from cotrain_workers.engine.ops import CycleOutput, Failure
+from cotrain_workers.results import OpRow, StepCommit
 from cotrain_workers.worker.device_time import CycleTimes
 
 log = structlog.get_logger()
 
 
-def log_cycle(
-    step: Step,
-    outputs: Mapping[tuple[str, int], Output],
-    record: Mapping[str, Any],
-    names: TenantNames,
-) -> None:
+def log_cycle(step: Step, commit: StepCommit, names: TenantNames) -> None:
     """Write a committed cycle to the log, and its failures with the names of their tenants."""
+    record = commit.record
     log_requests(
         log.info, "cycle_committed", [op.request_id for op in step.ops], cycle=step.cycle,
-        runs=len(record["runs"]), ops=len(outputs), tokens=record["tokens"],
+        runs=len(record["runs"]), ops=len(commit.results), tokens=record["tokens"],
         forwards=record["forwards"], dur_ms=record["duration_ms"],
     )  # fmt: skip
-    failed = [(op, output) for op in step.ops if isinstance(output := outputs.get((op.run, op.seq)), Failure)]
+    failed = [(row.op, row.output) for row in commit.rows if isinstance(row.output, Failure)]
     if not failed:
         return
     # In one call: a tenant without a name is queried each time.
@@ -58,10 +54,10 @@ def count_cycle(metrics: WorkerMetrics, step: Step, commit: StepCommit) -> None:
     """Count a committed cycle, each op that it resolved, and the device time by tenant."""
     now = time.time()
     metrics.cycle_duration.observe(commit.record["duration_ms"] / 1000)
-    for op in step.ops:
-        save = commit.saves.get((op.run, op.seq))
-        if (op.run, op.seq) in commit.results and not (save and save.is_named):  # its answer follows
-            metrics.resolved(op.kind, now - op.accepted_at)
+    for row in commit.rows:
+        save = commit.saves.get(row.id)
+        if row.output is not None and not (save and save.is_named):  # its answer follows
+            metrics.resolved(row.op.kind, now - row.op.accepted_at)
     for run, used in commit.usage.items():
         metrics.used_device(step.tenant_by_run[run], used.device_s)
 
@@ -74,35 +70,36 @@ def bound_to_cycle(step: Step) -> AbstractContextManager[Any]:
     return structlog.contextvars.bound_contextvars(**fields)
 
 
-def trace_cycle(tracer: Tracer, step: Step, ran: StepRun, commit: StepCommit, times: CycleTimes, crashes: int) -> None:
+def trace_cycle(
+    tracer: Tracer, step: Step, cost: CycleOutput | None, commit: StepCommit, times: CycleTimes, crashes: int
+) -> None:
     """Record a committed cycle. Ops without a traced request are omitted; without any, so is the cycle."""
-    traced = [op for op in step.ops if op.trace and tokens_now(op, ran.outputs, ran.cost) is not None]
+    traced = [row for row in commit.rows if row.op.trace]
     if not traced:
         return
     ended = time.time()
-    facts, cost = commit.record, ran.cost
+    facts = commit.record
     cycle = record(
-        tracer, "cycle", times.began, ended, step.trace, links=[op.trace for op in traced],
+        tracer, "cycle", times.began, ended, step.trace, links=[row.op.trace for row in traced],
         cycle=step.cycle, worker=step.worker, outcome=facts["outcome"], crashes=crashes,
-        runs=len(facts["runs"]), ops=len(ran.outputs), tokens=facts["tokens"],
+        runs=len(facts["runs"]), ops=len(commit.results), tokens=facts["tokens"],
         wave_s=cost.wave_s if cost else None, optim_s=cost.optim_s if cost else None,
         sampling_s=(facts["sampling_ms"] or 0.0) / 1000,
     )  # fmt: skip
     for part in times.parts(cost):
         record(tracer, part.name, part.began, part.ended, cycle)
-    for op in traced:
-        output = ran.outputs.get((op.run, op.seq))
-        if output is not None:
-            about = _facts(op, step, output, commit)
-            is_failed = isinstance(output, Failure)
+    for row in traced:
+        op = row.op
+        if row.output is not None:
             record(
-                tracer, op.kind.value, op.accepted_at, ended, op.trace, links=[cycle], failed=is_failed, **about
+                tracer, op.kind.value, op.accepted_at, ended, op.trace, links=[cycle],
+                failed=isinstance(row.output, Failure), **_facts(row, step, commit),
             )  # fmt: skip
 
 
-def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapping[str, Any]:
+def _facts(row: OpRow, step: Step, commit: StepCommit) -> Mapping[str, Any]:
     """Return names and numbers of an op. They contain nothing that its tenant wrote."""
-    waits_for_disk = op.kind is OpKind.SAVE and (op.run, op.seq) in commit.saves
+    op, output = row.op, row.output
     return {
         "request": op.request_id,
         "run": op.run,
@@ -113,5 +110,5 @@ def _facts(op: QueuedOp, step: Step, output: Output, commit: StepCommit) -> Mapp
         "waited_s": max(0.0, step.planned_at - op.accepted_at),
         "failure": output.category if isinstance(output, Failure) else None,
         # A named save resolves once its weights are on disk, which is later.
-        "is_stored_later": waits_for_disk or None,
+        "is_stored_later": row.id in commit.saves or None,
     }

@@ -12,6 +12,7 @@ after a crash, the next process re-executes the open step from the log.
 """
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ import structlog
 
 from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
-from cotrain_store.messages.fleet import restoring_text
+from cotrain_store.messages.fleet import WorkerHeartbeat, restoring_text
 from cotrain_store.messages.ids import RunId
 from cotrain_store.messages.ops import Step
 from cotrain_store.messages.runs import PoolRecord
@@ -42,8 +43,8 @@ from cotrain_workers.recovery.run_lifecycle import RestoreStopped, RunLifecycle
 from cotrain_workers.results import StepCommit, StepTimes, commit_of
 from cotrain_workers.sampling.service import SamplingService
 from cotrain_workers.worker.cycle_log import bound_to_cycle, count_cycle, log_cycle, trace_cycle
-from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Phase, Share, Throughput, TimeSharing
-from cotrain_workers.worker.membership import Drain, Heartbeat, WorkerReport, move_runs
+from cotrain_workers.worker.device_time import CycleTimes, DeviceTime, Duty, Phase, Share, Throughput, TimeSharing
+from cotrain_workers.worker.membership import Drain, Heartbeat, move_runs
 from cotrain_workers.worker.self_check import SelfCheck
 from cotrain_workers.worker.step_runner import Prefetcher, StepRunner
 
@@ -106,11 +107,8 @@ class WorkerLoop:
         self._self_check = SelfCheck(engine, execution, sampler.probe)
         self._outside = copy_context()
         self._backpressure = SaveBackpressure(weights, lambda: self._heartbeat.send())
-        report = WorkerReport(
-            execution, engine, record, runs, weights, sampler,
-            self._throughput, self._device_time, self._drain, self._self_check, self._backpressure,
-        )  # fmt: skip
-        self._heartbeat = Heartbeat(execution, report.describe, self._stopping)
+        self._duty = Duty()
+        self._heartbeat = Heartbeat(execution, self._describe, self._stopping)
 
     def stop(self) -> None:
         """Finish the current step, then drain and exit."""
@@ -214,9 +212,9 @@ class WorkerLoop:
         self._runner.committed(commit.device_s)
         self._runs.copies.committed(step, commit.results, commit.device_s)
         self._time_sharing.training_ends()
-        log_cycle(step, ran.outputs, commit.record, self._execution.tenant_names)
+        log_cycle(step, commit, self._execution.tenant_names)
         if traces:
-            trace_cycle(traces, step, ran, commit, times, self._runner.crashes(step).count)
+            trace_cycle(traces, step, ran.cost, commit, times, self._runner.risks(step).count)
 
     def _restored(self, work: Yielding[T], at_yield: Callable[[], None]) -> T:
         """Restore runs. Raise RestoreStopped if this process must end; its successor continues."""
@@ -312,6 +310,52 @@ class WorkerLoop:
 
     def _left_s(self) -> float:
         return max(0.0, self._drain_until - time.monotonic())
+
+    def _describe(self) -> WorkerHeartbeat:
+        """Return the current heartbeat, on the thread of the heartbeat. Raises connection errors."""
+        self._drain.look()
+        engine = self._engine
+        seconds = self._device_time.seconds
+        memory_bytes, memory_limit_bytes = engine.device_memory
+        adapters = engine.adapters.by_tier
+        snapshot_age_s, snapshot_due_s = self._runs.copies.snapshot_age
+        processes = engine.processes
+        return WorkerHeartbeat(
+            id=self._execution.worker,
+            epoch=self._execution.epoch,
+            state=self._drain.state,
+            is_handing_over=self._drain.is_handing_over or self._drain.leaves,
+            device=self._record.device,
+            tokens_per_s=self._throughput.tokens_per_s(engine.safe_tokens),
+            runs=self._runs.resident,
+            parked_runs=engine.adapters.offloaded,
+            accepts_saves=self._backpressure.accepts_saves,
+            memory_bytes=sum(process.memory_bytes for process in processes),
+            seen_at=time.time(),
+            restored_ops=self._runs.replayed_ops,
+            restoring=self._runs.progress.now,
+            samples_running=self._sampler.running,
+            sample_tokens_per_s=self._sampler.tokens_per_s,
+            samples_waiting=self._sampler.waiting,
+            safe_tokens=engine.safe_tokens,
+            halvings=engine.halvings,
+            lora=engine.facts.numerics.lora,
+            lora_fallback=engine.facts.lora_fallback,
+            host=socket.gethostname(),
+            device_seconds=seconds,
+            duty=self._duty.shares(seconds, time.monotonic()),
+            device_memory_bytes=memory_bytes,
+            device_memory_limit_bytes=memory_limit_bytes,
+            kv_cache_ratio=self._sampler.kv_cache_ratio,
+            adapters={tier: count for tier, (count, _) in adapters.items()},
+            adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
+            adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
+            unstored_bytes=self._weights.unstored_bytes,
+            snapshot_age_s=snapshot_age_s,
+            snapshot_due_s=snapshot_due_s,
+            self_check=self._self_check.last,
+            members=[process._asdict() for process in processes] if len(processes) > 1 else [],
+        )
 
 
 def _nothing() -> None:

@@ -4,8 +4,7 @@
 two processes with one id from harming each other, but the older one would be fenced. A second process is an operator's
 mistake and is reported as one. Without a configured id, each process claims a free one.
 
-**Heartbeat.** A thread sends it, and stops the worker when another process has taken over its id. `WorkerReport`
-collects the contents; it runs on the heartbeat's thread and only reads.
+**Heartbeat.** A thread sends it, and stops the worker when another process has taken over its id.
 
 **Drain.** The heartbeat's thread updates the state. The worker loop reads it to decide its next action. A worker hands
 over one run at a time while it continues, after the run's last op is in a snapshot.
@@ -15,11 +14,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -30,16 +28,12 @@ from cotrain_store.errors import Fenced
 from cotrain_store.failpoints import failpoint
 from cotrain_store.messages.fleet import WorkerHeartbeat
 from cotrain_store.messages.ids import WorkerId
-from cotrain_store.messages.runs import PoolRecord
 from cotrain_store.oplog.execution import Execution
 from cotrain_store.oplog.moves import OwnDrain
 from cotrain_store.redis_client.connection import CONNECTION_LOST
-from cotrain_workers.checkpoints.weights_store import SaveBackpressure, WeightsStore
-from cotrain_workers.group.engine import Trainer
+from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle
 from cotrain_workers.sampling.service import SamplingService
-from cotrain_workers.worker.device_time import DeviceTime, Duty, Throughput
-from cotrain_workers.worker.self_check import SelfCheck
 
 log = structlog.get_logger()
 
@@ -180,70 +174,6 @@ class Heartbeat:
         # no step is planned for a worker without a heartbeat, so it ends, whatever the reason
         finally:
             self._stopping.set()
-
-
-@dataclass
-class WorkerReport:
-    """Collector of the contents of a heartbeat."""
-
-    execution: Execution
-    engine: Trainer
-    record: PoolRecord
-    runs: RunLifecycle
-    weights: WeightsStore
-    sampler: SamplingService
-    throughput: Throughput
-    device_time: DeviceTime
-    drain: Drain
-    self_check: SelfCheck
-    backpressure: SaveBackpressure
-    duty: Duty = field(default_factory=Duty)
-
-    def describe(self) -> WorkerHeartbeat:
-        """Return the current heartbeat. Raises connection errors."""
-        self.drain.look()
-        engine = self.engine
-        seconds = self.device_time.seconds
-        memory_bytes, memory_limit_bytes = engine.device_memory
-        adapters = engine.adapters.by_tier
-        snapshot_age_s, snapshot_due_s = self.runs.copies.snapshot_age
-        processes = engine.processes
-        return WorkerHeartbeat(
-            id=self.execution.worker,
-            epoch=self.execution.epoch,
-            state=self.drain.state,
-            is_handing_over=self.drain.is_handing_over or self.drain.leaves,
-            device=self.record.device,
-            tokens_per_s=self.throughput.tokens_per_s(engine.safe_tokens),
-            runs=self.runs.resident,
-            parked_runs=engine.adapters.offloaded,
-            accepts_saves=self.backpressure.accepts_saves,
-            memory_bytes=sum(process.memory_bytes for process in processes),
-            seen_at=time.time(),
-            restored_ops=self.runs.replayed_ops,
-            restoring=self.runs.progress.now,
-            samples_running=self.sampler.running,
-            sample_tokens_per_s=self.sampler.tokens_per_s,
-            samples_waiting=self.sampler.waiting,
-            safe_tokens=engine.safe_tokens,
-            halvings=engine.halvings,
-            lora=engine.facts.numerics.lora,
-            lora_fallback=engine.facts.lora_fallback,
-            host=socket.gethostname(),
-            device_seconds=seconds,
-            duty=self.duty.shares(seconds, time.monotonic()),
-            device_memory_bytes=memory_bytes,
-            device_memory_limit_bytes=memory_limit_bytes,
-            kv_cache_ratio=self.sampler.kv_cache_ratio,
-            adapters={tier: count for tier, (count, _) in adapters.items()},
-            adapter_bytes={tier: size for tier, (_, size) in adapters.items()},
-            adapter_limit_bytes=engine.adapters.device_limit_bytes or 0,
-            unstored_bytes=self.weights.unstored_bytes,
-            snapshot_age_s=snapshot_age_s,
-            snapshot_due_s=snapshot_due_s,
-            self_check=self.self_check.last,
-            members=[process._asdict() for process in processes] if len(processes) > 1 else [],
-        )
 
 
 @dataclass

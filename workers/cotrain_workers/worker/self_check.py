@@ -28,10 +28,8 @@ from cotrain_workers.engine.ops import (
     Failure,
     HostWeights,
     OptimStep,
-    Output,
     Pass,
     PassOutput,
-    StepOutput,
 )
 from cotrain_workers.engine.spec import AdapterSpec
 from cotrain_workers.group.engine import Trainer
@@ -55,18 +53,20 @@ class MixCheck:
     runs: int
     tokens: int  # of all passes and samples, alone and mixed
     tolerance: float
-    logprobs: float
-    gradients: float
-    weights: float  # after an optimizer step
+    logprobs: float = 0.0
+    gradients: float = 0.0
+    weights: float = 0.0  # after an optimizer step
     samples: float | None = None
     """Log-probs of prompts and sampled tokens; None if the engine does not sample."""
     problem: str = ""
     """Sentence about the largest difference, or about a pass that failed; empty if the check passed."""
 
 
-Probe: TypeAlias = Callable[
-    [Sequence[SampleRequest], Mapping[str, HostWeights]], Yielding[dict[str, SampleOutput | Failure | None]]
-]
+#: Outcome of a sample; None if the decoder stopped.
+Sampled: TypeAlias = SampleOutput | Failure | None
+#: Log-probs, gradients and weights of an adapter, each a 1-D tensor.
+Numbers: TypeAlias = dict[str, torch.Tensor]
+Probe: TypeAlias = Callable[[Sequence[SampleRequest], Mapping[str, HostWeights]], Yielding[dict[str, Sampled]]]
 """Runs sample requests together on the worker's decoder, as `SamplingService.probe`."""
 
 
@@ -82,7 +82,7 @@ def check_mix(engine: Trainer, probe: Probe) -> Yielding[MixCheck]:
     ops = {f"self-check:{at}": _ops(f"self-check:{at}", at, vocab) for at in range(len(specs))}
     try:
         first = yield from _create(engine, dict(zip(ops, specs, strict=True)))
-        alone: dict[str, _Result] = {}
+        alone: dict[str, Numbers | Failure] = {}
         for run in ops:
             engine.adapters.restore(run, first[run])
             alone |= yield from _run(engine, {run: ops[run]})
@@ -93,13 +93,17 @@ def check_mix(engine: Trainer, probe: Probe) -> Yielding[MixCheck]:
         for run in ops:
             engine.adapters.drop(run)
     lent = {run: HostWeights(state.spec, state.weights) for run, state in first.items()}
-    probes = [*_probes("alone", lent, vocab), *_probes("mixed", lent, vocab)]
-    sampled: dict[str, SampleOutput | Failure | None] = {}
-    for together in (*([each] for each in probes[: len(probes) // 2]), probes[len(probes) // 2 :]):
-        sampled |= yield from probe(together, lent)
+    one_by_one, together = _probes("alone", lent, vocab), _probes("mixed", lent, vocab)
+    sampled: dict[str, Sampled] = {}
+    for group in (*([each] for each in one_by_one), together):
+        sampled |= yield from probe(group, lent)
+    found = _Differences(0.0 if numerics.device == "cpu" else TOLERANCE[getattr(torch, numerics.dtype)])
     tokens = 2 * sum(len(datum.tokens) for at in range(len(specs)) for datum in _datums(at, vocab))
-    tolerance = 0.0 if numerics.device == "cpu" else TOLERANCE[getattr(torch, numerics.dtype)]
-    return _with_samples(_compare(alone, mixed, tokens, tolerance), sampled)
+    for run in ops:
+        found.compare_numbers(run, alone[run], mixed[run])
+    for one, other in zip(one_by_one, together, strict=True) if sampled else ():
+        tokens += found.compare_samples(one.weights or BASE, sampled[one.id], sampled[other.id])
+    return MixCheck(len(ops), tokens, found.tolerance, **found.largest, problem=found.problem)
 
 
 def _probes(phase: str, lent: Mapping[str, HostWeights], vocab: int) -> list[SampleRequest]:
@@ -117,28 +121,41 @@ def _probes(phase: str, lent: Mapping[str, HostWeights], vocab: int) -> list[Sam
     ]  # fmt: skip
 
 
-def _with_samples(found: MixCheck, sampled: Mapping[str, SampleOutput | Failure | None]) -> MixCheck:
-    """Return a result with the comparison of samples; unchanged without any."""
-    worst, problem, tokens = 0.0, "", 0
-    for name, before in sampled.items():
-        run, _, phase = name.rpartition(":")
-        if phase != "alone":
-            continue
-        after = sampled[f"{run}:mixed"]
+class _Differences:
+    """Largest difference of each kind, and a sentence about the largest of all, or about a failure."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.largest: dict[str, float] = {}
+        self.problem = ""
+
+    def compare_numbers(self, run: str, before: Numbers | Failure, after: Numbers | Failure) -> None:
+        """Add the results of a run's pass and step, alone and in a mix."""
+        if isinstance(before, Failure) or isinstance(after, Failure):
+            self._fail("pass", run, before, after)
+            return
+        for kind, values in before.items():
+            self._add(kind, run, _difference(values, after[kind]))
+
+    def compare_samples(self, run: str, before: Sampled, after: Sampled) -> int:
+        """Add two samples of one adapter, and return the number of their tokens."""
         if not (isinstance(before, SampleOutput) and isinstance(after, SampleOutput)):
-            failed = before if isinstance(before, Failure) else after
-            message = failed.message if isinstance(failed, Failure) else "the decoder stopped"
-            problem = problem or f"The sample of {run} failed: {message}"
-            continue
-        tokens += sum(len(_scores(each)) for each in (before, after))
-        difference = _apart(before, after, found.tolerance)
-        if difference > max(worst, found.tolerance):
-            problem = _problem("samples", run, difference, found.tolerance)
-        worst = max(worst, difference)
-    if not sampled:
-        return found
-    tokens += found.tokens
-    return replace(found, samples=worst, tokens=tokens, problem=found.problem or problem)
+            self._fail("sample", run, before, after)
+            return 0
+        self._add("samples", run, _apart(before, after, self.tolerance))
+        return len(_scores(before)) + len(_scores(after))
+
+    def _add(self, kind: str, run: str, difference: float) -> None:
+        if difference > max(self.tolerance, *self.largest.values(), 0.0):
+            self.problem = (
+                f"The {kind} of {run} in a mix differ from those alone by {difference:.1e} of the largest value; the "
+                f"limit is {self.tolerance:.1e}."
+            )
+        self.largest[kind] = max(self.largest.get(kind, 0.0), difference)
+
+    def _fail(self, what: str, run: str, *outcomes: object) -> None:
+        failures = (each.message for each in outcomes if isinstance(each, Failure))
+        self.problem = self.problem or f"The {what} of {run} failed: {next(failures, 'the decoder stopped')}"
 
 
 def _scores(output: SampleOutput) -> np.ndarray:
@@ -159,16 +176,6 @@ def _apart(before: SampleOutput, after: SampleOutput, tolerance: float) -> float
     compared = slice(1, len(before.prompt_logprobs) + sampled)
     found = _difference(*(torch.from_numpy(_scores(each)[compared]) for each in (before, after)))
     return max(found, 1.0) if is_other.any() and not tolerance else found
-
-
-@dataclass(frozen=True)
-class _Result:
-    """Numbers of one adapter, each a 1-D tensor; empty with the message of a failure."""
-
-    logprobs: torch.Tensor
-    gradients: torch.Tensor
-    weights: torch.Tensor
-    failure: str = ""
 
 
 def _datums(at: int, vocab: int) -> list[Datum]:
@@ -203,46 +210,22 @@ def _create(engine: Trainer, specs: Mapping[str, AdapterSpec]) -> Yielding[dict[
     return states
 
 
-def _run(engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]) -> Yielding[dict[str, _Result]]:
+def _run(engine: Trainer, ops: Mapping[str, tuple[Pass, OptimStep]]) -> Yielding[dict[str, Numbers | Failure]]:
     """Run the passes in one cycle, then the steps in another one."""
     bank = engine.adapters
     passed = (yield from engine.cycle([of_run[0] for of_run in ops.values()])).outputs
     gradients = {run: bank.state(run).grads.clone() for run in ops}
     stepped = (yield from engine.cycle([of_run[1] for of_run in ops.values()])).outputs
-    return {run: _result(passed[run, 1], stepped[run, 2], gradients[run], bank.state(run).weights) for run in ops}
-
-
-def _result(passed: Output, stepped: Output, gradients: torch.Tensor, weights: torch.Tensor) -> _Result:
-    if not (isinstance(passed, PassOutput) and isinstance(stepped, StepOutput)):
-        failure = passed if isinstance(passed, Failure) else stepped
-        message = failure.message if isinstance(failure, Failure) else str(failure)
-        return _Result(torch.zeros(0), torch.zeros(0), torch.zeros(0), message)
-    logprobs = torch.from_numpy(np.concatenate([each.ravel() for each in passed.logprobs]))
-    return _Result(logprobs, gradients, weights.clone())
-
-
-def _compare(alone: Mapping[str, _Result], mixed: Mapping[str, _Result], tokens: int, tolerance: float) -> MixCheck:
-    worst = {"logprobs": 0.0, "gradients": 0.0, "weights": 0.0}
-    problem, largest = "", tolerance
-    for run, before in alone.items():
-        after = mixed[run]
-        if message := before.failure or after.failure:
-            problem = problem or f"The pass of {run} failed: {message}"
-            continue
-        for name in worst:
-            difference = _difference(getattr(before, name), getattr(after, name))
-            worst[name] = max(worst[name], difference)
-            if difference > largest:
-                largest = difference
-                problem = _problem(name, run, difference, tolerance)
-    return MixCheck(runs=len(alone), tokens=tokens, tolerance=tolerance, problem=problem, **worst)
-
-
-def _problem(kind: str, run: str, difference: float, tolerance: float) -> str:
-    return (
-        f"The {kind} of {run} in a mix differ from those alone by {difference:.1e} of the largest value; the limit is "
-        f"{tolerance:.1e}."
-    )
+    found: dict[str, Numbers | Failure] = {}
+    for run in ops:
+        match passed[run, 1], stepped[run, 2]:
+            case (Failure() as failure, _) | (_, Failure() as failure):
+                found[run] = failure
+            case PassOutput(arrays), _:
+                logprobs = torch.from_numpy(np.concatenate([each.ravel() for each in arrays]))
+                weights = bank.state(run).weights.clone()
+                found[run] = {"logprobs": logprobs, "gradients": gradients[run], "weights": weights}
+    return found
 
 
 def _difference(before: torch.Tensor, after: torch.Tensor) -> float:
@@ -278,7 +261,7 @@ class SelfCheck:
         except Exception as error:  # the check must not stop the worker, only report
             log.exception("self_check_failed")
             self._engine.check_device()
-            found = MixCheck(0, 0, 0.0, 0.0, 0.0, 0.0, None, f"The check failed: {error}")
+            found = MixCheck(0, 0, 0.0, problem=f"The check failed: {error}")
         self.last = {
             "asked_at": asked_at, "at": time.time(), "took_s": round(time.monotonic() - began, 3),
             "ok": not found.problem, **asdict(found),

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 
 import structlog
 
@@ -26,14 +26,14 @@ from cotrain_store.oplog.execution import Execution
 from cotrain_store.redis_client.connection import CONNECTION_LOST
 from cotrain_workers.checkpoints.weights_store import WeightsStore
 from cotrain_workers.engine.coordination import Yielding, run_to_end, timed
-from cotrain_workers.engine.ops import Failure, NoteOutput, Op, Output, Pass
+from cotrain_workers.engine.ops import CycleOutput, Failure, NoteOutput, Op, Output, Pass
 from cotrain_workers.engine.training.drift import has_policy_steps
 from cotrain_workers.group.engine import Trainer
 from cotrain_workers.op_codec import Decoded, decoding_shared_pass, engine_op
-from cotrain_workers.recovery.crashes import MAX_CRASHES, POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
+from cotrain_workers.recovery.crashes import POISON, Answers, LargePasses, Risks, run_alone, run_in_groups
 from cotrain_workers.recovery.replay import ReplayDiverged
 from cotrain_workers.recovery.run_lifecycle import RunLifecycle, StepRuns
-from cotrain_workers.results import StepRun, history_by
+from cotrain_workers.results import StepRun
 
 log = structlog.get_logger()
 
@@ -59,20 +59,20 @@ class StepRunner:
         self._weights = weights
         self._large_passes = LargePasses(engine, execution.crash_counts, execution.worker)
         self._open_ops: dict[OpId, OpenOp] = {}
-        self._crashes: CrashHistory | None = None
+        self._risks: Risks | None = None
 
-    def crashes(self, step: Step) -> CrashHistory:
-        """Return the crash history of a step."""
-        if self._crashes is None or self._crashes.cycle != step.cycle:
+    def risks(self, step: Step) -> Risks:
+        """Return the crashes of a step, until this process commits it."""
+        if self._risks is None or self._risks.cycle != step.cycle:
             count = self._execution.crashes(step)
-            self._crashes = CrashHistory(step.cycle, count, self._execution, self._runs)
+            self._risks = Risks(step.cycle, count, self._execution.crash_counts, self._runs.await_writes)
             if count:
                 self._large_passes.read()
-        return self._crashes
+        return self._risks
 
     def is_risky(self, step: Step) -> bool:
         """Return True if a process ended during the step or one of its requests. It then runs without other work."""
-        return self.crashes(step).count > 0 or self._large_passes.has_kill_of(step)
+        return self.risks(step).count > 0 or self._large_passes.has_kill_of(step)
 
     def read(self, step: Step, runs: StepRuns) -> tuple[dict[tuple[str, int], bytes], StepRuns]:
         """Return the bodies of a step's ops. A run with a missing body is stopped."""
@@ -137,20 +137,27 @@ class StepRunner:
         if part.is_alone:
             # Writes take memory, and a crash during one must not be attributed to the request.
             self._runs.await_writes()
-        if self.crashes(step).is_deadly and runnable:
+        cost: CycleOutput | None = None
+        answers: CycleOutput | Answers
+        if self.risks(step).is_deadly and runnable:
             log.error("step_crash_loop", cycle=step.cycle)
-            ran = self._run_in_groups(step, runnable)
+            answers = self._run_in_groups(step, runnable)
         else:
             failpoint("worker.before_run", (op.request_id for op in step.ops))
-            whole = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
-            ran = self._run_each_alone(step, runnable) if whole is None else whole
-        outputs |= ran.outputs
+            cost = yield from self._run_whole(step, runnable, bodies, allowances, is_over)
+            answers = cost or self._run_each_alone(step, runnable)
+        outputs |= answers.outputs
         # An op that does not run waits for an unfinished pass before it, like the others.
         finished = finished_outputs(step.ops, outputs)
         self._large_passes.forget([request_id(RunId(run), seq) for run, seq in outputs])
-        history = history_by(runnable, finished)
-        is_exact = runs.is_exact and ran.is_exact
-        return replace(ran, outputs=finished, is_exact=is_exact, history=history, decode_s=decode_s)
+        return StepRun(
+            finished,
+            cost,
+            is_exact=runs.is_exact and answers.is_exact,
+            requests=runnable,
+            earlier_s={op_id: kept.device_s for op_id, kept in self._open_ops.items()} if cost else {},
+            decode_s=decode_s,
+        )
 
     def _requests(
         self,
@@ -182,7 +189,7 @@ class StepRunner:
             if request is None and op.kind in PASSES:
                 request = yield from decoding_shared_pass(op, body, decoded)
                 yield
-            found.append((op, request or engine_op(op, body, self._weights)))
+            found.append((op, request or engine_op(op, body, self._weights, self._weights.layout_of)))
         return found
 
     def _with_steps(self, ops: Sequence[Op], runs: StepRuns) -> list[Op]:
@@ -206,35 +213,33 @@ class StepRunner:
         bodies: Mapping[tuple[str, int], bytes],
         allowances: Mapping[tuple[str, int], int],
         is_over: Callable[[], bool],
-    ) -> Yielding[StepRun | None]:
+    ) -> Yielding[CycleOutput | None]:
         """Run ops in one cycle. Return None if the engine raised; the request that caused it is not known."""
         try:
             cost = yield from self._engine.cycle(ops, allowances, is_over)
         except Exception:  # the request that caused it then fails alone
             log.exception("cycle_failed", cycle=step.cycle)
             return None  # releases the exception, with the tensors that its frames hold
-        earlier_s = {op_id: kept.device_s for op_id, kept in self._open_ops.items()}
-        open_tokens = cost.open_tokens
         for request in ops:
-            if (op_id := (RunId(request.run), request.seq)) in open_tokens:
+            if (op_id := (RunId(request.run), request.seq)) in cost.open_tokens:
                 self._open_ops.setdefault(op_id, OpenOp(bodies[op_id], request))
-        return StepRun(cost.outputs, cost, cost.is_exact, earlier_s=earlier_s)
+        return cost
 
-    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> StepRun:
+    def _run_each_alone(self, step: Step, ops: Sequence[Op]) -> Answers:
         """Run each run's ops one by one. A request that breaks the engine fails alone."""
         self._engine.check_device()
         answers = Answers()
         for run in dict.fromkeys(op.run for op in ops):
             answers.add(self._run_one(ops, step, None, run))
-        return StepRun(answers.outputs, None, answers.is_exact)
+        return answers
 
-    def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> StepRun:
+    def _run_in_groups(self, step: Step, ops: Sequence[Op]) -> Answers:
         """Run a step that crashed its processes in groups, without the ops that crash."""
-        risks = self.crashes(step).risks
+        risks = self.risks(step)
         side_by_side = [op for run in dict.fromkeys(op.run for op in ops) for op in ops if op.run == run]
         answers = run_in_groups(self._engine, risks, side_by_side, partial(self._run_one, ops, step, risks))
         self._runs.uncounted["poison_ops"] += sum(each is POISON for each in answers.outputs.values())
-        return StepRun(answers.outputs, None, answers.is_exact)
+        return answers
 
     def _run_one(self, ops: Sequence[Op], step: Step, risks: Risks | None, name: str) -> Answers:
         """Execute one run's ops one by one, from its last committed state. The op that still fails is the cause."""
@@ -263,26 +268,6 @@ class OpenOp:
 
     Work that a crash repeats is never charged.
     """
-
-
-@dataclass
-class CrashHistory:
-    """Crash history of a step, until this process commits it."""
-
-    cycle: int
-    count: int  # number of processes that crashed with this step open
-    _execution: Execution
-    _runs: RunLifecycle
-
-    @cached_property
-    def risks(self) -> Risks:
-        """Return the crash risks recorded in the store."""
-        return Risks(self._execution, self._runs.await_writes)
-
-    @property
-    def is_deadly(self) -> bool:
-        """Return True if the step crashed at least MAX_CRASHES times, which excludes chance."""
-        return self.count >= MAX_CRASHES
 
 
 def finished_outputs(

@@ -33,7 +33,7 @@ def test_only_the_recipients_can_read_the_files(tmp_path: Path) -> None:
             assert plain == CONTENT[file.name.removesuffix(".age")]
         with pytest.raises(pyrage.DecryptError):
             pyrage.decrypt(file.read_bytes(), [eve])
-    assert base_model_of(Folder(tmp_path / "external"), folder.name, OWNER) == "m"
+    assert base_model_of(Folder(tmp_path / "external"), f"{folder.name}/{OWNER}") == "m"
 
 
 def test_files_that_are_already_encrypted_are_not_written_again(tmp_path: Path) -> None:
@@ -76,6 +76,6 @@ def test_an_invalid_recipient_is_named(recipient: str) -> None:
 
 
 def test_a_folder_without_a_valid_owner_file_has_no_base_model(tmp_path: Path) -> None:
-    assert base_model_of(Folder(tmp_path), ".", OWNER) is None
+    assert base_model_of(Folder(tmp_path), OWNER) is None
     (tmp_path / "owner.json").write_text("[]")
-    assert base_model_of(Folder(tmp_path), ".", OWNER) is None
+    assert base_model_of(Folder(tmp_path), OWNER) is None

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cotrain_store.blobs.folder import Folder
+from cotrain_workers.checkpoints.files import base_model_of
 from cotrain_workers.checkpoints.state_files import (
     OptimizerUnreadable,
     Snapshot,
     SnapshotUnreadable,
-    base_model_of_state,
     optimizer_key,
     read_optimizer,
     read_snapshot,
@@ -52,7 +52,7 @@ def test_a_state_is_unchanged_by_writing_and_reading(tmp_path: Path) -> None:
         assert ours.numpy().tobytes() == theirs.numpy().tobytes()
     path = tmp_path / optimizer_key(written.digest)
     assert path.stat().st_size == written.size
-    assert base_model_of_state(Folder(tmp_path), optimizer_key(written.digest)) == "m"
+    assert base_model_of(Folder(tmp_path), optimizer_key(written.digest)) == "m"
 
 
 def test_equal_states_share_a_file_and_different_ones_do_not(tmp_path: Path) -> None:
@@ -114,9 +114,9 @@ def test_an_interrupted_write_leaves_no_file_under_the_final_name(tmp_path: Path
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\x02\0\0\0\0\0\0\0{}", b"x" * 100])
 def test_a_file_that_is_not_a_state_has_no_base_model(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-    assert base_model_of_state(Folder(tmp_path), "file") is None
-    assert base_model_of_state(Folder(tmp_path), "nothing") is None
+    (tmp_path / "file.safetensors").write_bytes(content)
+    assert base_model_of(Folder(tmp_path), "file.safetensors") is None
+    assert base_model_of(Folder(tmp_path), "nothing.safetensors") is None
 
 
 RUN = "session:train:0"

@@ -56,8 +56,7 @@ def test_a_file_holds_plan_bodies_states_and_the_weights_read(flight: Flight) ->
     assert moments
     assert (read.m.equal(moments.m), read.v.equal(moments.v), read.step) == (True, True, 1)
     assert cycle.found
-    assert list(cycle.found.by_op) == [(A, 4), (B, 0)]
-    assert list(cycle.found.by_run) == [A, B]
+    assert list(cycle.found) == [(A, 4), (B, 0), (A, None), (B, None)]
 
 
 def test_a_recording_read_and_written_again_is_unchanged(flight: Flight, tmp_path: Path) -> None:
@@ -77,9 +76,7 @@ def test_a_recording_read_and_written_again_is_unchanged(flight: Flight, tmp_pat
         ]
         assert again.found
         assert cycle.found
-        assert [each.digest for each in again.found.by_op.values()] == [
-            each.digest for each in cycle.found.by_op.values()
-        ]
+        assert [each.digest for each in again.found.values()] == [each.digest for each in cycle.found.values()]
 
 
 def test_only_its_owner_can_read_a_file(flight: Flight) -> None:
@@ -224,7 +221,9 @@ def test_every_recorded_cycle_is_replayed_with_the_same_bits(flight: Flight) -> 
     assert {row.verdict for row in rows} == {"equal", "left out"}
     left_out = [(row.run, row.seq) for row in rows if row.verdict == "left out"]
     assert left_out == [(C, 5), (B, 7)]  # a missing checkpoint; a crash
-    assert len(rows) == sum(len(c.facts.step.ops) + len(c.found.by_run) for c in cycles if c.found)
+    assert len(rows) == sum(
+        len(c.facts.step.ops) + len(c.before.keys() | {op.run for op in c.facts.step.ops}) for c in cycles
+    )
 
 
 def test_a_changed_bit_of_a_state_is_reported_for_its_run_only(second_cycle: RecordedCycle) -> None:
@@ -312,8 +311,8 @@ def test_one_run_of_a_cycle_is_replayed_alone(flight: Flight) -> None:
 def test_a_replay_shows_the_digests_of_the_cycle_record(second_cycle: RecordedCycle) -> None:
     assert second_cycle.found
     shown = {(row.run, row.seq): row.digest for row in replayed(second_cycle)}
-    for op_id, fingerprint in second_cycle.found.by_op.items():
-        assert shown[op_id] == fingerprint.digest
+    for at, fingerprint in second_cycle.found.items():
+        assert shown[at] == fingerprint.digest
 
 
 def test_a_pass_over_several_cycles_is_replayed_in_its_last_one(new_engine: NewEngine, tmp_path: Path) -> None:

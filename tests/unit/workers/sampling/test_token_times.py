@@ -7,11 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from cotrain_store.messages.ids import TenantId, WorkerId
+from cotrain_store.messages.ids import RequestId, SamplerId, TenantId, WorkerId
 from cotrain_store.monitoring.definitions import Source
 from cotrain_store.monitoring.metrics import REGISTRIES, WorkerMetrics
+from cotrain_store.sampling.claims import ClaimedSample
 from cotrain_workers.engine.decoding.requests import NewTokens
-from cotrain_workers.sampling.token_times import TokenTimes
+from cotrain_workers.sampling.token_times import SampleTimes
 
 A, B = TenantId("a"), TenantId("b")
 
@@ -22,7 +23,7 @@ def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
     worker = request.node.name
     clock = SimpleNamespace(now=1000.0)
     metrics = WorkerMetrics("pool", WorkerId(worker))
-    times = TokenTimes(metrics, wall=lambda: clock.now, clock=lambda: clock.now)
+    times = SampleTimes(metrics, wall=lambda: clock.now, clock=lambda: clock.now)
 
     def counted(name: str, **labels: str) -> float:
         labels |= {"pool": "pool", "worker": worker}
@@ -31,13 +32,17 @@ def bench(request: pytest.FixtureRequest) -> SimpleNamespace:
     return SimpleNamespace(clock=clock, times=times, counted=counted)
 
 
+def claimed(request: str, tenant: TenantId, accepted_at: float) -> ClaimedSample:
+    return ClaimedSample(RequestId(request), tenant, SamplerId("s"), None, None, accepted_at, starts=0, deaths=0)
+
+
 def new(request: str, sequence: int = 0, count: int = 1) -> NewTokens:
     return NewTokens(request, sequence, 0, (1,) * count, (0.0,) * count)
 
 
 def test_queue_time_first_token_and_inter_token_times_are_counted(bench: Any) -> None:
     times, clock, counted = bench.times, bench.clock, bench.counted
-    times.accept("r", A, 998.0)
+    times.accept(claimed("r", A, 998.0))
     times.begin("r")
     clock.now = 1001
     times.step([new("r", 0), new("r", 1)], 0.5)
@@ -56,7 +61,7 @@ def test_queue_time_first_token_and_inter_token_times_are_counted(bench: Any) ->
 def test_the_time_of_a_step_is_divided_among_tenants_by_tokens(bench: Any) -> None:
     times, counted = bench.times, bench.counted
     for request, tenant in (("r", A), ("s", B)):
-        times.accept(request, tenant, 999.0)
+        times.accept(claimed(request, tenant, 999.0))
         times.begin(request)
     times.step([], 2.0)
     times.step([new("r", 0), new("r", 1), new("r", 2), new("s")], 4.0)
@@ -68,10 +73,10 @@ def test_the_time_of_a_step_is_divided_among_tenants_by_tokens(bench: Any) -> No
 
 
 def test_a_finished_request_leaves_no_state(bench: Any) -> None:
-    times = cast("TokenTimes", bench.times)
-    times.accept("r", A, 999.0)
+    times = cast("SampleTimes", bench.times)
+    times.accept(claimed("r", A, 999.0))
     times.begin("r")
     times.step([new("r")], 1.0)
     times.end("r")
     times.step([], 1.0)
-    assert not times._requests
+    assert not times._open

@@ -9,7 +9,7 @@ import pytest
 
 from cotrain_workers.engine.engine import Engine
 from cotrain_workers.engine.ops import Op, Pass
-from cotrain_workers.worker.bootstrap import BatchSizeCache, measure_throughput
+from cotrain_workers.worker.bootstrap import known_batch_sizes, measure_throughput, remember_batch_size
 
 
 @pytest.mark.parametrize("num_tokens", [256, 1024])
@@ -32,11 +32,11 @@ def test_the_throughput_is_measured_with_the_requested_tokens(
 
 def test_a_measured_size_is_kept_for_later_processes(tmp_path: Path) -> None:
     path = tmp_path / "new" / "sizes.json"
-    BatchSizeCache(path).remember("H200, 8B", 8192)
-    BatchSizeCache(path).remember("H200, 4B", 12288)
+    remember_batch_size(path, "H200, 8B", 8192)
+    remember_batch_size(path, "H200, 4B", 12288)
 
-    assert BatchSizeCache(path).tokens("H200, 8B") == 8192
-    assert BatchSizeCache(path).tokens("H100, 8B") is None
+    assert known_batch_sizes(path).get("H200, 8B") == 8192
+    assert known_batch_sizes(path).get("H100, 8B") is None
     assert [each.name for each in path.parent.iterdir()] == ["sizes.json"]
 
 
@@ -44,7 +44,7 @@ def test_a_measured_size_is_kept_for_later_processes(tmp_path: Path) -> None:
 def test_a_broken_file_is_treated_like_a_missing_one(tmp_path: Path, content: str) -> None:
     path = tmp_path / "sizes.json"
     path.write_text(content)
-    assert BatchSizeCache(path).tokens("a") is None
+    assert known_batch_sizes(path).get("a") is None
 
-    BatchSizeCache(path).remember("a", 1024)
-    assert BatchSizeCache(path).tokens("a") == 1024
+    remember_batch_size(path, "a", 1024)
+    assert known_batch_sizes(path).get("a") == 1024

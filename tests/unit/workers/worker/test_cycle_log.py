@@ -16,7 +16,7 @@ from cotrain_store.messages.ids import RunId, TenantId, WorkerId
 from cotrain_store.messages.ops import OpKind, QueuedOp, Step
 from cotrain_store.monitoring.logs_and_traces import traceparent_of
 from cotrain_workers.engine.ops import CycleOutput, CyclePart, Failure, Output, Progress, StepOutput
-from cotrain_workers.results import StepCommit, StepRun
+from cotrain_workers.results import StepCommit, StepRun, op_rows
 from cotrain_workers.worker.cycle_log import bound_to_cycle, trace_cycle
 from cotrain_workers.worker.device_time import CycleTimes, DeviceTime
 
@@ -35,8 +35,8 @@ STEP = Step(
     trace=PLAN,
 )
 NOTHING = StepCommit(
-    results={}, record={}, counted={}, crashed=frozenset(), saves={}, usage={}, opened={},
-    device_s={}, ended=(), history={}, is_exact=True,
+    rows=(), results={}, record={}, counted={}, crashed=frozenset(), saves={}, usage={}, opened={},
+    ended=(), history={}, is_exact=True,
 )  # fmt: skip
 
 
@@ -72,13 +72,14 @@ def spans_of(
     parts = (CyclePart("wave", 101.0, 102.0), CyclePart("optim", 102.0, 103.0))
     cost = CycleOutput(outputs, 1, 42, 64, 0.5, 0.25, divided=divided or {}, parts=parts)
     record = {"outcome": "ok", "runs": [], "tokens": 42, "sampling_ms": None}
-    commit = replace(NOTHING, record=record)
+    ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
+    rows = op_rows(step, {(op.run, op.seq): b"" for op in step.ops}, ran, 1.0)
+    commit = replace(NOTHING, rows=rows, record=record)
     times, spans, provider = CycleTimes(DeviceTime()), Spans(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
     for name in ("restore", "read_bodies", "run", "commit"):
         times.note(name)
-    ran = StepRun(outputs, cost if is_whole else None, is_exact=True)
-    trace_cycle(provider.get_tracer("test"), step, ran, commit, times, crashes=1)
+    trace_cycle(provider.get_tracer("test"), step, ran.cost, commit, times, crashes=1)
     return spans
 
 

@@ -69,14 +69,15 @@ class VllmAdapters:
     async def loaded(self, path: Path) -> AsyncIterator[str]:
         """Keep the adapter of a folder loaded inside the context. Yields its model name for requests.
 
-        Raises the errors of `VllmServer.load` and `copy`.
+        Raises the errors of `VllmServer.load` and `AdapterCopies.fetch`.
         """
         name = path.name
         while name not in self._loaded:
             async with self._loading:
                 if name not in self._loaded:
                     await self._evict()
-                    await self.copy(name)
+                    if self._copies:
+                        await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
                     await self._server.load(name, path)
                     self._loaded[name] = _Loaded()
         adapter = self._loaded[name]
@@ -89,14 +90,6 @@ class VllmAdapters:
             adapter.users -= 1
             if not adapter.users:
                 adapter.idle.set()
-
-    async def copy(self, name: str) -> None:
-        """Copy the files of an adapter to the folder that the server reads. Idempotent.
-
-        Raises the errors of `AdapterCopies.fetch`.
-        """
-        if self._copies:
-            await asyncio.to_thread(self._copies.fetch, name, frozenset(self._loaded))
 
     def forget(self, name: str) -> None:
         """Mark an adapter as unloaded."""
@@ -196,15 +189,13 @@ async def check_server(server: VllmServer, base_model: str, targets: Sequence[Ta
     """
     try:
         card = base_card(base_model, await server.models())
-        version = await server.version()
         probes = _Probes(server, card["id"], base_model, shared)
         await probes.check_logprobs()
         await probes.check_adapters(targets)
         unembedding = await probes.adapts(_UNEMBEDDING_PROBE, targets)
         of_experts = [target for target in targets if target.experts]
         experts = not of_experts or await probes.adapts(_EXPERTS_PROBE, of_experts)
-        length = int(card["max_model_len"])
-        return ServerFacts(version, card["id"], length, unembedding, experts)
+        return ServerFacts(card["id"], int(card["max_model_len"]), unembedding, experts)
     except VllmRefused as refused:
         is_wrong_key = refused.status == 401
         hint = " Is COTRAIN_VLLM_API_KEY the key it was started with?" if is_wrong_key else ""
@@ -259,17 +250,13 @@ class _Probes:
 
     async def check_adapters(self, targets: Sequence[Target]) -> None:
         """Raise VllmUnusable unless the server can load an adapter from the shared folder and applies it."""
-        if not await self.server.can_load():
-            raise VllmUnusable(
-                "vLLM cannot be given adapters. Start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its "
-                "environment, and with --enable-lora."
-            )
         try:
             has_effect = await self._has_effect(_ATTENTION_PROBE, targets)
         except AdapterRefused as refused:
             raise VllmUnusable(
-                f"vLLM cannot load an adapter from {self.shared}: {refused}. It must see that folder under the "
-                "same path, be allowed to read it, and be started with --enable-lora."
+                f"vLLM cannot load an adapter from {self.shared}: {refused}. Start it with --enable-lora, and with "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment. It must see that folder under the same "
+                "path, and be allowed to read it."
             ) from refused
         if not has_effect:
             raise VllmUnusable("vLLM loads adapters, but they change nothing.")

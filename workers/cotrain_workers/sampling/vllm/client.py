@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import socket
-import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +75,6 @@ class AdapterRefused(VllmError):
 class ServerFacts:
     """Facts about a vLLM server, found by the start-up check."""
 
-    version: str
     model: str  # name that the base model is served under
     context_tokens: int  # maximum of prompt and continuation together
     adapts_unembedding: bool  # True if LoRA on the unembedding takes effect
@@ -92,12 +89,6 @@ class Completion:
     cached_prompt_tokens: int
 
 
-@cache
-def trusted() -> ssl.SSLContext:
-    """Return the TLS context. Its CA certificates are read from disk once in a process, not per client."""
-    return httpx.create_ssl_context()
-
-
 class VllmServer:
     """Client of one vLLM server. For one event loop."""
 
@@ -109,20 +100,18 @@ class VllmServer:
             base_url=url,
             headers=headers,
             timeout=TIMEOUT,
-            transport=httpx.AsyncHTTPTransport(verify=trusted(), limits=limits, socket_options=KEEP_ALIVE),
+            transport=httpx.AsyncHTTPTransport(limits=limits, socket_options=KEEP_ALIVE),
         )
 
     async def close(self) -> None:
         """Close every connection."""
         await self._http.aclose()
 
-    async def version(self) -> str:
-        """Return the server's version. Raises VllmRefused if the server does not report one."""
-        return str((await self._json("GET", "/version"))["version"])
-
     async def models(self) -> list[dict[str, Any]]:
         """Return a card for the base model under each of its names, and for each adapter."""
-        return list((await self._json("GET", "/v1/models"))["data"])
+        response = await self._send("GET", "/v1/models")
+        _raise_for(response)
+        return list(response.json()["data"])
 
     async def complete(self, body: dict[str, Any]) -> Completion:
         """Generate one sequence. Cancelling this aborts it on the server.
@@ -161,18 +150,6 @@ class VllmServer:
         response = await self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         if response.is_server_error:
             _raise_for(response)
-
-    async def can_load(self) -> bool:
-        """Return True if the route to load adapters exists. An empty request is then rejected, not 404 or 405."""
-        body = {"lora_name": "", "lora_path": ""}
-        response = await self._send("POST", "/v1/load_lora_adapter", body)
-        return response.status_code not in (httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED)
-
-    async def _json(self, method: str, path: str) -> dict[str, Any]:
-        response = await self._send(method, path)
-        _raise_for(response)
-        answer: dict[str, Any] = response.json()
-        return answer
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         try:

@@ -7,22 +7,20 @@ requests and collects results, and never waits (`VllmDecoder`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import queue
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
-from cotrain_workers.checkpoints.peft_folder import CONFIG, FolderUnreadable, SumsUnusable
+from cotrain_store.messages.runs import LoraSpec
+from cotrain_workers.checkpoints.peft_folder import FolderUnreadable, SumsUnusable
 from cotrain_workers.engine.decoding.requests import Progress, SampleOutput, SampleRequest
 from cotrain_workers.engine.ops import Failure, WeightsMissing
 from cotrain_workers.engine.spec import Target
@@ -63,20 +61,28 @@ UNEMBEDDING = Failure(
 EXPERTS = Failure(
     "The sampler of this base model cannot apply LoRA on experts. Train with train_mlp=False to sample from it.", "user"
 )
-# Returns the PEFT folder of an adapter, or None while it is not written. Raises WeightsMissing.
-FolderOf = Callable[[str], Path | None]
 T = TypeVar("T")
+
+
+class Adapter(NamedTuple):
+    """PEFT folder of an adapter, named by its content, and the spec that it was trained with."""
+
+    folder: Path
+    spec: LoraSpec
+
+
+# Returns an adapter, or None while it is not written. Raises WeightsMissing.
+AdapterOf = Callable[[str], Adapter | None]
 
 
 class VllmDecoder:
     """Decoder on a vLLM server. For one thread, like every decoder."""
 
-    def __init__(self, sampler: VllmSampler, folder: FolderOf) -> None:
+    def __init__(self, sampler: VllmSampler, adapter_of: AdapterOf) -> None:
         """Start without a wait. A background check logs if the server can be used."""
         self._sampler = sampler
-        self._folder = folder
+        self._adapter_of = adapter_of
         self._jobs: dict[str, _Job] = {}
-        self._answered: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._adapter_by_key: dict[str, str] = {}
         self._loop = asyncio.new_event_loop()
         thread = Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -119,17 +125,18 @@ class VllmDecoder:
 
     def step(self) -> Progress:
         """Collect the answers since the last step, and send requests whose folder has been written."""
-        for job in [job for job in self._jobs.values() if job.answer is None]:
-            self._begin(job)
         progress = Progress()  # nothing is streamed: a sequence arrives when it is whole
-        for job in self._collect():
-            if self._jobs.get(job.request.id) is job:  # else it was cancelled
-                del self._jobs[job.request.id]
-                output = _outcome(job)
-                progress.finished.append((job.request.id, output))
-                if isinstance(output, SampleOutput):
-                    progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
-                    progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
+        for job in list(self._jobs.values()):
+            if job.answer is None:
+                self._begin(job)
+            if job.answer is None or not job.answer.done():
+                continue
+            del self._jobs[job.request.id]
+            output = _outcome(job.request, job.answer)
+            progress.finished.append((job.request.id, output))
+            if isinstance(output, SampleOutput):
+                progress.decoded_tokens += sum(len(each.tokens) for each in output.sequences)
+                progress.prompt_tokens += len(job.request.prompt) - output.cached_prompt_tokens
         return progress
 
     def drop_weights(self, key: str) -> None:
@@ -144,27 +151,18 @@ class VllmDecoder:
 
     def _begin(self, job: _Job) -> None:
         key = job.request.weights
-        folder = None
+        adapter = None
         if key is not None:
             try:
-                folder = self._folder(key)
+                adapter = self._adapter_of(key)
             except WeightsMissing:
                 job.answer = Future()
                 job.answer.set_result(WEIGHTS_DELETED)
-                self._answered.put(job)
                 return
-            if folder is None:
+            if adapter is None:
                 return
-            folder = folder.absolute()
-            self._adapter_by_key[key] = folder.name
-        job.answer = self._run(self._sampler.answer(job.request, folder, job.begun))
-        answered = self._answered
-        job.answer.add_done_callback(lambda _: answered.put(job))
-
-    def _collect(self) -> Iterator[_Job]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._answered.get_nowait()
+            self._adapter_by_key[key] = adapter.folder.name
+        job.answer = self._run(self._sampler.answer(job.request, adapter, job.begun))
 
     def _run(self, work: Coroutine[None, None, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -193,14 +191,13 @@ async def _abort_all(server: VllmServer) -> None:
     await server.close()
 
 
-def _outcome(job: _Job) -> SampleOutput | Failure:
+def _outcome(request: SampleRequest, answer: Future[SampleOutput | Failure]) -> SampleOutput | Failure:
     """Return the outcome of a request. After an unexpected error in the other thread, only this request fails."""
-    assert job.answer is not None
-    error = job.answer.exception()
+    error = answer.exception()
     if error:
-        log.error("vllm_request_failed", request=job.request.id, exc_info=error)
+        log.error("vllm_request_failed", request=request.id, exc_info=error)
         return BROKEN
-    return job.answer.result()
+    return answer.result()
 
 
 @dataclass(eq=False)
@@ -225,10 +222,13 @@ class VllmSampler:
         self._entry = TenantEntry(self.max_sequences)
         self._checking = asyncio.Lock()
 
-    async def answer(self, request: SampleRequest, folder: Path | None, begun: Event) -> SampleOutput | Failure:
-        """Return the outcome of a request with the adapter in `folder`. Set `begun` before sending a sequence."""
+    async def answer(self, request: SampleRequest, adapter: Adapter | None, begun: Event) -> SampleOutput | Failure:
+        """Return the outcome of a request. Set `begun` before sending a sequence."""
+        failure = _unsupported(request, adapter, await self.ready())
+        if failure:
+            return failure
+        folder = adapter.folder.absolute() if adapter else None
         try:
-            await self._refuse(request, folder)
             sequences = [
                 asyncio.create_task(self._sequence(request, number, folder, begun))
                 for number in range(request.num_samples)
@@ -257,31 +257,6 @@ class VllmSampler:
                 else:
                     log.info("vllm_ready", **vars(self.facts))
             return self.facts
-
-    async def _refuse(self, request: SampleRequest, folder: Path | None) -> None:
-        facts = await self.ready()
-        reason = refusal(request, facts)
-        if reason:
-            raise _Failed(Failure(reason, "user"))
-        if not folder or (facts.adapts_unembedding and facts.adapts_experts):
-            return
-        config = await self._config(folder)
-        if not facts.adapts_unembedding and "lm_head" in config["target_modules"]:
-            raise _Failed(UNEMBEDDING)
-        if not facts.adapts_experts and config.get("target_parameters"):
-            raise _Failed(EXPERTS)
-
-    async def _config(self, folder: Path) -> dict[str, Any]:
-        while True:
-            try:
-                await self.adapters.copy(folder.name)
-                config: dict[str, Any] = json.loads((folder / CONFIG).read_bytes())
-            except (FileNotFoundError, FolderUnreadable) as missing:
-                raise _Failed(_unreadable(missing)) from missing
-            except OSError:
-                await asyncio.sleep(PAUSE_S[1])
-            else:
-                return config
 
     async def _sequence(self, request: SampleRequest, number: int, folder: Path | None, begun: Event) -> Completion:
         """Generate one sequence. Retry without limit while the server is unreachable, but at most TRIES times
@@ -329,6 +304,17 @@ class VllmSampler:
             raise _Failed(Failure(f"The sampler refused this: {refused}", "user")) from refused
 
 
+def _unsupported(request: SampleRequest, adapter: Adapter | None, facts: ServerFacts) -> Failure | None:
+    """Return the failure of a request that this server can never run, or None."""
+    if reason := refusal(request, facts):
+        return Failure(reason, "user")
+    if adapter and adapter.spec.train_unembed and not facts.adapts_unembedding:
+        return UNEMBEDDING
+    if adapter and adapter.spec.train_mlp and not facts.adapts_experts:
+        return EXPERTS
+    return None
+
+
 class _Failed(Exception):
     """Failure of one request only."""
 
@@ -337,7 +323,7 @@ class _Failed(Exception):
         self.failure = failure
 
 
-def _unreadable(error: Exception) -> Failure:
+def _unreadable(error: FolderUnreadable) -> Failure:
     log.error("weights_unreadable", reason=str(error))
     if isinstance(error, SumsUnusable):
         return Failure(f"The sampler's weights cannot be read: {error}", "server")

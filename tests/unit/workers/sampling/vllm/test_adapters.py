@@ -229,7 +229,7 @@ def check(vllm: FakeVllm, targets: tuple[Target, ...], shared: Path, key: str = 
 def test_a_server_set_up_as_documented_passes_and_keeps_no_probe(
     vllm: FakeVllm, targets: tuple[Target, ...], tmp_path: Path
 ) -> None:
-    assert check(vllm, targets, tmp_path) == ServerFacts("0.0.fake", BASE, 64, True)
+    assert check(vllm, targets, tmp_path) == ServerFacts(BASE, 64, adapts_unembedding=True)
     assert vllm.loaded == set()
 
 

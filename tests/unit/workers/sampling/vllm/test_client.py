@@ -20,7 +20,7 @@ from cotrain_workers.sampling.vllm.client import (
     sample_output,
 )
 
-FACTS = ServerFacts("0", "base", context_tokens=10, adapts_unembedding=True)
+FACTS = ServerFacts("base", context_tokens=10, adapts_unembedding=True)
 REQUEST = SampleRequest(
     id="q",
     weights=None,
